@@ -1,0 +1,141 @@
+"""`python -m fastcomm info | demo | bench`: says what this machine offers, trains a small GPT on two ranks, runs the benchmarks.
+
+The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this file finds them and gives them the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+USAGE = """\
+commands:
+  info                     versions, cores, and which transports work here
+  demo [...]               trains a small GPT on two ranks; what follows is passed on to examples/train_gpt.py
+  bench allreduce [...]    all-reduce against Gloo and MPI, by size
+  bench step [...]         training steps: local, fastcomm, DDP
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fastcomm", epilog=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("info", "demo", "bench"))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
+    options = parser.parse_args()
+    arguments: list[str] = options.arguments
+
+    if options.command == "demo":
+        demo(arguments)
+    if options.command == "bench":
+        if not arguments or arguments[0] not in ("allreduce", "step"):
+            parser.error("bench takes the name of a benchmark first: allreduce or step")
+        become(str(script("bench", arguments[0])), *arguments[1:])
+    if arguments:
+        parser.error("info takes no arguments")
+    print(info())
+    return 0
+
+
+def demo(arguments: list[str]) -> NoReturn:
+    """Two ranks under torchrun, the cores divided between them."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // 2)))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    become(*launcher, str(script("examples", "train_gpt")), *arguments)
+
+
+def script(folder: str, name: str) -> Path:
+    """Where a script lies: inside the installed package, or beside the package in the source tree."""
+    package = Path(__file__).resolve().parent
+    candidates = [root / folder / f"{name}.py" for root in (package, package.parent)]
+    for path in candidates:
+        if path.is_file():
+            return path
+    sys.exit(f"{folder}/{name}.py was not found; looked for {' and '.join(map(str, candidates))}. Install fastcomm again.")
+
+
+def become(*arguments: str) -> NoReturn:
+    """Replaces this process by Python with `arguments`, so that signals and the exit status are the script's own."""
+    # The script's own folder is what Python puts on its path: it must find this fastcomm, installed or not.
+    path = (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def info() -> str:
+    facts = {
+        "fastcomm": version(),
+        "Python": platform.python_version(),
+        "torch": f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else f"{torch.__version__} (CPU only)",
+        "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD {torch.backends.cpu.get_cpu_capability()}",
+        "shm": shm_state(),
+        "CUDA": cuda_state(),
+        "NCCL": nccl_state(),
+    }
+    return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("fastcomm")
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed, used from {Path(__file__).resolve().parent}"
+
+
+def cores() -> int:
+    """The cores this process may run on, which in a container or under taskset are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shm_state() -> str:
+    if not sys.platform.startswith("linux"):
+        return f"not available: needs Linux, this is {sys.platform}"
+    if importlib.util.find_spec("fastcomm.shm") is None:
+        return "not built: run `python setup.py build_ext --inplace` in the source tree, or install a wheel"
+    try:
+        importlib.import_module("fastcomm.shm")
+    except ImportError as error:
+        return f"built, but does not load: {error}"
+    return "ready"
+
+
+def cuda_state() -> str:
+    if not torch.version.cuda:
+        return "not available: this torch was built without CUDA"
+    if not torch.cuda.is_available():
+        return "not available: no CUDA device, or no driver for it"
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def nccl_state() -> str:
+    """Which NCCL library would be used, and its version: FASTCOMM_NCCL_LIBRARY, else NVIDIA's wheel, else the system's."""
+    path = os.environ.get("FASTCOMM_NCCL_LIBRARY") or nccl_wheel() or "libnccl.so.2"
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError) as error:
+        return f"not available: {error}. CUDA builds of torch bring it; so do the extras fastcomm[cuda12] and fastcomm[cuda13]"
+    major, rest = divmod(number.value, 10000)
+    return f"{major}.{rest // 100}.{rest % 100} in {path}; not used by this version of fastcomm"
+
+
+def nccl_wheel() -> str | None:
+    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder) / "lib" / "libnccl.so.2"
+        if path.is_file():
+            return str(path)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Communicator and Work: what a reducer needs of a transport, and nothing more.
+
+A transport (shm.ShmCommunicator, ...) implements Communicator. The reducer uses `launch_bucket`, in which a transport may fuse the
+gathering of gradients with the reduction.
+"""
+
+from __future__ import annotations
+
+import abc
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+C = TypeVar("C", bound="Communicator")
+
+OPS = ("sum", "mean", "min", "max", "prod")
+_ALIASES = {"avg": "mean", "product": "prod"}
+
+
+def canonical_op(op: str) -> str:
+    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are accepted. Raises ValueError."""
+    name = _ALIASES.get(op, op)
+    if name not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+    return name
+
+
+class Work(abc.ABC):
+    """A collective that has been launched. Its tensors must not be touched until `wait` returns."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Blocks until the result is in place (on CUDA: until the current stream is ordered after it). Raises FastcommError."""
+
+    @abc.abstractmethod
+    def is_completed(self) -> bool:
+        """Whether the result is in place. Moves the collective forward if it can be done without waiting."""
+
+
+class BucketWork(Work):
+    """A bucket under way. `flags` is valid after `wait`: the bitwise or of the flags all ranks launched this bucket with."""
+
+    flags: int
+
+
+class Communicator(abc.ABC):
+    """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one thread at a time per communicator.
+
+    Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it cannot be completed, FastcommError after
+    close(), and ValueError or TypeError for a bad argument before any peer is involved.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str  # "shm" | "nccl" | "hosted" | "hierarchical"
+
+    @abc.abstractmethod
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in memory this transport reaches without a copy. Uninitialised. Its memory lives as long as the tensor."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
+        """Reduces `tensor` (contiguous; same numel and dtype on every rank) over all ranks, in place. op: one of OPS, or "avg"."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Copies rank `src`'s `tensor` into every other rank's."""
+
+    @abc.abstractmethod
+    def all_gather_single(self, out: Tensor, inp: Tensor) -> None:
+        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements."""
+
+    @abc.abstractmethod
+    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum") -> None:
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    @abc.abstractmethod
+    def launch_bucket(
+        self, flat: Tensor, gradients: list[Tensor], offsets: list[int], *, op: str, label: int, flags: int
+    ) -> BucketWork:
+        """Copies gradients[i] to flat[offsets[i]:] and starts reducing `flat` in place; may leave both to the wait.
+
+        gradients: dense tensors of flat's dtype whose memory is to be copied as it lies, by ascending offset (in elements). They and
+        `flat` must not be touched until the work is done. label: the bucket's number plus one, equal on all ranks; a rank that launches
+        another bucket gets MismatchError, and so do all. flags: small bits of this rank; the work's `flags` is the or over all ranks.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the others."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the use of this communicator on this rank. May be called twice."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

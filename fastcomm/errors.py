@@ -1,0 +1,27 @@
+"""The errors fastcomm raises. Every one is a FastcommError; bad arguments raise ValueError or TypeError at the call that made them."""
+
+import builtins
+
+
+class FastcommError(RuntimeError):
+    """Base of all errors that come from communication rather than from a bad argument."""
+
+
+class InitError(FastcommError):
+    """The ranks could not be brought together: not launched by torchrun, a rank twice or missing, hosts that differ."""
+
+
+class MismatchError(FastcommError):
+    """The ranks disagree: about the model, or about which collective comes next. Raised on every rank, naming both sides."""
+
+
+class PeerLostError(FastcommError):
+    """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last collective it joined."""
+
+
+class TimeoutError(FastcommError, builtins.TimeoutError):
+    """A rank did not arrive in time. Names the collective and the ranks that are missing."""
+
+
+class NcclError(FastcommError):
+    """A call into NCCL failed. Names the call, the code and its text, ncclGetLastError and the NCCL version."""

@@ -1,0 +1,183 @@
+"""init(): brings the ranks together over torch's stores and picks the transport. Owns nothing once the communicator is made."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastcomm.errors import InitError
+from fastcomm.shm import ShmCommunicator
+
+BACKENDS = ("auto", "shm")
+_POLL_S = 0.002
+
+# How often each meeting point was used by this process: ranks that make several communicators keep them apart by this number.
+_uses: dict[str, int] = {}
+
+
+def init(
+    backend: str = "auto",
+    *,
+    init_method: str = "env://",
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = timedelta(minutes=5),
+    group: dist.ProcessGroup | None = None,
+) -> ShmCommunicator:
+    """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call it, with the same arguments.
+
+    backend: "auto" or "shm" (ranks of one host over shared memory).
+    init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
+    group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
+    device: where the gradients are; None means the CPU.
+    timeout: how long to wait for missing ranks here, and later in every collective.
+
+    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank and says what to do. Raises ValueError
+    for bad arguments.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if torch.device(device or "cpu").type != "cpu":
+        raise InitError(f"no transport for device {device}: this version of fastcomm reduces on the CPU only")
+    bootstrap = _GroupBootstrap(group) if group is not None else _meet(init_method, rank, world_size, timeout)
+    try:
+        hosts = bootstrap.exchange(_host_identity())
+        here = hosts[bootstrap.rank]
+        if set(hosts) != {here}:
+            away = [r for r, host in enumerate(hosts) if host != here]
+            raise InitError(
+                f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
+                "The shm transport needs all ranks on one host; across hosts use torch.distributed"
+            )
+        return ShmCommunicator(bootstrap.rank, bootstrap.world_size, _local_rank(bootstrap.rank), bootstrap, timeout)
+    except Exception as error:
+        bootstrap.fail(f"rank {bootstrap.rank} failed in fastcomm.init: {error}")
+        raise
+
+
+class _StoreBootstrap:
+    """Ranks that meet at a torch.distributed store. Their values pass through it once; a failure of one is told to all."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._timeout = timeout
+        self._round = 0
+        self._enter()
+
+    def _enter(self) -> None:
+        if self._store.add(f"claim/{self.rank}", 1) > 1:
+            self._refuse(f"rank {self.rank} was given to two processes: every process needs a rank of its own")
+        agreed = self._store.compare_set("world_size", "", str(self.world_size)).decode()
+        if int(agreed) != self.world_size:
+            self._refuse(f"rank {self.rank} was started with world_size {self.world_size}, another rank with {agreed}")
+
+    def _refuse(self, message: str) -> None:
+        self.fail(message)
+        raise InitError(message)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed."""
+        self._round += 1
+        self._store.set(f"{self._round}/{self.rank}", pickle.dumps(value))
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        return [pickle.loads(self._get(r, deadline)) for r in range(self.world_size)]
+
+    def _get(self, rank: int, deadline: float) -> bytes:
+        key = f"{self._round}/{rank}"
+        while not self._store.check([key]):
+            if self._store.check(["failed"]):
+                raise InitError(self._store.get("failed").decode())
+            if time.monotonic() > deadline:
+                missing = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
+                raise InitError(
+                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s in fastcomm.init for ranks {missing} "
+                    f"of {self.world_size}: were they started, and can they reach the same init_method?"
+                )
+            time.sleep(_POLL_S)
+        return bytes(self._store.get(key))
+
+    def fail(self, message: str) -> None:
+        """Ends the exchange of the other ranks, too. The first failure is the one they hear of."""
+        self._store.compare_set("failed", "", message)
+
+
+class _GroupBootstrap:
+    """Ranks that belong to a torch.distributed group already."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._group = group
+
+    def exchange(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, (value, None), group=self._group)
+        failures = [failure for _, failure in values if failure is not None]
+        if failures:
+            raise InitError(failures[0])
+        return [value for value, _ in values]
+
+    def fail(self, message: str) -> None:
+        """Tells the others in the exchange they are waiting in."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, (None, message), group=self._group)
+
+
+def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: timedelta) -> _StoreBootstrap:
+    """Opens the store that init_method names."""
+    scheme = init_method.split("://")[0]
+    if scheme == "env":
+        rank, world_size = _from_environment("RANK", rank), _from_environment("WORLD_SIZE", world_size)
+    elif scheme not in ("tcp", "file"):
+        raise ValueError(f"init_method must be env://, tcp://host:port or file:///path; got {init_method!r}")
+    if rank is None or world_size is None:
+        raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise InitError(f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}")
+    try:
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+    except (RuntimeError, OSError) as error:
+        raise InitError(f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}") from error
+    store.set_timeout(timeout)
+    _uses[init_method] = _uses.get(init_method, 0) + 1
+    # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _StoreBootstrap(dist.PrefixStore(f"fastcomm/{attempt}/{_uses[init_method]}", store), rank, world_size, timeout)
+
+
+def _from_environment(name: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    value = os.environ.get(name)
+    if value is None:
+        raise InitError(
+            f"{name} is not set: start the script with `torchrun --nproc-per-node=2 {os.path.basename(os.sys.argv[0]) or 'train.py'}`, "
+            "or pass init_method='tcp://host:port' with rank= and world_size="
+        )
+    try:
+        return int(value)
+    except ValueError:
+        raise InitError(f"the environment variable {name} must be a number; it is {value!r}") from None
+
+
+def _local_rank(rank: int) -> int:
+    """The rank's number on its host. All ranks share the host, so without torchrun's word for it that is the rank itself."""
+    return int(os.environ.get("LOCAL_RANK", rank))
+
+
+def _host_identity() -> str:
+    """Equal for two processes exactly if they can map each other's memory: one kernel, one pid namespace. FASTCOMM_HOST_ID overrides it."""
+    override = os.environ.get("FASTCOMM_HOST_ID")
+    if override is not None:
+        return override
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

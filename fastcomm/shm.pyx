@@ -1,0 +1,617 @@
+# cython: language_level=3
+"""ShmCommunicator: the ranks of one host over shared memory. A thin skin over kernels/shm_allreduce.c.
+
+Owns the segments (anonymous memory files: nothing in /dev/shm, nothing left after any exit), hands out tensors that lie in them,
+checks arguments, releases the GIL around every wait, and turns status codes into exceptions. How the ranks find each other is
+rendezvous.py's business: it arrives here as a `bootstrap` whose `exchange(value)` returns every rank's value.
+"""
+
+import os
+import time
+
+import torch
+
+from fastcomm.communicator import OPS, BucketWork, Communicator, canonical_op
+from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, madvise, mmap, munmap
+from posix.unistd cimport close as close_fd
+
+
+cdef extern from "sys/mman.h" nogil:
+    int MADV_HUGEPAGE, MADV_REMOVE, MADV_DONTDUMP, MAP_NORESERVE
+
+
+cdef extern from "shm_reduce.h" nogil:
+    enum:
+        SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD
+        SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8
+    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs, void *const *outputs, int n_outputs)
+
+
+cdef extern from "shm_allreduce.h" nogil:
+    enum:
+        SHM_MAX_RANKS, SHM_RING
+        SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST
+        SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER
+        SHM_ALIVE, SHM_CLOSED, SHM_ABORTED
+    uint64_t SHM_PRIVATE
+
+    struct shm_descriptor:
+        uint32_t kind, op, dtype, root
+        uint64_t numel, where
+        uint32_t label, flags
+
+    struct shm_piece:
+        const void *source
+        uint64_t offset, numel
+
+    struct shm_comm
+
+    size_t shm_control_bytes()
+    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early)
+    void shm_free_comm(shm_comm *comm)
+    int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
+                 const shm_piece *pieces, size_t n_pieces, uint32_t *seq)
+    int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
+    int shm_make_room(shm_comm *comm, uint64_t slice_ns)
+    uint32_t shm_result_flags(const shm_comm *comm, uint32_t seq)
+    int shm_stalled_on(const shm_comm *comm)
+    uint32_t shm_posted(const shm_comm *comm, int rank)
+    shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)
+    int shm_state_of(const shm_comm *comm, int rank)
+    int shm_blamed_by(const shm_comm *comm, int rank)
+    void shm_set_state(shm_comm *comm, int state, int blames)
+
+
+MAX_RANKS = SHM_MAX_RANKS
+
+cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
+cdef size_t PAGE = 4096
+
+cdef dict DTYPES = {
+    torch.float32: SHM_FLOAT32, torch.float64: SHM_FLOAT64, torch.float16: SHM_FLOAT16, torch.bfloat16: SHM_BFLOAT16,
+    torch.int32: SHM_INT32, torch.int64: SHM_INT64, torch.uint8: SHM_UINT8,
+}
+cdef tuple DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}  # OPS stands in the order of enum shm_op
+cdef tuple KIND_NAMES = ("nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
+
+# Counts forks: a communicator made before a fork is of no use in the child, whose pid is not the one its peers watch.
+cdef int fork_generation = 0
+
+
+def _count_fork():
+    global fork_generation
+    fork_generation += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------------------
+
+cdef class Segment:
+    """One rank's memory file, mapped. The rank that owns it allocates tensors from the arena behind the control area."""
+
+    cdef char *base
+    cdef size_t nbytes
+    cdef list holes  # (offset, nbytes) that are free, by offset; owner only
+
+    def __cinit__(self, int fd, size_t nbytes):
+        cdef void *base = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0)
+        if base == MAP_FAILED:
+            raise InitError(f"cannot map {nbytes >> 30} GiB of address space for a shared segment; is `ulimit -v` set?")
+        self.base = <char *>base
+        self.nbytes = nbytes
+        # Both are advice: huge pages spare page faults and TLB misses, and a core dump need not hold the whole arena.
+        madvise(base, nbytes, MADV_HUGEPAGE)
+        madvise(base, nbytes, MADV_DONTDUMP)
+        cdef size_t control = (shm_control_bytes() + PAGE - 1) // PAGE * PAGE
+        self.holes = [(control, nbytes - control)]
+
+    def __dealloc__(self):
+        if self.base != NULL:
+            munmap(self.base, self.nbytes)
+
+    cdef size_t allocate(self, size_t nbytes) except 0:
+        """First fit. Returns the offset of `nbytes` (a multiple of the page size) in the segment."""
+        for i, (offset, room) in enumerate(self.holes):
+            if room >= nbytes:
+                if room == nbytes:
+                    del self.holes[i]
+                else:
+                    self.holes[i] = (offset + nbytes, room - nbytes)
+                return offset
+        raise MemoryError(f"no {nbytes} contiguous bytes left in the shared arena of {self.nbytes} bytes")
+
+    cdef void release(self, size_t offset, size_t nbytes):
+        """Gives the memory back to the system and merges the hole with its neighbours."""
+        madvise(self.base + offset, nbytes, MADV_REMOVE)
+        merged = []
+        for begin, size in sorted([*self.holes, (offset, nbytes)]):
+            if merged and merged[-1][0] + merged[-1][1] == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((begin, size))
+        self.holes = merged
+
+
+cdef class Block:
+    """Memory of one tensor. The tensor holds it through the buffer protocol; it goes back to the segment with the last reference."""
+
+    cdef Segment segment
+    cdef size_t offset, nbytes
+    cdef int generation
+
+    def __cinit__(self, Segment segment, size_t nbytes):
+        self.nbytes = max(nbytes + PAGE - 1, PAGE) // PAGE * PAGE
+        self.offset = segment.allocate(self.nbytes)
+        self.segment = segment
+        self.generation = fork_generation
+
+    def __dealloc__(self):
+        # A forked child shares the pages with its parent and must not give them away.
+        if self.segment is not None and self.generation == fork_generation:
+            self.segment.release(self.offset, self.nbytes)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.segment.base + self.offset, <Py_ssize_t>self.nbytes, 0, flags)
+
+
+cdef extern from "Python.h":
+    int PyBuffer_FillInfo(Py_buffer *view, object exporter, void *buf, Py_ssize_t nbytes, int readonly, int flags) except -1
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------------------
+
+@cython.freelist(8)
+cdef class ShmWork:
+    """A collective under way. Holds its tensors, and its outcome once that is known."""
+
+    cdef ShmCommunicator comm
+    cdef uint32_t seq
+    cdef object tensors  # kept alive while the peers may touch them
+    cdef shm_piece *pieces
+    cdef bint finished
+    cdef readonly uint32_t flags
+    cdef object error
+
+    def __dealloc__(self):
+        free(self.pieces)
+
+    def wait(self):
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective, if one did."""
+        if not self.finished:
+            self.comm._finish(self)
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self):
+        """Whether the result is in place; does on the way whatever can be done without waiting."""
+        if not self.finished:
+            self.comm._advance(self, 0)
+        return self.finished
+
+    cdef void settle(self, object error):
+        self.finished = True
+        self.error = error
+        self.tensors = None
+        free(self.pieces)
+        self.pieces = NULL
+
+
+# ---- the communicator ------------------------------------------------------------------------------------------------------------
+
+@cython.no_gc_clear  # __dealloc__ needs the segments
+cdef class ShmCommunicator:
+    """Collectives between `world_size` processes of one host. See fastcomm.communicator.Communicator for the contract.
+
+    Made by fastcomm.init. One thread at a time may use it; all ranks call the same collectives in the same order.
+    """
+
+    cdef readonly int rank, world_size, local_rank
+    cdef readonly object device, timeout
+    cdef readonly tuple pids
+    cdef object __weakref__
+    cdef shm_comm *handle
+    cdef list segments
+    cdef list works  # the unfinished ShmWork of each slot of the ring, or None
+    cdef uint32_t last  # number of the newest collective
+    cdef int pidfds[64]
+    cdef double timeout_s
+    cdef int generation
+    cdef bint busy
+    cdef object failure  # why the communicator cannot be used any more, or None
+
+    backend = "shm"
+
+    def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
+        if world_size > SHM_MAX_RANKS:
+            raise InitError(f"the shm transport takes up to {SHM_MAX_RANKS} ranks, not {world_size}")
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device = torch.device("cpu")
+        self.timeout, self.timeout_s = timeout, timeout.total_seconds()
+        self.generation = fork_generation
+        self.works = [None] * SHM_RING
+        self.segments = []
+        for r in range(SHM_MAX_RANKS):
+            self.pidfds[r] = -1
+        self._connect(bootstrap)
+
+    def _connect(self, bootstrap):
+        """Every rank makes a memory file, opens its peers', and closes the descriptors once all ranks have mapped everything."""
+        cdef char *bases[64]
+        cdef Segment segment
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        nbytes = min(memory, (1 << 45) // self.world_size) // PAGE * PAGE  # sparse: costs only what is touched
+        fd = os.memfd_create("fastcomm", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": sorted(os.sched_getaffinity(0))}
+            ranks = bootstrap.exchange(mine)
+            self.pids = tuple(theirs["pid"] for theirs in ranks)
+            try:
+                for r, theirs in enumerate(ranks):
+                    self._map_peer(r, theirs)
+            except (OSError, InitError) as error:
+                raise InitError(f"rank {self.rank} cannot reach the memory of its peers: {error}") from error
+            bootstrap.exchange("mapped")
+        finally:
+            os.close(fd)
+        for r in range(self.world_size):
+            segment = self.segments[r]
+            bases[r] = segment.base
+        n_cores = len(set().union(*(theirs["cores"] for theirs in ranks)))
+        self.handle = shm_open_comm(self.rank, self.world_size, bases, self.pidfds, self.world_size > n_cores)
+        if self.handle == NULL:
+            raise MemoryError("out of memory")
+
+    def _map_peer(self, rank, theirs):
+        fd = os.open(f"/proc/{theirs['pid']}/fd/{theirs['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.segments.append(Segment(fd, theirs["nbytes"]))
+        finally:
+            os.close(fd)
+        if rank != self.rank:
+            self.pidfds[rank] = os.pidfd_open(theirs["pid"])
+
+    def __dealloc__(self):
+        self._shut(SHM_CLOSED, -1)
+        for r in range(SHM_MAX_RANKS):
+            if self.pidfds[r] >= 0:
+                close_fd(self.pidfds[r])
+
+    cdef void _shut(self, int state, int blames) noexcept:
+        if self.handle != NULL:
+            if self.generation == fork_generation:  # not in a forked child: the segment is the parent's to close
+                shm_set_state(self.handle, state, blames)
+            shm_free_comm(self.handle)
+            self.handle = NULL
+
+    def close(self):
+        """Ends the use of this communicator on this rank; peers that still wait for it get PeerLostError. Tensors stay valid."""
+        self._end(SHM_CLOSED, -1, FastcommError(f"rank {self.rank} has closed this communicator"))
+
+    def abort(self):
+        """As close, but says to the peers that something went wrong: their collectives end with PeerLostError at once."""
+        self._end(SHM_ABORTED, -1, FastcommError(f"rank {self.rank} has aborted this communicator"))
+
+    cdef _end(self, int state, int blames, object failure):
+        """Shuts the communicator; whoever still waits for a collective of it gets `failure`."""
+        if self.handle == NULL:
+            return
+        self.failure = failure
+        self._shut(state, blames)
+        for i in range(SHM_RING):
+            work, self.works[i] = self.works[i], None
+            if work is not None:
+                (<ShmWork>work).settle(failure)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    # -- memory --
+
+    def empty(self, numel, *, dtype):
+        """A flat tensor of `numel` elements in shared memory, uninitialised (zero when the memory is new). Local: no peer is asked.
+
+        Collectives on it take the direct path: no copy. The memory lives as long as the tensor, also after close().
+        Raises ValueError for a negative numel, TypeError for a dtype the transport does not reduce, MemoryError.
+        """
+        self._check_usable()
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype}")
+        if numel < 0:
+            raise ValueError(f"numel must not be negative; got {numel}")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        block = Block(self.segments[self.rank], numel * dtype.itemsize)
+        return torch.frombuffer(block, dtype=dtype, count=numel)
+
+    # -- collectives --
+
+    def all_reduce(self, tensor, op="sum", *, bint async_op=False):
+        """Reduces `tensor` over all ranks, in place: contiguous, on the CPU, the same numel and dtype on every rank.
+
+        op: sum, mean (alias avg), min, max, prod. float16 and bfloat16 accumulate in float32 and round once. The result is bitwise the
+        same on every rank. With async_op, returns a Work at once: leave the tensor alone until work.wait() returns.
+        Raises MismatchError, PeerLostError or TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
+        """
+        cdef shm_descriptor d = self._describe(SHM_ALL_REDUCE, tensor, _op_code(op))
+        return self._collective(&d, tensor, tensor, async_op)
+
+    def broadcast(self, tensor, int src=0):
+        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank. Errors as all_reduce."""
+        cdef shm_descriptor d = self._describe(SHM_BROADCAST, tensor, SHM_SUM)
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
+        d.root = src
+        self._collective(&d, tensor, tensor, False)
+
+    def all_gather_single(self, out, inp):
+        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""
+        cdef shm_descriptor d = self._describe(SHM_ALL_GATHER, inp, SHM_SUM)
+        self._check_pair("all_gather_single", out, inp, inp.numel() * self.world_size)
+        self._collective(&d, inp, out, False)
+
+    def reduce_scatter_single(self, out, inp, op="sum"):
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`. Errors as all_reduce."""
+        cdef shm_descriptor d = self._describe(SHM_REDUCE_SCATTER, inp, _op_code(op))
+        if inp.numel() % self.world_size:
+            raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a multiple of {self.world_size} ranks")
+        self._check_pair("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
+        self._collective(&d, inp, out, False)
+
+    def barrier(self):
+        """Returns when every rank has called it."""
+        cdef shm_descriptor d
+        self._check_usable()
+        d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label, d.flags = SHM_BARRIER, 0, 0, 0, 0, SHM_PRIVATE, 0, 0
+        self._collective(&d, None, None, False)
+
+    def launch_bucket(self, flat, list gradients, list offsets, *, str op, uint32_t label, uint32_t flags):
+        """See Communicator.launch_bucket. Here the gradients are gathered by the reduction itself: what lies in the part of the bucket
+        that this rank reduces is never copied."""
+        cdef shm_descriptor d = self._describe(SHM_ALL_REDUCE, flat, _op_code(op))
+        cdef Py_ssize_t i, n = len(gradients)
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        d.label, d.flags = label, flags
+        work.comm, work.tensors = self, (flat, gradients)
+        work.pieces = <shm_piece *>malloc(max(n, 1) * sizeof(shm_piece))
+        if work.pieces == NULL:
+            raise MemoryError("out of memory")
+        for i in range(n):
+            gradient = gradients[i]
+            work.pieces[i].source = <const void *><size_t>gradient.data_ptr()
+            work.pieces[i].offset = offsets[i]
+            work.pieces[i].numel = gradient.numel()
+        cdef char *data = <char *><size_t>flat.data_ptr()
+        self._post(&d, data, data, work, n)
+        self._advance(work, 0)  # earlier buckets whose peers have come meanwhile
+        return work
+
+    # -- the way of every collective --
+
+    cdef shm_descriptor _describe(self, int kind, tensor, int op) except *:
+        """Checks that the communicator can be used and that it can take the tensor."""
+        cdef shm_descriptor d
+        cdef Segment arena
+        cdef size_t address
+        self._check_usable()
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {tensor.dtype}")
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise ValueError(f"the shm transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+        arena = self.segments[self.rank]
+        address = <size_t>tensor.data_ptr() - <size_t>arena.base
+        d.kind, d.op, d.dtype, d.root, d.label, d.flags = kind, op, dtype, 0, 0, 0
+        d.numel = tensor.numel()
+        d.where = address if address < arena.nbytes else SHM_PRIVATE
+        return d
+
+    cdef int _check_pair(self, str name, out, inp, numel) except -1:
+        self._describe(SHM_BARRIER, out, SHM_SUM)
+        if out.dtype != inp.dtype:
+            raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
+        if out.numel() != numel:
+            raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
+        return 0
+
+    cdef int _check_usable(self) except -1:
+        if self.generation != fork_generation:
+            raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
+                                "call fastcomm.init here, or start workers with the spawn method")
+        if self.handle == NULL:
+            raise type(self.failure)(*self.failure.args)
+        if self.busy:
+            raise FastcommError("another thread is inside this communicator: give each thread its own, or let them take turns")
+        return 0
+
+    cdef object _collective(self, shm_descriptor *d, inp, out, bint async_op):
+        cdef ShmWork work
+        cdef uint32_t seq
+        cdef int posted = SHM_AGAIN, status = SHM_AGAIN
+        cdef char *input = NULL
+        cdef char *output = NULL
+        if inp is not None:
+            input, output = <char *><size_t>inp.data_ptr(), <char *><size_t>out.data_ptr()
+        if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
+            # The short way of a blocking call: no Work, and one release of the GIL for posting and the first slice of waiting.
+            self.busy = True
+            with nogil:
+                posted = shm_post(self.handle, d, input, output, NULL, 0, &seq)
+                if posted == SHM_OK:
+                    status = shm_wait(self.handle, seq, SLICE_NS)
+            self.busy = False
+            if posted == SHM_OK:
+                self.last = seq
+            if status == SHM_OK:
+                return None
+        work = ShmWork.__new__(ShmWork)
+        work.comm, work.tensors = self, (inp, out)
+        if posted == SHM_OK:
+            work.seq = seq
+            self.works[seq % SHM_RING] = work
+        else:
+            self._post(d, input, output, work, 0)
+        if async_op:
+            return work
+        work.wait()
+
+    cdef int _post(self, shm_descriptor *d, char *input, char *output, ShmWork work, size_t n_pieces) except -1:
+        """Posts a collective; waits only when the ring is full."""
+        cdef int status
+        cdef double deadline = 0
+        older = self.works[(self.last + 1) % SHM_RING]
+        if older is not None:
+            self._finish(older)
+        while True:
+            self._check_usable()
+            self.busy = True
+            with nogil:  # gathers the pieces
+                status = shm_make_room(self.handle, SLICE_NS)
+                if status == SHM_OK:
+                    status = shm_post(self.handle, d, input, output, work.pieces, n_pieces, &work.seq)
+            self.busy = False
+            if status == SHM_OK:
+                break
+            if status == SHM_PEER_LOST:
+                self._give_up(PeerLostError, self._lost_message())
+            else:
+                self._between_slices(&deadline)
+        self.last = work.seq
+        self.works[work.seq % SHM_RING] = work
+        return 0
+
+    cdef int _finish(self, ShmWork work) except -1:
+        """Waits until the work is finished, for good or ill."""
+        cdef double deadline = 0
+        while not self._advance(work, SLICE_NS):
+            self._between_slices(&deadline)
+        return 0
+
+    cdef bint _advance(self, ShmWork work, uint64_t slice_ns) except -1:
+        """Does what can be done for `work` within a slice; returns whether it is finished."""
+        cdef int status
+        if work.finished:
+            return True
+        self._check_usable()
+        self.busy = True
+        with nogil:  # may wait up to slice_ns
+            status = shm_wait(self.handle, work.seq, slice_ns)
+        self.busy = False
+        if status == SHM_AGAIN:
+            return False
+        if status == SHM_PEER_LOST:
+            self._give_up(PeerLostError, self._lost_message())
+            return True
+        self.works[work.seq % SHM_RING] = None
+        work.flags = shm_result_flags(self.handle, work.seq)
+        work.settle(MismatchError(self._mismatch_message(work.seq)) if status == SHM_MISMATCH else None)
+        return True
+
+    cdef int _between_slices(self, double *deadline) except -1:
+        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock."""
+        PyErr_CheckSignals()
+        cdef double now = time.monotonic()
+        if deadline[0] == 0:
+            deadline[0] = now + self.timeout_s
+        elif now >= deadline[0]:
+            self._give_up(TimeoutError, self._timeout_message())
+        return 0
+
+    # -- when it goes wrong --
+
+    cdef _give_up(self, kind, str message):
+        """The communicator is of no more use: tells the peers, and everybody on this rank who still waits."""
+        self._end(SHM_ABORTED, shm_stalled_on(self.handle), kind(message))
+
+    cdef str _lost_message(self):
+        cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
+        cdef int blamed = shm_blamed_by(self.handle, rank)
+        if state == SHM_CLOSED:
+            what = "closed its communicator"
+        elif state == SHM_ABORTED:
+            what = "aborted its communicator" if blamed < 0 else f"gave up on rank {blamed} (pid {self.pids[blamed]})"
+        else:
+            what = "died"
+        return f"rank {rank} (pid {self.pids[rank]}) {what}; {self._history(rank)}; {self._position()}"
+
+    cdef str _timeout_message(self):
+        cdef uint32_t here = shm_posted(self.handle, self.rank)
+        late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here] or [shm_stalled_on(self.handle)]
+        names = "; ".join(f"rank {r} (pid {self.pids[r]}): {self._history(r)}" for r in late)
+        return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}"
+
+    cdef str _mismatch_message(self, uint32_t seq):
+        wanted = "; ".join(f"rank {r}: {_name(shm_descriptor_of(self.handle, r, seq))}" for r in range(self.world_size))
+        return f"the ranks call different collectives (number {seq} on this communicator): {wanted}"
+
+    cdef str _history(self, int rank):
+        cdef uint32_t last = shm_posted(self.handle, rank)
+        return f"the last collective it joined is number {last}, {_name(shm_descriptor_of(self.handle, rank, last))}" if last else \
+            "it has joined no collective yet"
+
+    cdef str _position(self):
+        cdef uint32_t last = shm_posted(self.handle, self.rank)
+        return f"rank {self.rank} is at number {last}, {_name(shm_descriptor_of(self.handle, self.rank, last))}"
+
+
+cdef str _name(shm_descriptor d):
+    """A collective in words, for messages."""
+    if d.kind == SHM_BARRIER:
+        return "barrier"
+    words = f"{KIND_NAMES[d.kind]} of {d.numel} {DTYPE_NAMES[d.dtype]} elements"
+    if d.kind == SHM_BROADCAST:
+        words += f" from rank {d.root}"
+    elif d.kind != SHM_ALL_GATHER:
+        words += f", op {OPS[d.op]}"
+    return f"{words} (bucket {d.label - 1})" if d.label else words
+
+
+cdef int _op_code(str op) except -1:
+    code = OP_CODES.get(op)
+    return OP_CODES[canonical_op(op)] if code is None else code
+
+
+def reduce_shards(list buffers, str op="sum"):
+    """Reduces n flat tensors of equal numel and dtype element by element and writes the result into every one of them.
+
+    One pass that reads n and writes n tensors, in this process alone: the arithmetic of all_reduce without its flags. The benchmarks
+    take it for the streaming bound of the machine. Raises ValueError or TypeError for tensors that do not fit together.
+    """
+    cdef const void *inputs[64]
+    cdef int code = _op_code(op), n = len(buffers)
+    if not 1 <= n <= SHM_MAX_RANKS:
+        raise ValueError(f"expected 1 to {SHM_MAX_RANKS} tensors; got {n}")
+    first = buffers[0]
+    if first.dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {first.dtype}")
+    for i, buffer in enumerate(buffers):
+        if not (buffer.is_cpu and buffer.is_contiguous() and buffer.dtype is first.dtype and buffer.numel() == first.numel()):
+            raise ValueError("the tensors must be contiguous, on the CPU, and of one dtype and numel")
+        inputs[i] = <const void *><size_t>buffer.data_ptr()
+    cdef int dtype = DTYPES[first.dtype]
+    cdef size_t numel = first.numel()
+    with nogil:
+        shm_reduce(dtype, code, numel, inputs, n, <void *const *>inputs, n)
+
+
+BucketWork.register(ShmWork)
+Communicator.register(ShmCommunicator)
