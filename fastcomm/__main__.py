@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 import platform
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+
+import fastcomm
 
 USAGE = """\
 commands:
@@ -73,7 +75,7 @@ def become(*arguments: str) -> NoReturn:
 
 def info() -> str:
     facts = {
-        "fastcomm": version(),
+        "fastcomm": f"{fastcomm.__version__} in {Path(__file__).resolve().parent}",
         "Python": platform.python_version(),
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else f"{torch.__version__} (CPU only)",
         "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD {torch.backends.cpu.get_cpu_capability()}",
@@ -84,27 +86,16 @@ def info() -> str:
     return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
 
 
-def version() -> str:
-    try:
-        return importlib.metadata.version("fastcomm")
-    except importlib.metadata.PackageNotFoundError:
-        return f"not installed, used from {Path(__file__).resolve().parent}"
-
-
 def cores() -> int:
     """The cores this process may run on, which in a container or under taskset are fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shm_state() -> str:
-    if not sys.platform.startswith("linux"):
-        return f"not available: needs Linux, this is {sys.platform}"
-    if importlib.util.find_spec("fastcomm.shm") is None:
-        return "not built: run `python setup.py build_ext --inplace` in the source tree, or install a wheel"
     try:
         importlib.import_module("fastcomm.shm")
     except ImportError as error:
-        return f"built, but does not load: {error}"
+        return f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or install a wheel"
     return "ready"
 
 

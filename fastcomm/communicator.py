@@ -7,8 +7,9 @@ gathering of gradients with the reduction.
 from __future__ import annotations
 
 import abc
+import pickle
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,9 +84,7 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it."""
 
     @abc.abstractmethod
-    def launch_bucket(
-        self, flat: Tensor, gradients: list[Tensor], offsets: list[int], *, op: str, label: int, flags: int
-    ) -> BucketWork:
+    def launch_bucket(self, flat: Tensor, gradients: list[Tensor], offsets: list[int], *, op: str, label: int, flags: int) -> BucketWork:
         """Copies gradients[i] to flat[offsets[i]:] and starts reducing `flat` in place; may leave both to the wait.
 
         gradients: dense tensors of flat's dtype whose memory is to be copied as it lies, by ascending offset (in elements). They and
@@ -109,3 +108,17 @@ class Communicator(abc.ABC):
             self.close()
         else:
             self.abort()
+
+
+def gather_objects(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank's `value` (anything that can be pickled), by rank."""
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(sizes, torch.tensor([payload.numel()], device=comm.device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=comm.device)
+    padded[: payload.numel()] = payload
+    gathered = torch.empty(comm.world_size * longest, dtype=torch.uint8, device=comm.device)
+    comm.all_gather_single(gathered, padded)
+    rows = gathered.view(comm.world_size, longest).cpu().numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]

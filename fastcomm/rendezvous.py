@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
+import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from fastcomm.errors import InitError
 from fastcomm.shm import ShmCommunicator
@@ -63,9 +65,9 @@ def init(
 
 
 class _StoreBootstrap:
-    """Ranks that meet at a torch.distributed store. Their values pass through it once; a failure of one is told to all."""
+    """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure of one is told to all."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
@@ -87,9 +89,9 @@ class _StoreBootstrap:
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed."""
         self._round += 1
-        self._store.set(f"{self._round}/{self.rank}", pickle.dumps(value))
+        self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
         deadline = time.monotonic() + self._timeout.total_seconds()
-        return [pickle.loads(self._get(r, deadline)) for r in range(self.world_size)]
+        return [json.loads(self._get(r, deadline)) for r in range(self.world_size)]
 
     def _get(self, rank: int, deadline: float) -> bytes:
         key = f"{self._round}/{rank}"
@@ -144,14 +146,14 @@ def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: t
     if world_size < 1 or not 0 <= rank < world_size:
         raise InitError(f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}")
     try:
-        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     except (RuntimeError, OSError) as error:
         raise InitError(f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}") from error
     store.set_timeout(timeout)
     _uses[init_method] = _uses.get(init_method, 0) + 1
     # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _StoreBootstrap(dist.PrefixStore(f"fastcomm/{attempt}/{_uses[init_method]}", store), rank, world_size, timeout)
+    return _StoreBootstrap(PrefixStore(f"fastcomm/{attempt}/{_uses[init_method]}", store), rank, world_size, timeout)
 
 
 def _from_environment(name: str, given: int | None) -> int:
@@ -160,7 +162,7 @@ def _from_environment(name: str, given: int | None) -> int:
     value = os.environ.get(name)
     if value is None:
         raise InitError(
-            f"{name} is not set: start the script with `torchrun --nproc-per-node=2 {os.path.basename(os.sys.argv[0]) or 'train.py'}`, "
+            f"{name} is not set: start the script with `torchrun --nproc-per-node=2 {os.path.basename(sys.argv[0]) or 'train.py'}`, "
             "or pass init_method='tcp://host:port' with rank= and world_size="
         )
     try:

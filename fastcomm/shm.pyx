@@ -582,7 +582,9 @@ cdef str _name(shm_descriptor d):
         words += f" from rank {d.root}"
     elif d.kind != SHM_ALL_GATHER:
         words += f", op {OPS[d.op]}"
-    return f"{words} (bucket {d.label - 1})" if d.label else words
+    if d.label:
+        words += f" (bucket {d.label % 65536 - 1} of reducer {d.label // 65536})"
+    return words
 
 
 cdef int _op_code(str op) except -1:

@@ -12,7 +12,7 @@
 
 /* The loader's choice needs glibc's ifunc. FASTCOMM_NO_CLONES is for sanitizers, whose run time is not ready when ifuncs are resolved. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(FASTCOMM_NO_CLONES)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
 #endif
@@ -23,6 +23,9 @@
 #else
 #define INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
 #endif
+
+/* In the loop over the inputs: the compiler would otherwise merge two of its iterations, and no longer vectorise the loop inside. */
+#define ONE_BY_ONE __asm__ volatile("" ::: "memory")
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -93,32 +96,38 @@ struct reduction {
 #define REDUCTION(NAME, ELEMENT, WIDE, WIDEN, COMBINE, SCALE, NARROW)                                                                      \
     CLONES static void NAME(const struct reduction *job) {                                                                                 \
         const size_t numel = job->numel; /* a copy, which no store through an output can change */                                         \
+        const int last = job->n_inputs - 1;                                                                                                \
         const WIDE count = (WIDE)job->n_inputs, reciprocal = (WIDE)1 / count;                                                              \
         (void)count, (void)reciprocal; /* only a mean looks at them */                                                                     \
-        if (job->n_inputs == 2 && job->n_outputs <= 2) {                                                                                   \
+        if (last == 1) {                                                                                                                   \
             const ELEMENT *const a = job->inputs[0], *const b = job->inputs[1];                                                            \
-            ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs - 1];                                               \
+            ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];                                               \
             INDEPENDENT_ITERATIONS                                                                                                         \
             for (size_t i = 0; i < numel; i++)                                                                                             \
                 x[i] = y[i] = NARROW(SCALE(COMBINE(WIDEN(a[i]), WIDEN(b[i]))));                                                            \
+            for (int j = 2; j < job->n_outputs; j++)                                                                                       \
+                memcpy(job->outputs[j], x, numel * sizeof(ELEMENT));                                                                       \
             return;                                                                                                                        \
         }                                                                                                                                  \
         for (size_t start = 0; start < numel; start += BLOCK) {                                                                            \
             const size_t length = numel - start < BLOCK ? numel - start : BLOCK;                                                           \
             WIDE wide[BLOCK];                                                                                                              \
-            ELEMENT narrow[BLOCK];                                                                                                         \
-            const ELEMENT *const first = (const ELEMENT *)job->inputs[0] + start;                                                          \
+            const ELEMENT *a = (const ELEMENT *)job->inputs[0] + start, *b = (const ELEMENT *)job->inputs[1] + start;                      \
             for (size_t i = 0; i < length; i++)                                                                                            \
-                wide[i] = WIDEN(first[i]);                                                                                                 \
-            for (int r = 1; r < job->n_inputs; r++) {                                                                                      \
-                const ELEMENT *const next = (const ELEMENT *)job->inputs[r] + start;                                                       \
+                wide[i] = COMBINE(WIDEN(a[i]), WIDEN(b[i]));                                                                               \
+            for (int r = 2; r < last; r++) {                                                                                               \
+                ONE_BY_ONE;                                                                                                                \
+                a = (const ELEMENT *)job->inputs[r] + start;                                                                               \
                 for (size_t i = 0; i < length; i++)                                                                                        \
-                    wide[i] = COMBINE(wide[i], WIDEN(next[i]));                                                                            \
+                    wide[i] = COMBINE(wide[i], WIDEN(a[i]));                                                                               \
             }                                                                                                                              \
+            b = (const ELEMENT *)job->inputs[last] + start;                                                                                \
+            ELEMENT *const x = (ELEMENT *)job->outputs[0] + start, *const y = (ELEMENT *)job->outputs[job->n_outputs > 1] + start;         \
+            INDEPENDENT_ITERATIONS                                                                                                         \
             for (size_t i = 0; i < length; i++)                                                                                            \
-                narrow[i] = NARROW(SCALE(wide[i]));                                                                                        \
-            for (int j = 0; j < job->n_outputs; j++)                                                                                       \
-                memcpy((ELEMENT *)job->outputs[j] + start, narrow, length * sizeof(ELEMENT));                                              \
+                x[i] = y[i] = NARROW(SCALE(COMBINE(wide[i], WIDEN(b[i]))));                                                                \
+            for (int j = 2; j < job->n_outputs; j++)                                                                                       \
+                memcpy((ELEMENT *)job->outputs[j] + start, x, length * sizeof(ELEMENT));                                                   \
         }                                                                                                                                  \
     }
 

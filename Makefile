@@ -1,0 +1,68 @@
+# make demo      two ranks train a small GPT (about a minute)
+# make test      the tests
+# make lint      every static check
+# make bench     the benchmarks, with their defaults
+# make sanitize  the C core under ASan, UBSan and TSan
+# make format    rewrite the sources the way `make lint` wants them
+# make clean     remove what was built, but not the virtual environment
+#
+# What needs Python creates the virtual environment if it is missing, installs what is missing there, and rebuilds what changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+python := $(VENV)/bin/python
+pip_install := $(python) -m pip --disable-pip-version-check install --quiet --constraint ci/constraints.txt
+
+# Always asked: setup.py knows which extension is older than what it is made of, for this interpreter. A second if nothing changed.
+rebuild := $(python) setup.py --quiet build_ext --inplace
+
+python_sources := setup.py fastcomm tests bench examples
+cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd)
+kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c)
+all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
+
+.PHONY: test demo bench lint sanitize format clean
+.NOTPARALLEL:
+
+test: $(VENV)/.installed-dev
+	$(rebuild)
+	$(python) -m pytest tests
+
+demo: $(VENV)/.installed-demo
+	$(rebuild)
+	$(python) -m fastcomm demo
+
+bench: $(VENV)/.installed-bench
+	$(rebuild)
+	$(python) bench/allreduce.py
+	$(python) bench/step.py
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check $(python_sources)
+	$(VENV)/bin/ruff format --check $(python_sources)
+	$(VENV)/bin/mypy
+	PATH="$(VENV)/bin:$$PATH" cython-lint $(cython_sources)
+	$(VENV)/bin/clang-format --dry-run -Werror $(kernel_sources)
+	$(CC) -std=gnu11 -Wall -Wextra -Werror -fsyntax-only -Ikernels $(filter %.c,$(kernel_sources))
+	$(VENV)/bin/codespell $(all_text)
+
+sanitize:
+	bash ci/sanitize.sh
+
+format: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check --fix $(python_sources)
+	$(VENV)/bin/ruff format $(python_sources)
+	$(VENV)/bin/clang-format -i $(kernel_sources)
+
+clean:
+	rm -rf build dist *.egg-info fastcomm/*.so $(patsubst %.pyx,%.c,$(wildcard fastcomm/*.pyx))
+
+# Editable, so that scripts and ranks started from anywhere import the package from this tree.
+$(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(VENV)/bin/pip
+	$(pip_install) setuptools Cython
+	$(pip_install) --no-build-isolation --editable '.[$*]'
+	touch $@
+
+# pip comes last into a new environment: an environment without it is one whose making was cut short.
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)

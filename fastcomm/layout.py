@@ -1,0 +1,69 @@
+"""Which parameter lies in which bucket, at which offset. Pure arithmetic: no tensors, no ranks; equal input gives equal plans."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64  # bytes: a cache line, so that two ranks never write to the same one, and more than any vector load asks for
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter's gradient lies in a flat buffer. `offset` and `numel` count elements."""
+
+    index: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The slots of one flat buffer of `numel` elements, padding included, in the order in which gradients are expected."""
+
+    dtype: Hashable
+    slots: tuple[Slot, ...]
+    numel: int
+
+
+def plan_buckets(parameters: Sequence[tuple[int, Hashable, int]], *, cap_bytes: int, first_cap_bytes: int) -> tuple[BucketLayout, ...]:
+    """Spreads parameters, given as (numel, dtype, itemsize) in registration order, over buckets of one dtype each.
+
+    Gradients become ready in about the reverse of registration order, so buckets are filled in that order and returned in the order in
+    which they will be full (PyTorch Distributed, section 3.2.3). A bucket is closed as soon as it holds `cap_bytes`, so it exceeds them
+    by less than its last parameter; the first one to be opened is closed at `first_cap_bytes`, so that communication starts early.
+    """
+    full: list[tuple[int, BucketLayout]] = []  # with the place, in reverse order, of the last parameter
+    filling: dict[Hashable, _Filling] = {}
+    caps = iter([first_cap_bytes])
+    for place, index in enumerate(reversed(range(len(parameters)))):
+        numel, dtype, itemsize = parameters[index]
+        bucket = filling.get(dtype)
+        if bucket is None:
+            bucket = filling[dtype] = _Filling(dtype, itemsize, next(caps, cap_bytes))
+        bucket.add(index, numel, place)
+        if bucket.numel * itemsize >= bucket.cap_bytes:
+            full.append((place, bucket.layout()))
+            del filling[dtype]
+    full.extend((bucket.last_place, bucket.layout()) for bucket in filling.values())
+    return tuple(layout for _, layout in sorted(full, key=lambda entry: entry[0]))
+
+
+class _Filling:
+    """A bucket that still takes parameters."""
+
+    def __init__(self, dtype: Hashable, itemsize: int, cap_bytes: int) -> None:
+        self.dtype = dtype
+        self.cap_bytes = cap_bytes
+        self.numel = 0
+        self.last_place = 0
+        self._alignment = max(ALIGNMENT // itemsize, 1)
+        self._slots: list[Slot] = []
+
+    def add(self, index: int, numel: int, place: int) -> None:
+        self._slots.append(Slot(index, self.numel, numel))
+        self.numel += -(-numel // self._alignment) * self._alignment
+        self.last_place = place
+
+    def layout(self) -> BucketLayout:
+        return BucketLayout(self.dtype, tuple(self._slots), self.numel)

@@ -1,0 +1,407 @@
+"""Reducer: makes loss.backward() reduce the gradients of a model over all ranks. Changes no module: it lives in hooks on the parameters.
+
+One backward is one round: hooks count gradients, a full bucket is launched in plan order, and when autograd is through, a callback of
+its own waits for the buckets. The method is that of "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+section 3.2; where it departs from DistributedDataParallel, the departure is said in a comment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter, UninitializedParameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastcomm.bucket import ABANDONED, MISSING, Bucket
+from fastcomm.communicator import Communicator, canonical_op, gather_objects
+from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.layout import plan_buckets
+from fastcomm.rendezvous import init
+
+MB = 1024 * 1024
+
+# Which reducer reduces a parameter: two would reduce its gradient twice.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_attached: weakref.WeakSet[Reducer] = weakref.WeakSet()
+# Attaching is collective, so a reducer has the same number on every rank; it keeps the buckets of several reducers apart.
+_numbers = itertools.count()
+
+
+class Reducer:
+    """Reduces gradients over all ranks during backward.
+
+    comm: the communicator; None means fastcomm.init().
+    bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one small, so that communication starts
+        early.
+    op: "mean", "sum" or another op of the communicator.
+    wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16); they keep their own dtype.
+    overlap: launch buckets as they become full. False launches all of them at the end of backward: for models whose parameters get
+        several gradients in one backward (reentrant checkpointing of shared layers).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None = None,
+        *,
+        bucket_cap_mb: float = 25,
+        first_bucket_cap_mb: float = 1,
+        op: str = "mean",
+        wire_dtype: torch.dtype | None = None,
+        overlap: bool = True,
+    ) -> None:
+        if bucket_cap_mb <= 0 or first_bucket_cap_mb <= 0:
+            raise ValueError(f"bucket caps must be positive; got {bucket_cap_mb} and {first_bucket_cap_mb}")
+        self.op = canonical_op(op)
+        self.comm: Communicator = init() if comm is None else comm
+        self._cap_bytes = int(bucket_cap_mb * MB)
+        self._first_cap_bytes = int(first_bucket_cap_mb * MB)
+        self._wire_dtype = wire_dtype
+        self._overlap = overlap
+        self._model: nn.Module | list[tuple[str, Parameter]] | None = None
+        self._buckets: list[Bucket] = []
+        self._frozen: list[tuple[str, Parameter]] = []
+        self._handles: list[RemovableHandle] = []
+        self._is_synchronizing = True  # False inside no_sync
+        self._has_callback = False  # the running backward will call us at its end
+        self._is_open = False  # a round has begun: some gradient is ready
+        self._n_launched = 0
+        self._n_parameters = 0
+
+    # -- attaching --------------------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module | Iterable[tuple[str, Parameter]]) -> Reducer:
+        """Reduces the gradients of `model` (a module, or named parameters) from now on. Collective: every rank calls it. Returns self.
+
+        Checks that name, shape, dtype, strides and requires_grad of all parameters agree on all ranks, then copies rank 0's parameters
+        and buffers to the others. Attach after moving, copying or compiling the model, and before or after making the optimizer.
+
+        Raises MismatchError on every rank, naming the first difference; ValueError when there is nothing to train, when the model is
+        on another device than the communicator, or attached already.
+        """
+        source = model if isinstance(model, nn.Module) else list(model)
+        named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
+        buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
+        self._verify(named, buffers)
+        self._model = source
+        for tensor in itertools.chain((p for _, p in named), (b for _, b in buffers)):
+            _broadcast(self.comm, tensor.detach(), 0)
+        trainable = [(name, p) for name, p in named if p.requires_grad]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._n_parameters = len(trainable)
+        self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
+        for bucket in self._buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                _owners[parameter] = weakref.ref(self)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook_for(bucket, i)))
+        _attached.add(self)
+        return self
+
+    def _verify(self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]) -> None:
+        """Every rank learns every rank's model, or why it has none, and all come to the same verdict."""
+        problem = self._find_problem(named)
+        signature = (
+            None
+            if problem
+            else [_signature(kind, *entry) for kind, entries in (("parameter", named), ("buffer", buffers)) for entry in entries]
+        )
+        models = gather_objects(self.comm, (str(problem) if problem else None, signature))
+        if problem is not None:
+            raise problem
+        for rank, (trouble, _) in enumerate(models):
+            if trouble is not None:
+                raise FastcommError(f"rank {rank} cannot attach its model: {trouble}")
+        for rank, (_, theirs) in enumerate(models):
+            difference = _first_difference(models[0][1], theirs, rank)
+            if difference is not None:
+                raise MismatchError(f"the ranks attach different models: {difference}")
+
+    def _find_problem(self, named: list[tuple[str, Parameter]]) -> ValueError | None:
+        """What is wrong with the model on this rank alone."""
+        if self._model is not None:
+            return ValueError("this reducer is attached already; detach() it first, or make one reducer for each model")
+        if not any(p.requires_grad for _, p in named):
+            return ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+        for name, parameter in named:
+            if isinstance(parameter, UninitializedParameter):
+                return ValueError(f"parameter {name} is not initialised: run the lazy modules once before attach()")
+            if parameter.device.type != self.comm.device.type:
+                return ValueError(f"parameter {name} is on {parameter.device}, but the communicator reduces on {self.comm.device}")
+            if parameter.requires_grad and not parameter.dtype.is_floating_point:
+                return ValueError(f"parameter {name} is {parameter.dtype}; only real floating-point gradients can be reduced")
+            owner = _owners.get(parameter)
+            if owner is not None and owner() is not None:
+                return ValueError(f"parameter {name} is attached to another reducer already: its gradient would be reduced twice")
+        return None
+
+    def _make_buckets(self, names: list[str], parameters: list[Parameter]) -> list[Bucket]:
+        layouts = plan_buckets(
+            [(p.numel(), p.dtype, p.element_size()) for p in parameters], cap_bytes=self._cap_bytes, first_cap_bytes=self._first_cap_bytes
+        )
+        first_label = next(_numbers) * 65536 + 1
+        return [Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype) for i, layout in enumerate(layouts)]
+
+    def detach(self) -> None:
+        """Ends the reduction of this model. Gradients stay what they are, in memory of their own."""
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self._buckets:
+            bucket.release()
+            for parameter in bucket.parameters:
+                _owners.pop(parameter, None)
+        self._handles, self._buckets, self._frozen, self._model = [], [], [], None
+        self._is_open = False
+        _attached.discard(self)
+
+    def refresh(self) -> None:
+        """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans anew, and copies rank 0's values."""
+        model = self._model
+        if model is None:
+            raise ValueError("the reducer is not attached to a model")
+        self.detach()
+        self.attach(model)
+
+    # -- one round --------------------------------------------------------------------------------------------------------------
+
+    def _hook_for(self, bucket: Bucket, i: int) -> Callable[[Tensor], None]:
+        # This runs for every parameter in every backward: it counts, and nothing more. The work is done once per bucket.
+        ready = bucket.ready
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            if not self._is_synchronizing:
+                bucket.unsynced[i] = True
+                return
+            if not self._has_callback:
+                self._begin()
+            if ready[i]:
+                self._check_second_gradient(bucket, i)
+                return
+            if parameter.grad is None:  # a custom Function returned none: the same as no gradient
+                return
+            ready[i] = True
+            bucket.n_pending -= 1
+            if not bucket.n_pending and self._overlap:
+                self._launch_full_buckets()
+
+        return gradient_is_ready
+
+    def _begin(self) -> None:
+        """Asks autograd to call back at the end of the running backward."""
+        self._has_callback = self._is_open = True
+        callback = _EndOfBackward(self)
+        # A backward that ends with an exception drops the callback uncalled; then the round must be ended all the same.
+        callback.dropped = weakref.finalize(callback, _abandon, weakref.ref(self))
+        callback.dropped.atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _check_second_gradient(self, bucket: Bucket, i: int) -> None:
+        """With reentrant checkpointing a shared parameter gets several gradients in one backward. Good as long as the bucket is here."""
+        if bucket.is_launched:
+            raise FastcommError(
+                f"parameter {bucket.names[i]} got another gradient in this backward after its bucket was launched (shared parameters "
+                "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or Reducer(overlap=False)"
+            )
+
+    def _launch_full_buckets(self) -> None:
+        """Launches in plan order, so that all ranks launch the same buckets in the same order."""
+        while self._n_launched < len(self._buckets) and not self._buckets[self._n_launched].n_pending:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._n_launched]
+        _refuse_sparse(bucket)
+        bucket.launch(self.op)
+        self._n_launched += 1
+
+    def _end_of_backward(self) -> None:
+        self._has_callback = False
+        # A reentrant checkpoint runs a backward inside backward; what has no gradient yet may still get one from the outer one.
+        if self._n_launched == len(self._buckets) or not _is_inside_backward():
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does nothing when no round is open.
+
+        Called at the end of backward and before every torch.optim optimizer's step. Raises FastcommError when the gradients are of no
+        use: a peer was lost, or another rank's backward ended with an exception.
+        """
+        if not self._is_open:
+            return
+        while self._n_launched < len(self._buckets):
+            self._launch_next()
+        flags = self._finish_buckets()
+        if flags & ABANDONED:
+            ranks = _ranks_that_say(self.comm, False)
+            raise FastcommError(
+                f"backward ended with an exception on rank {ranks}: this step's gradients are of no use on any rank; skip it"
+            )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise FastcommError(
+                    f"parameter {name} was unfrozen after attach(): its gradient is not reduced. Call refresh() on every rank"
+                )
+
+    def _finish_buckets(self) -> int:
+        """Waits for all buckets and closes the round, also when that fails. Returns the or of the flags of all ranks and buckets."""
+        flags = 0
+        try:
+            for bucket in self._buckets:
+                flags |= bucket.finish()
+            if flags & MISSING and not flags & ABANDONED:
+                self._settle_missing()
+        finally:
+            for bucket in self._buckets:
+                bucket.reset()
+            self._n_launched = 0
+            self._is_open = False
+        return flags
+
+    def _settle_missing(self) -> None:
+        """Some rank lacked some gradient: finds out which parameters have got one nowhere. They keep what they had."""
+        is_present = torch.ones(self._n_parameters, dtype=torch.uint8)
+        for bucket in self._buckets:
+            is_present[bucket.missing()] = 0
+        self.comm.all_reduce(is_present, "max")
+        for bucket in self._buckets:
+            bucket.settle_missing(is_present.tolist())
+
+    def _abandon(self) -> None:
+        """Backward has raised. The peers wait for the buckets that are left: launches them, marked, and ends the round."""
+        self._has_callback = False
+        if not self._is_open:
+            return
+        while self._n_launched < len(self._buckets):
+            self._buckets[self._n_launched].launch_abandoned(self.op)
+            self._n_launched += 1
+        if self._finish_buckets() & ABANDONED:
+            _ranks_that_say(self.comm, True)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate gradients on this rank only; the next one outside reduces the sum. Decided at backward."""
+        before, self._is_synchronizing = self._is_synchronizing, False
+        try:
+            yield
+        finally:
+            self._is_synchronizing = before
+
+    # -- with the reduced gradients -------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> list[Tensor]:
+        self.synchronize()
+        return [p.grad for bucket in self._buckets for p in bucket.parameters if p.grad is not None]
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all reduced gradients together, as a scalar tensor. Equal on all ranks."""
+        return torch.nn.utils.get_total_norm(self._gradients())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_."""
+        if max_norm <= 0:
+            raise ValueError(f"max_norm must be positive; got {max_norm}")
+        norm = self.grad_norm()
+        torch.nn.utils.clip_grads_with_norm_([p for bucket in self._buckets for p in bucket.parameters], max_norm, norm)
+        return norm
+
+    def sync_buffers(self, src: int = 0) -> None:
+        """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective; never done behind your back."""
+        if isinstance(self._model, nn.Module):
+            for buffer in self._model.buffers():
+                _broadcast(self.comm, buffer, src)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets in the order of their launch."""
+        return list(self._buckets)
+
+
+class _EndOfBackward:
+    """What autograd calls when a backward is through; see Reducer._begin."""
+
+    dropped: weakref.finalize[Any, Any]
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self.dropped.detach()
+        self._reducer._end_of_backward()
+
+
+def _abandon(reference: weakref.ref[Reducer]) -> None:
+    reducer = reference()
+    if reducer is not None:
+        with contextlib.suppress(FastcommError):  # the exception that ended backward is on its way to the user already
+            reducer._abandon()
+
+
+def _synchronize_all(*_: object) -> None:
+    """The net under the callback: whatever round is still open when an optimizer steps is ended first."""
+    for reducer in list(_attached):
+        if not reducer._has_callback:  # not for an optimizer that steps inside backward
+            reducer.synchronize()
+
+
+register_optimizer_step_pre_hook(_synchronize_all)
+
+_BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def _is_inside_backward() -> bool:
+    """Whether Python code of an autograd Function called the backward that is ending now. Autograd has no name for that; the stack has."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _BACKWARD_OF_A_FUNCTION:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _refuse_sparse(bucket: Bucket) -> None:
+    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise FastcommError(f"the gradient of parameter {name} is sparse, which fastcomm does not reduce: use Embedding(sparse=False)")
+
+
+def _ranks_that_say(comm: Communicator, word: bool) -> list[int]:
+    """The ranks that call this with True. Collective."""
+    words = torch.empty(comm.world_size, dtype=torch.uint8)
+    comm.all_gather_single(words, torch.tensor([word], dtype=torch.uint8))
+    return words.nonzero().flatten().tolist()
+
+
+def _broadcast(comm: Communicator, tensor: Tensor, src: int) -> None:
+    """Copies rank src's `tensor`, of any strides and dtype, to the others: as bytes."""
+    flat = tensor.contiguous().reshape(-1)
+    comm.broadcast(flat.view(torch.uint8), src)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _signature(kind: str, name: str, tensor: Tensor) -> tuple[str, str, dict[str, Any]]:
+    described: dict[str, Any] = {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype)}
+    if kind == "parameter":
+        described |= {"strides": tensor.stride(), "requires_grad": tensor.requires_grad}
+    return kind, name, described
+
+
+def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
+    """In words, where the model of `rank` first departs from that of rank 0."""
+    for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
+        if (kind, name) != (their_kind, their_name):
+            return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
+        for what, value in mine.items():
+            if their[what] != value:
+                return f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
+    if len(ours) != len(theirs):
+        longer, shorter, extra = (0, rank, ours[len(theirs) :]) if len(ours) > len(theirs) else (rank, 0, theirs[len(ours) :])
+        return f"rank {longer} has {extra[0][0]} {extra[0][1]}, which rank {shorter} lacks"
+    return None
