@@ -10,9 +10,8 @@ from fastcomm.communicator import BucketWork, Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.layout import BucketLayout
 
-# Flags that a rank launches a bucket with; after the reduction every rank sees the or of all ranks' flags.
+# A flag that a rank launches a bucket with; after the reduction every rank sees the or of all ranks' flags.
 MISSING = 1  # a parameter of this bucket got no gradient on some rank
-ABANDONED = 2  # some rank's backward ended with an exception: the gradients are of no use
 
 
 class Bucket:
@@ -33,15 +32,14 @@ class Bucket:
         self.indices = [slot.index for slot in layout.slots]
         self.dtype = self.parameters[0].dtype
         self.nbytes = layout.numel * self.dtype.itemsize
-        if wire_dtype is None or not self.dtype.is_floating_point or wire_dtype == self.dtype:
-            self.flat = comm.empty(layout.numel, dtype=self.dtype).zero_()
-            self._wire = self.flat
+        if wire_dtype is None or wire_dtype == self.dtype:
+            self.flat = wire = comm.empty(layout.numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
             self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=comm.device)
-            self._wire = comm.empty(layout.numel, dtype=wire_dtype).zero_()
-        self._offsets = [slot.offset for slot in layout.slots]
-        self.views = [_view(self.flat, offset, p) for offset, p in zip(self._offsets, self.parameters, strict=True)]
-        self._comm = comm
+            wire = comm.empty(layout.numel, dtype=wire_dtype).zero_()
+        offsets = [slot.offset for slot in layout.slots]
+        self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, self.parameters, strict=True)]
+        self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label)
         self._work: BucketWork | None = None
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
@@ -55,40 +53,32 @@ class Bucket:
         return self._work is not None
 
     def launch(self, op: str) -> None:
-        """Moves the gradients into the flat buffer and starts its reduction. From here on they are views of it."""
-        gradients: list[Tensor] = []
-        offsets: list[int] = []
-        views = self.views
-        flags = 0
-        for i, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if not self.ready[i] and not self.unsynced[i] or gradient is None:
-                self._fill_missing(i, gradient)
-                flags = MISSING
-                continue
-            if gradient is views[i]:
-                continue
-            if gradient.dtype is self.dtype and gradient.stride() == views[i].stride() and self._wire is self.flat:
-                gradients.append(gradient)
-                offsets.append(self._offsets[i])
-            else:
-                views[i].copy_(gradient)
-            parameter.grad = views[i]
-        if self._wire is not self.flat:
-            self._wire.copy_(self.flat)
-        self._work = self._comm.launch_bucket(self._wire, gradients, offsets, op=op, label=self.label, flags=flags)
+        """Moves the gradients into the flat buffer, of which they are views from here on, and starts its reduction."""
+        taking_part: list[Parameter | None] = list(self.parameters)
+        if self.n_pending:
+            taking_part = [p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(self.parameters)]
+        missing = self._gather(taking_part)
+        for i in missing:
+            self._fill_missing(i)
+        self._work = self._bound.launch(op, MISSING if missing else 0)
 
-    def _fill_missing(self, i: int, gradient: Tensor | None) -> None:
+    def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
+        try:
+            return self._bound.gather(taking_part)
+        except RuntimeError as error:
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    raise FastcommError(f"the gradient of parameter {name} is sparse, which cannot be reduced: use sparse=False") from error
+            raise
+
+    def _fill_missing(self, i: int) -> None:
         """A parameter without a new gradient takes part with the one it has, or with zeros."""
+        gradient = self.parameters[i].grad
         self._untouched[i] = None if gradient is None else gradient.clone() if gradient is self.views[i] else gradient
         if gradient is None:
             self.views[i].zero_()
         elif gradient is not self.views[i]:
             self.views[i].copy_(gradient)
-
-    def launch_abandoned(self, op: str) -> None:
-        """Launches the bucket only because the other ranks expect it. Its contents are garbage afterwards."""
-        self._work = self._comm.launch_bucket(self._wire, [], [], op=op, label=self.label, flags=ABANDONED)
 
     def finish(self) -> int:
         """Waits for the reduction. Returns the or of all ranks' flags. Raises FastcommError, naming the parameters."""
@@ -98,8 +88,6 @@ class Bucket:
             self._work.wait()
         except FastcommError as error:
             raise type(error)(f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}") from error
-        if self._wire is not self.flat:
-            self.flat.copy_(self._wire)
         return self._work.flags
 
     def settle_missing(self, is_present: list[int]) -> None:
@@ -125,6 +113,11 @@ class Bucket:
         self.ready[:] = [False] * n
         self.unsynced[:] = [False] * n
         self.n_pending = n
+
+    def drop_gradients(self) -> None:
+        """Leaves the parameters without gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""

@@ -1,6 +1,6 @@
 """Communicator and Work: what a reducer needs of a transport, and nothing more.
 
-A transport (shm.ShmCommunicator, ...) implements Communicator. The reducer uses `launch_bucket`, in which a transport may fuse the
+A transport (shm.ShmCommunicator, ...) implements Communicator. The reducer uses `bind_bucket`, in which a transport may fuse the
 gathering of gradients with the reduction.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 C = TypeVar("C", bound="Communicator")
 
@@ -46,6 +47,21 @@ class BucketWork(Work):
     flags: int
 
 
+class BoundBucket(abc.ABC):
+    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been."""
+
+    @abc.abstractmethod
+    def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        """Moves the gradients to their places, now or in the launch that must follow; parameters[i].grad becomes views[i].
+
+        parameters: one for each view. Returns the indices that are left: where there is None, or a parameter without a gradient.
+        """
+
+    @abc.abstractmethod
+    def launch(self, op: str, flags: int) -> BucketWork:
+        """Starts reducing the flat buffer, in place. flags: a few bits of this rank's; see BucketWork."""
+
+
 class Communicator(abc.ABC):
     """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one thread at a time per communicator.
 
@@ -57,6 +73,7 @@ class Communicator(abc.ABC):
     world_size: int
     local_rank: int
     device: torch.device
+    n_abandoned: int
     backend: str  # "shm" | "nccl" | "hosted" | "hierarchical"
 
     @abc.abstractmethod
@@ -84,12 +101,21 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it."""
 
     @abc.abstractmethod
-    def launch_bucket(self, flat: Tensor, gradients: list[Tensor], offsets: list[int], *, op: str, label: int, flags: int) -> BucketWork:
-        """Copies gradients[i] to flat[offsets[i]:] and starts reducing `flat` in place; may leave both to the wait.
+    def bind_bucket(self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int) -> BoundBucket:
+        """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins at element offsets[i], ascending.
 
-        gradients: dense tensors of flat's dtype whose memory is to be copied as it lies, by ascending offset (in elements). They and
-        `flat` must not be touched until the work is done. label: the bucket's number plus one, equal on all ranks; a rank that launches
-        another bucket gets MismatchError, and so do all. flags: small bits of this rank; the work's `flags` is the or over all ranks.
+        wire: what is reduced: `flat` itself, or a tensor of another dtype to which and from which it is cast.
+
+        label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
+        get MismatchError, all of them.
+        """
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """This rank cannot go on with what the ranks were doing: ends all collectives under way, on every rank.
+
+        Blocks until every rank has noticed; on the others the next collective they wait for raises FastcommError, naming this rank.
+        After that all ranks stand at the same place and the communicator is as good as new. `n_abandoned` counts such events.
         """
 
     @abc.abstractmethod

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.bucket import ABANDONED, MISSING, Bucket
+from fastcomm.bucket import MISSING, Bucket
 from fastcomm.communicator import Communicator, canonical_op, gather_objects
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.layout import plan_buckets
@@ -60,13 +60,17 @@ class Reducer:
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_cap_mb <= 0:
             raise ValueError(f"bucket caps must be positive; got {bucket_cap_mb} and {first_bucket_cap_mb}")
+        if wire_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or torch.float32; got {wire_dtype!r}")
         self.op = canonical_op(op)
         self.comm: Communicator = init() if comm is None else comm
         self._cap_bytes = int(bucket_cap_mb * MB)
         self._first_cap_bytes = int(first_bucket_cap_mb * MB)
         self._wire_dtype = wire_dtype
         self._overlap = overlap
-        self._model: nn.Module | list[tuple[str, Parameter]] | None = None
+        # A module is not kept alive: what keeps the reducer are the hooks on its parameters, and they go when it goes.
+        self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
+        self._end_with_model: weakref.finalize[Any, Any] | None = None
         self._buckets: list[Bucket] = []
         self._frozen: list[tuple[str, Parameter]] = []
         self._handles: list[RemovableHandle] = []
@@ -74,6 +78,7 @@ class Reducer:
         self._has_callback = False  # the running backward will call us at its end
         self._is_open = False  # a round has begun: some gradient is ready
         self._n_launched = 0
+        self._n_abandoned = 0  # comm.n_abandoned when the round began
         self._n_parameters = 0
 
     # -- attaching --------------------------------------------------------------------------------------------------------------
@@ -91,7 +96,11 @@ class Reducer:
         named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         self._verify(named, buffers)
-        self._model = source
+        if isinstance(source, nn.Module):
+            self._model = weakref.ref(source)
+            self._end_with_model = weakref.finalize(source, self.detach)
+        else:
+            self._model = lambda: source
         for tensor in itertools.chain((p for _, p in named), (b for _, b in buffers)):
             _broadcast(self.comm, tensor.detach(), 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -139,7 +148,7 @@ class Reducer:
                 return ValueError(f"parameter {name} is {parameter.dtype}; only real floating-point gradients can be reduced")
             owner = _owners.get(parameter)
             if owner is not None and owner() is not None:
-                return ValueError(f"parameter {name} is attached to another reducer already: its gradient would be reduced twice")
+                return ValueError(f"parameter {name} is attached to another reducer already; detach() that one first")
         return None
 
     def _make_buckets(self, names: list[str], parameters: list[Parameter]) -> list[Bucket]:
@@ -157,15 +166,21 @@ class Reducer:
             bucket.release()
             for parameter in bucket.parameters:
                 _owners.pop(parameter, None)
-        self._handles, self._buckets, self._frozen, self._model = [], [], [], None
+        if self._end_with_model is not None:
+            self._end_with_model.detach()
+        self._handles, self._buckets, self._frozen, self._model, self._end_with_model = [], [], [], None, None
         self._is_open = False
         _attached.discard(self)
 
+    def _attached_model(self) -> nn.Module | list[tuple[str, Parameter]]:
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise ValueError("the reducer has no model: attach(model) first")
+        return model
+
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans anew, and copies rank 0's values."""
-        model = self._model
-        if model is None:
-            raise ValueError("the reducer is not attached to a model")
+        model = self._attached_model()
         self.detach()
         self.attach(model)
 
@@ -184,8 +199,6 @@ class Reducer:
             if ready[i]:
                 self._check_second_gradient(bucket, i)
                 return
-            if parameter.grad is None:  # a custom Function returned none: the same as no gradient
-                return
             ready[i] = True
             bucket.n_pending -= 1
             if not bucket.n_pending and self._overlap:
@@ -195,10 +208,13 @@ class Reducer:
 
     def _begin(self) -> None:
         """Asks autograd to call back at the end of the running backward."""
-        self._has_callback = self._is_open = True
+        if not self._is_open:
+            self._is_open = True
+            self._n_abandoned = self.comm.n_abandoned
+        self._has_callback = True
         callback = _EndOfBackward(self)
         # A backward that ends with an exception drops the callback uncalled; then the round must be ended all the same.
-        callback.dropped = weakref.finalize(callback, _abandon, weakref.ref(self))
+        callback.dropped = weakref.finalize(callback, _leave, weakref.ref(self))
         callback.dropped.atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -216,16 +232,35 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self._buckets[self._n_launched]
-        _refuse_sparse(bucket)
-        bucket.launch(self.op)
+        self._buckets[self._n_launched].launch(self.op)
         self._n_launched += 1
 
     def _end_of_backward(self) -> None:
         self._has_callback = False
-        # A reentrant checkpoint runs a backward inside backward; what has no gradient yet may still get one from the outer one.
-        if self._n_launched == len(self._buckets) or not _is_inside_backward():
+        if self._n_launched == len(self._buckets):
             self.synchronize()
+            return
+        # What has no gradient yet may still get one if this backward was run inside another one.
+        is_inside, node = _enclosing_backward()
+        if not is_inside:
+            self.synchronize()
+        elif node is not None:
+            self._continue_after(node)
+
+    def _continue_after(self, node: torch.autograd.graph.Node) -> None:
+        """The backward that ended was run by `node`, a reentrant checkpoint, inside another one: asks for a callback at the end of that.
+
+        Callbacks belong to the running backward, which the outer one is again as soon as it comes to the nodes behind `node`.
+        """
+        handles: list[RemovableHandle] = []
+
+        def outer_backward_goes_on(_: object) -> None:
+            for handle in handles:
+                handle.remove()
+            if not self._has_callback:
+                self._begin()
+
+        handles.extend(behind.register_prehook(outer_backward_goes_on) for behind, _ in node.next_functions if behind is not None)
 
     def synchronize(self) -> None:
         """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does nothing when no round is open.
@@ -237,32 +272,24 @@ class Reducer:
             return
         while self._n_launched < len(self._buckets):
             self._launch_next()
-        flags = self._finish_buckets()
-        if flags & ABANDONED:
-            ranks = _ranks_that_say(self.comm, False)
-            raise FastcommError(
-                f"backward ended with an exception on rank {ranks}: this step's gradients are of no use on any rank; skip it"
-            )
+        self._finish_buckets()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise FastcommError(
                     f"parameter {name} was unfrozen after attach(): its gradient is not reduced. Call refresh() on every rank"
                 )
 
-    def _finish_buckets(self) -> int:
-        """Waits for all buckets and closes the round, also when that fails. Returns the or of the flags of all ranks and buckets."""
+    def _finish_buckets(self) -> None:
         flags = 0
         try:
             for bucket in self._buckets:
                 flags |= bucket.finish()
-            if flags & MISSING and not flags & ABANDONED:
+            if flags & MISSING:
                 self._settle_missing()
-        finally:
-            for bucket in self._buckets:
-                bucket.reset()
-            self._n_launched = 0
-            self._is_open = False
-        return flags
+        except FastcommError:
+            self._leave()
+            raise
+        self._close()
 
     def _settle_missing(self) -> None:
         """Some rank lacked some gradient: finds out which parameters have got one nowhere. They keep what they had."""
@@ -273,16 +300,23 @@ class Reducer:
         for bucket in self._buckets:
             bucket.settle_missing(is_present.tolist())
 
-    def _abandon(self) -> None:
-        """Backward has raised. The peers wait for the buckets that are left: launches them, marked, and ends the round."""
+    def _leave(self) -> None:
+        """The round cannot be ended as it should, because backward has raised, or a bucket. The other ranks hear of it."""
         self._has_callback = False
         if not self._is_open:
             return
-        while self._n_launched < len(self._buckets):
-            self._buckets[self._n_launched].launch_abandoned(self.op)
-            self._n_launched += 1
-        if self._finish_buckets() & ABANDONED:
-            _ranks_that_say(self.comm, True)
+        if self.comm.n_abandoned == self._n_abandoned:  # else the round has ended with another rank's or another reducer's
+            with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user already
+                self.comm.abandon()
+        for bucket in self._buckets:  # half reduced: an optimizer that steps all the same must not drive the ranks apart
+            bucket.drop_gradients()
+        self._close()
+
+    def _close(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._n_launched = 0
+        self._is_open = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,6 +330,7 @@ class Reducer:
     # -- with the reduced gradients -------------------------------------------------------------------------------------------------
 
     def _gradients(self) -> list[Tensor]:
+        self._attached_model()
         self.synchronize()
         return [p.grad for bucket in self._buckets for p in bucket.parameters if p.grad is not None]
 
@@ -313,8 +348,9 @@ class Reducer:
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective; never done behind your back."""
-        if isinstance(self._model, nn.Module):
-            for buffer in self._model.buffers():
+        model = self._attached_model()
+        if isinstance(model, nn.Module):
+            for buffer in model.buffers():
                 _broadcast(self.comm, buffer, src)
 
     @property
@@ -336,11 +372,10 @@ class _EndOfBackward:
         self._reducer._end_of_backward()
 
 
-def _abandon(reference: weakref.ref[Reducer]) -> None:
+def _leave(reference: weakref.ref[Reducer]) -> None:
     reducer = reference()
     if reducer is not None:
-        with contextlib.suppress(FastcommError):  # the exception that ended backward is on its way to the user already
-            reducer._abandon()
+        reducer._leave()
 
 
 def _synchronize_all(*_: object) -> None:
@@ -352,30 +387,23 @@ def _synchronize_all(*_: object) -> None:
 
 register_optimizer_step_pre_hook(_synchronize_all)
 
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-def _is_inside_backward() -> bool:
-    """Whether Python code of an autograd Function called the backward that is ending now. Autograd has no name for that; the stack has."""
+def _enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
+    """Whether the backward that is ending now was run inside another one, and the autograd Function that did it, if it was one.
+
+    A reentrant checkpoint does it, or a hook that calls backward. Autograd has no name for that; the stack has.
+    """
+    n_backwards = 0
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is _BACKWARD_OF_A_FUNCTION:
-            return True
+            return True, frame.f_locals["self"]
+        n_backwards += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _refuse_sparse(bucket: Bucket) -> None:
-    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise FastcommError(f"the gradient of parameter {name} is sparse, which fastcomm does not reduce: use Embedding(sparse=False)")
-
-
-def _ranks_that_say(comm: Communicator, word: bool) -> list[int]:
-    """The ranks that call this with True. Collective."""
-    words = torch.empty(comm.world_size, dtype=torch.uint8)
-    comm.all_gather_single(words, torch.tensor([word], dtype=torch.uint8))
-    return words.nonzero().flatten().tolist()
+    return n_backwards > 1, None
 
 
 def _broadcast(comm: Communicator, tensor: Tensor, src: int) -> None:

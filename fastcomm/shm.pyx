@@ -11,13 +11,14 @@ import time
 
 import torch
 
-from fastcomm.communicator import OPS, BucketWork, Communicator, canonical_op
+from fastcomm.communicator import OPS, BoundBucket, BucketWork, Communicator, canonical_op
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport SIZE_MAX, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, madvise, mmap, munmap
 from posix.unistd cimport close as close_fd
 
@@ -36,8 +37,8 @@ cdef extern from "shm_reduce.h" nogil:
 cdef extern from "shm_allreduce.h" nogil:
     enum:
         SHM_MAX_RANKS, SHM_RING
-        SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST
-        SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER
+        SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
+        SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER, SHM_ABANDON
         SHM_ALIVE, SHM_CLOSED, SHM_ABORTED
     uint64_t SHM_PRIVATE
 
@@ -72,6 +73,7 @@ MAX_RANKS = SHM_MAX_RANKS
 
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef size_t PAGE = 4096
+cdef size_t SMALL_GRADIENT = 16384  # bytes
 
 cdef dict DTYPES = {
     torch.float32: SHM_FLOAT32, torch.float64: SHM_FLOAT64, torch.float16: SHM_FLOAT16, torch.bfloat16: SHM_BFLOAT16,
@@ -79,7 +81,7 @@ cdef dict DTYPES = {
 }
 cdef tuple DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}  # OPS stands in the order of enum shm_op
-cdef tuple KIND_NAMES = ("nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
+cdef tuple KIND_NAMES = ("nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "abandon")
 
 # Counts forks: a communicator made before a fork is of no use in the child, whose pid is not the one its peers watch.
 cdef int fork_generation = 0
@@ -175,9 +177,11 @@ cdef class ShmWork:
 
     cdef ShmCommunicator comm
     cdef uint32_t seq
-    cdef object tensors  # kept alive while the peers may touch them
+    cdef object tensors  # kept alive while they are needed
+    cdef ShmBucket bucket
     cdef shm_piece *pieces
-    cdef bint finished
+    cdef size_t n_pieces
+    cdef bint finished, is_realigning
     cdef readonly uint32_t flags
     cdef object error
 
@@ -197,12 +201,119 @@ cdef class ShmWork:
             self.comm._advance(self, 0)
         return self.finished
 
-    cdef void settle(self, object error):
+    cdef int settle(self, object error) except -1:
+        """The outcome is known: an error, or None."""
         self.finished = True
         self.error = error
-        self.tensors = None
+        if error is None and self.bucket is not None and self.bucket.wire is not self.bucket.flat:
+            self.bucket.flat.copy_(self.bucket.wire)
+        return 0
+
+    cdef void release(self):
+        """Nobody reads or writes the tensors any more."""
+        self.tensors = self.bucket = None
         free(self.pieces)
         self.pieces = NULL
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------------------
+
+cdef struct Place:
+    uint64_t offset, numel
+    bint is_contiguous
+
+
+cdef class ShmBucket:
+    """A flat buffer and the places of the gradients in it: worked out once, launched once per round."""
+
+    cdef ShmCommunicator comm
+    cdef object flat, wire, dtype
+    cdef list views
+    cdef uint32_t label
+    cdef size_t itemsize
+    cdef char *base
+    cdef Place *places
+    cdef ShmWork next  # holds what gather has left to the next launch
+
+    def __cinit__(self, ShmCommunicator comm, flat, list views, list offsets, wire, uint32_t label):
+        self.comm, self.flat, self.wire, self.views, self.label = comm, flat, wire, views, label
+        self.dtype, self.itemsize = flat.dtype, flat.element_size()
+        self.base = <char *><size_t>flat.data_ptr()
+        self.places = <Place *>malloc(max(len(views), 1) * sizeof(Place))
+        if self.places == NULL:
+            raise MemoryError("out of memory")
+        for i, view in enumerate(views):
+            self.places[i] = Place(offsets[i], view.numel(), view.is_contiguous())
+
+    def __dealloc__(self):
+        free(self.places)
+
+    def gather(self, list parameters):
+        """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch copies what the peers will read, and
+        the reduction reads the rest there. Small ones are copied here, which is cheaper than to keep many tensors alive."""
+        cdef ShmWork work = self._next_work(len(parameters))
+        cdef size_t keep_from = SMALL_GRADIENT if self.wire is self.flat else SIZE_MAX
+        cdef size_t nbytes
+        cdef Place place
+        cdef Segment arena = self.comm.segments[self.comm.rank]
+        cdef const char *source
+        cdef list left = []
+        for i in range(len(parameters)):
+            parameter, view = parameters[i], self.views[i]
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                left.append(i)
+                continue
+            if gradient is view:
+                continue
+            place = self.places[i]
+            nbytes = place.numel * self.itemsize
+            source = <const char *><size_t>gradient.data_ptr()
+            if <size_t>(source - arena.base) < arena.nbytes:  # a tensor of the user's on our memory
+                if source != self.base + place.offset * self.itemsize:
+                    raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+                gradient = gradient.clone()
+                view.copy_(gradient)
+            elif gradient.dtype is not self.dtype or not _lies_alike(gradient, view, place.is_contiguous):
+                view.copy_(gradient)
+            elif nbytes < keep_from:
+                memcpy(self.base + place.offset * self.itemsize, source, nbytes)
+            else:
+                work.pieces[work.n_pieces] = shm_piece(source, place.offset, place.numel)
+                work.n_pieces += 1
+                work.tensors.append(gradient)
+            parameter.grad = view
+        return left
+
+    cdef ShmWork _next_work(self, Py_ssize_t n_pieces):
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        work.comm, work.bucket, work.tensors = self.comm, self, []
+        if n_pieces:
+            work.pieces = <shm_piece *>malloc(n_pieces * sizeof(shm_piece))
+            if work.pieces == NULL:
+                raise MemoryError("out of memory")
+        self.next = work
+        return work
+
+    def launch(self, str op, uint32_t flags):
+        """See BoundBucket.launch."""
+        cdef ShmWork work = self.next or self._next_work(0)
+        cdef shm_descriptor d = self.comm._describe(SHM_ALL_REDUCE, self.wire, _op_code(op))
+        cdef char *data = <char *><size_t>self.wire.data_ptr()
+        self.next = None
+        d.label, d.flags = self.label, flags
+        if self.wire is not self.flat:
+            self.wire.copy_(self.flat)
+        self.comm._post(&d, data, data, work)
+        self.comm._advance(work, 0)  # earlier buckets, too, whose peers have come meanwhile
+        if work.error is not None:
+            raise work.error
+        return work
+
+
+cdef inline bint _lies_alike(gradient, view, bint is_contiguous) except -1:
+    """Whether both have the same strides."""
+    return gradient.is_contiguous() if is_contiguous else gradient.stride() == view.stride()
 
 
 # ---- the communicator ------------------------------------------------------------------------------------------------------------
@@ -215,6 +326,7 @@ cdef class ShmCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
+    cdef readonly int n_abandoned
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef object __weakref__
@@ -307,10 +419,8 @@ cdef class ShmCommunicator:
             return
         self.failure = failure
         self._shut(state, blames)
-        for i in range(SHM_RING):
-            work, self.works[i] = self.works[i], None
-            if work is not None:
-                (<ShmWork>work).settle(failure)
+        for work in self._settle_all(failure):
+            (<ShmWork>work).release()
 
     def __enter__(self):
         return self
@@ -377,29 +487,17 @@ cdef class ShmCommunicator:
         """Returns when every rank has called it."""
         cdef shm_descriptor d
         self._check_usable()
-        d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label, d.flags = SHM_BARRIER, 0, 0, 0, 0, SHM_PRIVATE, 0, 0
+        d = _payload_free(SHM_BARRIER)
         self._collective(&d, None, None, False)
 
-    def launch_bucket(self, flat, list gradients, list offsets, *, str op, uint32_t label, uint32_t flags):
-        """See Communicator.launch_bucket. Here the gradients are gathered by the reduction itself: what lies in the part of the bucket
-        that this rank reduces is never copied."""
-        cdef shm_descriptor d = self._describe(SHM_ALL_REDUCE, flat, _op_code(op))
-        cdef Py_ssize_t i, n = len(gradients)
-        cdef ShmWork work = ShmWork.__new__(ShmWork)
-        d.label, d.flags = label, flags
-        work.comm, work.tensors = self, (flat, gradients)
-        work.pieces = <shm_piece *>malloc(max(n, 1) * sizeof(shm_piece))
-        if work.pieces == NULL:
-            raise MemoryError("out of memory")
-        for i in range(n):
-            gradient = gradients[i]
-            work.pieces[i].source = <const void *><size_t>gradient.data_ptr()
-            work.pieces[i].offset = offsets[i]
-            work.pieces[i].numel = gradient.numel()
-        cdef char *data = <char *><size_t>flat.data_ptr()
-        self._post(&d, data, data, work, n)
-        self._advance(work, 0)  # earlier buckets whose peers have come meanwhile
-        return work
+    def abandon(self):
+        """See Communicator.abandon."""
+        self._check_usable()
+        self._realign(FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+
+    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label):
+        """See Communicator.bind_bucket."""
+        return ShmBucket(self, flat, views, offsets, wire, label)
 
     # -- the way of every collective --
 
@@ -469,12 +567,12 @@ cdef class ShmCommunicator:
             work.seq = seq
             self.works[seq % SHM_RING] = work
         else:
-            self._post(d, input, output, work, 0)
+            self._post(d, input, output, work)
         if async_op:
             return work
         work.wait()
 
-    cdef int _post(self, shm_descriptor *d, char *input, char *output, ShmWork work, size_t n_pieces) except -1:
+    cdef int _post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1:
         """Posts a collective; waits only when the ring is full."""
         cdef int status
         cdef double deadline = 0
@@ -487,7 +585,7 @@ cdef class ShmCommunicator:
             with nogil:  # gathers the pieces
                 status = shm_make_room(self.handle, SLICE_NS)
                 if status == SHM_OK:
-                    status = shm_post(self.handle, d, input, output, work.pieces, n_pieces, &work.seq)
+                    status = shm_post(self.handle, d, input, output, work.pieces, work.n_pieces, &work.seq)
             self.busy = False
             if status == SHM_OK:
                 break
@@ -523,8 +621,41 @@ cdef class ShmCommunicator:
             return True
         self.works[work.seq % SHM_RING] = None
         work.flags = shm_result_flags(self.handle, work.seq)
-        work.settle(MismatchError(self._mismatch_message(work.seq)) if status == SHM_MISMATCH else None)
+        if status == SHM_OK:
+            work.settle(None)
+        elif status == SHM_MISMATCH:
+            work.settle(MismatchError(self._mismatch_message(work.seq)))
+        else:
+            work.settle(FastcommError(self._abandoned_message(work.seq)))
+            if not work.is_realigning:
+                self._realign(work.error)
+        work.release()
         return True
+
+    cdef _realign(self, error):
+        """Ends what is under way on this rank with `error`, and meets what the peers have still posted, until all stand at one place."""
+        cdef shm_descriptor d = _payload_free(SHM_ABANDON)
+        cdef ShmWork work
+        unfinished = self._settle_all(error)  # their tensors are in use until all ranks have met
+        self.n_abandoned += 1
+        while True:
+            work = ShmWork.__new__(ShmWork)
+            work.comm, work.is_realigning = self, True
+            self._post(&d, NULL, NULL, work)
+            self._finish(work)
+            if work.error is None:
+                break
+            if self.handle == NULL:
+                raise work.error
+        for work in unfinished:
+            work.release()
+
+    cdef list _settle_all(self, error):
+        unfinished = [work for work in self.works if work is not None]
+        self.works = [None] * SHM_RING
+        for work in unfinished:
+            (<ShmWork>work).settle(error)
+        return unfinished
 
     cdef int _between_slices(self, double *deadline) except -1:
         """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock."""
@@ -563,6 +694,10 @@ cdef class ShmCommunicator:
         wanted = "; ".join(f"rank {r}: {_name(shm_descriptor_of(self.handle, r, seq))}" for r in range(self.world_size))
         return f"the ranks call different collectives (number {seq} on this communicator): {wanted}"
 
+    cdef str _abandoned_message(self, uint32_t seq):
+        ranks = [r for r in range(self.world_size) if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON]
+        return f"rank {', '.join(map(str, ranks))} abandoned what was under way (an exception ended its backward?): skip this step"
+
     cdef str _history(self, int rank):
         cdef uint32_t last = shm_posted(self.handle, rank)
         return f"the last collective it joined is number {last}, {_name(shm_descriptor_of(self.handle, rank, last))}" if last else \
@@ -573,10 +708,16 @@ cdef class ShmCommunicator:
         return f"rank {self.rank} is at number {last}, {_name(shm_descriptor_of(self.handle, self.rank, last))}"
 
 
+cdef shm_descriptor _payload_free(int kind):
+    cdef shm_descriptor d
+    d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label, d.flags = kind, 0, 0, 0, 0, SHM_PRIVATE, 0, 0
+    return d
+
+
 cdef str _name(shm_descriptor d):
     """A collective in words, for messages."""
-    if d.kind == SHM_BARRIER:
-        return "barrier"
+    if d.kind == SHM_BARRIER or d.kind == SHM_ABANDON:
+        return KIND_NAMES[d.kind]
     words = f"{KIND_NAMES[d.kind]} of {d.numel} {DTYPE_NAMES[d.dtype]} elements"
     if d.kind == SHM_BROADCAST:
         words += f" from rank {d.root}"
@@ -615,5 +756,6 @@ def reduce_shards(list buffers, str op="sum"):
         shm_reduce(dtype, code, numel, inputs, n, <void *const *>inputs, n)
 
 
+BoundBucket.register(ShmBucket)
 BucketWork.register(ShmWork)
 Communicator.register(ShmCommunicator)

@@ -41,16 +41,18 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
 
 /* All ranks have arrived: compares what they want and chooses the path from it. */
 static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    bool direct = true;
+    bool direct = true, abandoned = false;
     for (int r = 0; r < comm->world_size; r++) {
         const struct shm_descriptor *theirs = &slot_of(comm, r, seq)->descriptor;
         if (!same_collective(theirs, &c->descriptor)) {
             c->status = SHM_MISMATCH;
         }
+        abandoned = abandoned || theirs->kind == SHM_ABANDON;
         direct = direct && theirs->where != SHM_PRIVATE;
         c->flags |= theirs->flags;
     }
     if (c->status == SHM_MISMATCH) { /* remembered for the message: the peers may reuse their slots */
+        c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
         comm->disagreed_seq = seq;
         for (int r = 0; r < comm->world_size; r++) {
             comm->disagreed[r] = slot_of(comm, r, seq)->descriptor;
@@ -228,7 +230,7 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
 
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
     int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
-    return status == SHM_MISMATCH ? SHM_OK : status; /* whoever waits for that collective hears of it */
+    return status == SHM_MISMATCH || status == SHM_ABANDONED ? SHM_OK : status; /* whoever waits for that one hears of it */
 }
 
 uint32_t shm_result_flags(const struct shm_comm *comm, uint32_t seq) {

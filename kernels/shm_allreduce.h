@@ -31,10 +31,21 @@ enum shm_status {
     SHM_OK = 0,
     SHM_AGAIN = 1, /* not finished within the slice: call again (lets the caller look at signals and its deadline) */
     SHM_MISMATCH = 2,
-    SHM_PEER_LOST = 3, /* a peer died, aborted or closed; see shm_stall */
+    SHM_PEER_LOST = 3, /* a peer died, aborted or closed; see shm_stalled_on */
+    SHM_ABANDONED = 4, /* a rank met this collective with SHM_ABANDON: see there */
 };
 
-enum shm_kind { SHM_BARRIER = 1, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER };
+enum shm_kind {
+    SHM_BARRIER = 1,
+    SHM_ALL_REDUCE,
+    SHM_BROADCAST,
+    SHM_ALL_GATHER,
+    SHM_REDUCE_SCATTER,
+    /* "I cannot go on with what we were doing." Whatever the others have posted under the same number ends with SHM_ABANDONED on every
+     * rank. A rank that learns of it posts SHM_ABANDON in its turn, again and again, until all ranks have done so under one number
+     * (SHM_OK): then all are at the same place once more. */
+    SHM_ABANDON,
+};
 
 enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
 

@@ -6,7 +6,7 @@
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
     /* Every rank reads every mailbox, so with many ranks the direct path wins earlier. */
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
-    return d->kind == SHM_BARRIER || (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
+    return d->kind == SHM_BARRIER || d->kind == SHM_ABANDON || (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
 }
 
 static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const struct collective *c, size_t offset, size_t numel) {
@@ -20,7 +20,7 @@ static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const st
 
 void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
     const struct shm_descriptor *d = &c->descriptor;
-    size_t nbytes = d->kind == SHM_BARRIER ? 0 : d->numel * shm_dtype_size(d->dtype);
+    size_t nbytes = d->numel * shm_dtype_size(d->dtype);
     size_t part = nbytes / (size_t)comm->world_size;
     switch (d->kind) {
     case SHM_ALL_REDUCE:
@@ -39,7 +39,7 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct coll
             memcpy(c->output + nbytes * (size_t)r, control_of(comm, r)->mailbox[seq % SHM_RING], nbytes);
         }
         break;
-    default: /* a barrier moves nothing */
+    default: /* a barrier moves nothing, nor does SHM_ABANDON */
         break;
     }
 }

@@ -29,8 +29,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Elements that are accumulated at a time: with 8-byte values both local arrays take half of a 32 KiB first-level cache. */
-enum { BLOCK = 1024 };
+/* Elements that are accumulated at a time: small enough that the blocks of many inputs, often a multiple of 4 KiB apart, stay in the cache. */
+enum { BLOCK = 512 };
 
 INLINE float float_of_bits(uint32_t bits) {
     float value;
@@ -197,13 +197,22 @@ void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *
                 int n_outputs) {
     const struct reduction job = {numel, inputs, outputs, n_inputs, n_outputs};
     const int power_of_two = (n_inputs & (n_inputs - 1)) == 0;
+    if (numel == 0) {
+        return;
+    }
+    if (n_inputs == 1) { /* is its own result, whatever the operation */
+        for (int j = 0; j < n_outputs; j++) {
+            memmove(outputs[j], inputs[0], numel * shm_dtype_size(dtype));
+        }
+        return;
+    }
     kernels[dtype][op == SHM_MEAN && power_of_two ? MEAN_OF_2K : (int)op](&job);
 }
 
 #if defined(__SSE2__)
 
 /* From here on a copy goes past the cache: its destination is next read by another core, or not soon. */
-enum { STREAMED_BYTES = 1 << 18, CACHE_LINE = 64 };
+enum { STREAMED_BYTES = 1 << 17, CACHE_LINE = 64 };
 
 void shm_copy(void *destination, const void *source, size_t nbytes) {
     if (nbytes < STREAMED_BYTES) {
