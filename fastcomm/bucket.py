@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,10 +29,12 @@ class Bucket:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.label = label
-        self.parameters = [parameters[slot.index] for slot in layout.slots]
+        own = [parameters[slot.index] for slot in layout.slots]
+        # The hooks on the parameters keep the reducer and its buckets alive; Python could not collect a circle through them.
+        self._references = [weakref.ref(parameter) for parameter in own]
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
-        self.dtype = self.parameters[0].dtype
+        self.dtype = own[0].dtype
         self.nbytes = layout.numel * self.dtype.itemsize
         if wire_dtype is None or wire_dtype == self.dtype:
             self.flat = wire = comm.empty(layout.numel, dtype=self.dtype).zero_()
@@ -38,7 +42,7 @@ class Bucket:
             self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=comm.device)
             wire = comm.empty(layout.numel, dtype=wire_dtype).zero_()
         offsets = [slot.offset for slot in layout.slots]
-        self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, self.parameters, strict=True)]
+        self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, own, strict=True)]
         self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label)
         self._work: BucketWork | None = None
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
@@ -49,14 +53,19 @@ class Bucket:
         self.n_pending = len(layout.slots)
 
     @property
+    def parameters(self) -> list[Parameter | None]:
+        """By slot. None stands for a parameter that is gone, with its model."""
+        return [reference() for reference in self._references]
+
+    @property
     def is_launched(self) -> bool:
         return self._work is not None
 
     def launch(self, op: str) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and starts its reduction."""
-        taking_part: list[Parameter | None] = list(self.parameters)
+        taking_part = self.parameters
         if self.n_pending:
-            taking_part = [p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(self.parameters)]
+            taking_part = [p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)]
         missing = self._gather(taking_part)
         for i in missing:
             self._fill_missing(i)
@@ -67,13 +76,14 @@ class Bucket:
             return self._bound.gather(taking_part)
         except RuntimeError as error:
             for name, parameter in zip(self.names, self.parameters, strict=True):
-                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                if parameter is not None and parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise FastcommError(f"the gradient of parameter {name} is sparse, which cannot be reduced: use sparse=False") from error
             raise
 
     def _fill_missing(self, i: int) -> None:
         """A parameter without a new gradient takes part with the one it has, or with zeros."""
-        gradient = self.parameters[i].grad
+        parameter = self._references[i]()
+        gradient = None if parameter is None else parameter.grad
         self._untouched[i] = None if gradient is None else gradient.clone() if gradient is self.views[i] else gradient
         if gradient is None:
             self.views[i].zero_()
@@ -96,9 +106,12 @@ class Bucket:
         is_present: by parameter index, whether any rank has produced a gradient.
         """
         for i, before in self._untouched.items():
+            parameter = self._references[i]()
+            if parameter is None:
+                continue
             if is_present[self.indices[i]]:
-                self.parameters[i].grad = self.views[i]
-            elif before is not None and self.parameters[i].grad is self.views[i]:
+                parameter.grad = self.views[i]
+            elif before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
 
     def missing(self) -> list[int]:
@@ -109,7 +122,7 @@ class Bucket:
         """Makes the bucket ready for the next backward."""
         self._work = None
         self._untouched.clear()
-        n = len(self.parameters)
+        n = len(self.views)
         self.ready[:] = [False] * n
         self.unsynced[:] = [False] * n
         self.n_pending = n
@@ -117,12 +130,13 @@ class Bucket:
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
         for parameter in self.parameters:
-            parameter.grad = None
+            if parameter is not None:
+                parameter.grad = None
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is view:
+            if parameter is not None and parameter.grad is view:
                 parameter.grad = view.clone()
 
 

@@ -32,8 +32,9 @@ MB = 1024 * 1024
 # Which reducer reduces a parameter: two would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _attached: weakref.WeakSet[Reducer] = weakref.WeakSet()
-# Attaching is collective, so a reducer has the same number on every rank; it keeps the buckets of several reducers apart.
-_numbers = itertools.count()
+# How many models were attached to a communicator. Attaching is collective, so the count is the same on all ranks: it keeps the buckets
+# of several reducers apart.
+_n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
@@ -68,11 +69,10 @@ class Reducer:
         self._first_cap_bytes = int(first_bucket_cap_mb * MB)
         self._wire_dtype = wire_dtype
         self._overlap = overlap
-        # A module is not kept alive: what keeps the reducer are the hooks on its parameters, and they go when it goes.
+        # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both go when it goes.
         self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
-        self._end_with_model: weakref.finalize[Any, Any] | None = None
         self._buckets: list[Bucket] = []
-        self._frozen: list[tuple[str, Parameter]] = []
+        self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._handles: list[RemovableHandle] = []
         self._is_synchronizing = True  # False inside no_sync
         self._has_callback = False  # the running backward will call us at its end
@@ -96,19 +96,16 @@ class Reducer:
         named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         self._verify(named, buffers)
-        if isinstance(source, nn.Module):
-            self._model = weakref.ref(source)
-            self._end_with_model = weakref.finalize(source, self.detach)
-        else:
-            self._model = lambda: source
+        self._model = weakref.ref(source) if isinstance(source, nn.Module) else lambda: source
         for tensor in itertools.chain((p for _, p in named), (b for _, b in buffers)):
             _broadcast(self.comm, tensor.detach(), 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._frozen = [(name, weakref.ref(p)) for name, p in named if not p.requires_grad]
         self._n_parameters = len(trainable)
         self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
         for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
+            for i, index in enumerate(bucket.indices):
+                parameter = trainable[index][1]
                 _owners[parameter] = weakref.ref(self)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook_for(bucket, i)))
         _attached.add(self)
@@ -155,7 +152,9 @@ class Reducer:
         layouts = plan_buckets(
             [(p.numel(), p.dtype, p.element_size()) for p in parameters], cap_bytes=self._cap_bytes, first_cap_bytes=self._first_cap_bytes
         )
-        first_label = next(_numbers) * 65536 + 1
+        number = _n_attached.get(self.comm, 0)
+        _n_attached[self.comm] = number + 1
+        first_label = number * 65536 + 1
         return [Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype) for i, layout in enumerate(layouts)]
 
     def detach(self) -> None:
@@ -165,17 +164,16 @@ class Reducer:
         for bucket in self._buckets:
             bucket.release()
             for parameter in bucket.parameters:
-                _owners.pop(parameter, None)
-        if self._end_with_model is not None:
-            self._end_with_model.detach()
-        self._handles, self._buckets, self._frozen, self._model, self._end_with_model = [], [], [], None, None
+                if parameter is not None:
+                    _owners.pop(parameter, None)
+        self._handles, self._buckets, self._frozen, self._model = [], [], [], None
         self._is_open = False
         _attached.discard(self)
 
     def _attached_model(self) -> nn.Module | list[tuple[str, Parameter]]:
         model = None if self._model is None else self._model()
         if model is None:
-            raise ValueError("the reducer has no model: attach(model) first")
+            raise ValueError("the reducer has no model (any more): attach(model) first")
         return model
 
     def refresh(self) -> None:
@@ -227,8 +225,12 @@ class Reducer:
             )
 
     def _launch_full_buckets(self) -> None:
-        """Launches in plan order, so that all ranks launch the same buckets in the same order."""
-        while self._n_launched < len(self._buckets) and not self._buckets[self._n_launched].n_pending:
+        """Launches in plan order, so that all ranks launch the same buckets in the same order.
+
+        The last bucket is left to the end of backward. It is full only then anyway; and so no rank gets its gradients before all ranks
+        have come to the end, and an exception on one rank is one on all.
+        """
+        while self._n_launched < len(self._buckets) - 1 and not self._buckets[self._n_launched].n_pending:
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -237,15 +239,11 @@ class Reducer:
 
     def _end_of_backward(self) -> None:
         self._has_callback = False
-        if self._n_launched == len(self._buckets):
-            self.synchronize()
-            return
-        # What has no gradient yet may still get one if this backward was run inside another one.
         is_inside, node = _enclosing_backward()
-        if not is_inside:
-            self.synchronize()
-        elif node is not None:
+        if node is not None:
             self._continue_after(node)
+        elif not is_inside or all(not bucket.n_pending for bucket in self._buckets):
+            self.synchronize()
 
     def _continue_after(self, node: torch.autograd.graph.Node) -> None:
         """The backward that ended was run by `node`, a reentrant checkpoint, inside another one: asks for a callback at the end of that.
@@ -270,26 +268,27 @@ class Reducer:
         """
         if not self._is_open:
             return
-        while self._n_launched < len(self._buckets):
-            self._launch_next()
-        self._finish_buckets()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
+        try:
+            while self._n_launched < len(self._buckets):
+                self._launch_next()
+            self._finish_buckets()
+        except Exception:
+            self._leave()
+            raise
+        self._close()
+        for name, reference in self._frozen:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad:
                 raise FastcommError(
                     f"parameter {name} was unfrozen after attach(): its gradient is not reduced. Call refresh() on every rank"
                 )
 
     def _finish_buckets(self) -> None:
         flags = 0
-        try:
-            for bucket in self._buckets:
-                flags |= bucket.finish()
-            if flags & MISSING:
-                self._settle_missing()
-        except FastcommError:
-            self._leave()
-            raise
-        self._close()
+        for bucket in self._buckets:
+            flags |= bucket.finish()
+        if flags & MISSING:
+            self._settle_missing()
 
     def _settle_missing(self) -> None:
         """Some rank lacked some gradient: finds out which parameters have got one nowhere. They keep what they had."""
@@ -329,21 +328,21 @@ class Reducer:
 
     # -- with the reduced gradients -------------------------------------------------------------------------------------------------
 
-    def _gradients(self) -> list[Tensor]:
+    def _with_gradient(self) -> list[Parameter]:
         self._attached_model()
         self.synchronize()
-        return [p.grad for bucket in self._buckets for p in bucket.parameters if p.grad is not None]
+        return [p for bucket in self._buckets for p in bucket.parameters if p is not None and p.grad is not None]
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as a scalar tensor. Equal on all ranks."""
-        return torch.nn.utils.get_total_norm(self._gradients())
+        return torch.nn.utils.get_total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_."""
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         norm = self.grad_norm()
-        torch.nn.utils.clip_grads_with_norm_([p for bucket in self._buckets for p in bucket.parameters], max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._with_gradient(), max_norm, norm)
         return norm
 
     def sync_buffers(self, src: int = 0) -> None:

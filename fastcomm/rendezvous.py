@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -58,9 +59,12 @@ def init(
                 f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
                 "The shm transport needs all ranks on one host; across hosts use torch.distributed"
             )
-        return ShmCommunicator(bootstrap.rank, bootstrap.world_size, _local_rank(bootstrap.rank), bootstrap, timeout)
+        comm = ShmCommunicator(bootstrap.rank, bootstrap.world_size, _local_rank(bootstrap.rank), bootstrap, timeout)
+        comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
+        return comm
     except Exception as error:
-        bootstrap.fail(f"rank {bootstrap.rank} failed in fastcomm.init: {error}")
+        with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
+            bootstrap.fail(f"rank {bootstrap.rank} failed in fastcomm.init: {error}")
         raise
 
 

@@ -51,11 +51,10 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
         direct = direct && theirs->where != SHM_PRIVATE;
         c->flags |= theirs->flags;
     }
-    if (c->status == SHM_MISMATCH) { /* remembered for the message: the peers may reuse their slots */
+    if (c->status == SHM_MISMATCH) {
         c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
-        comm->disagreed_seq = seq;
         for (int r = 0; r < comm->world_size; r++) {
-            comm->disagreed[r] = slot_of(comm, r, seq)->descriptor;
+            comm->disagreed[seq % SHM_RING][r] = slot_of(comm, r, seq)->descriptor;
         }
     }
     c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE : direct ? DIRECT : STAGED;
@@ -100,13 +99,19 @@ static bool is_settled(struct shm_comm *comm, uint32_t seq) {
     return true;
 }
 
+/* On the direct path the peers read and write our tensor until they are done. And who meets after SHM_ABANDON must leave no peer
+ * behind that is still busy with what came before it. */
+static bool is_awaited_by_all(const struct collective *c) {
+    return c->path == DIRECT || c->descriptor.kind == SHM_ABANDON;
+}
+
 /* Whether the result is in place on this rank, and nobody reads or writes its tensors any more. */
 static bool is_complete(struct shm_comm *comm, uint32_t seq) {
     if ((int32_t)(comm->head - seq) <= 0) {
         return false;
     }
     const struct collective *c = &comm->ring[seq % SHM_RING];
-    return c->path != DIRECT || c->status != SHM_OK || is_settled(comm, seq);
+    return c->status != SHM_OK || !is_awaited_by_all(c) || is_settled(comm, seq);
 }
 
 /* ---- peers that are gone -------------------------------------------------------------------------------------------------------- */
@@ -117,7 +122,7 @@ static bool owes(struct shm_comm *comm, int rank, uint32_t seq, bool (*is_done)(
     if (!shm_reached(&slot_of(comm, rank, seq)->arrived, seq)) {
         return true;
     }
-    bool mailbox_is_enough = shm_fits_mailbox(d, comm->world_size) && is_done == is_complete;
+    bool mailbox_is_enough = shm_fits_mailbox(d, comm->world_size) && d->kind != SHM_ABANDON && is_done == is_complete;
     return !mailbox_is_enough && !shm_reached(&control_of(comm, rank)->reduced, seq);
 }
 
@@ -250,7 +255,8 @@ uint32_t shm_posted(const struct shm_comm *comm, int rank) {
 }
 
 struct shm_descriptor shm_descriptor_of(const struct shm_comm *comm, int rank, uint32_t seq) {
-    return seq == comm->disagreed_seq ? comm->disagreed[rank] : slot_of(comm, rank, seq)->descriptor;
+    bool failed = comm->ring[seq % SHM_RING].status != SHM_OK;
+    return failed ? comm->disagreed[seq % SHM_RING][rank] : slot_of(comm, rank, seq)->descriptor;
 }
 
 int shm_state_of(const struct shm_comm *comm, int rank) {

@@ -22,7 +22,7 @@
 enum {
     SHM_MAX_RANKS = 64,
     SHM_RING = 16,               /* collectives that may be under way at once */
-    SHM_INLINE_BYTES = 4096,     /* largest payload that travels in a mailbox */
+    SHM_INLINE_BYTES = 512,      /* largest payload that travels in a mailbox */
     SHM_STAGING_BYTES = 1 << 18, /* one staging slot */
     SHM_STAGING_SLOTS = 4,
 };

@@ -59,8 +59,8 @@ struct shm_comm {
     uint32_t chunk;   /* number of chunks in all finished staged collectives */
     struct stall stall;
     struct collective ring[SHM_RING];
-    uint32_t disagreed_seq;
-    struct shm_descriptor disagreed[SHM_MAX_RANKS];
+    /* What the ranks wanted of a collective that failed, for the message: the peers reuse their slots. */
+    struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
     struct pollfd pidfds[SHM_MAX_RANKS];
     char *segments[SHM_MAX_RANKS];
 };

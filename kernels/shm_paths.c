@@ -6,7 +6,8 @@
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
     /* Every rank reads every mailbox, so with many ranks the direct path wins earlier. */
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
-    return d->kind == SHM_BARRIER || d->kind == SHM_ABANDON || (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
+    return d->kind == SHM_BARRIER || d->kind == SHM_ABANDON ||
+           (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
 }
 
 static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const struct collective *c, size_t offset, size_t numel) {

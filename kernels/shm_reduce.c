@@ -11,10 +11,12 @@
 #endif
 
 /* The loader's choice needs glibc's ifunc. FASTCOMM_NO_CLONES is for sanitizers, whose run time is not ready when ifuncs are resolved. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(FASTCOMM_NO_CLONES)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#if !defined(__x86_64__) || !defined(__GLIBC__) || defined(FASTCOMM_NO_CLONES)
 #define CLONES
+#elif defined(__clang__) || __GNUC__ < 12
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else /* with AVX-512BW, which 16-bit floats profit from */
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 
 /* No iteration depends on another one, as outputs coincide with inputs or are apart from them. */
@@ -29,7 +31,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Elements that are accumulated at a time: small enough that the blocks of many inputs, often a multiple of 4 KiB apart, stay in the cache. */
+/* Elements that are accumulated at a time: few enough that the blocks of many inputs stay in the cache. */
 enum { BLOCK = 512 };
 
 INLINE float float_of_bits(uint32_t bits) {

@@ -1,0 +1,279 @@
+"""One rank of bench/allreduce.py: the all-reduces that are measured, their timing and the check of their results.
+
+Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo (torch.distributed) and of the streaming bound;
+`mpi`, under mpirun, makes one of MPI. Every peer is called from Python, on tensors of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import launch
+import torch
+from torch import Tensor
+
+TIMEOUT = timedelta(seconds=60)
+
+# A prime: no boundary of a shard, a chunk or a page falls on the same place of the pattern twice.
+PATTERN = 65_537
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all calls of a run have in common. `op` as fastcomm spells it; `tensors` is where fastcomm's tensors lie, "comm" or "ordinary"."""
+
+    rank: int
+    world_size: int
+    dtype: torch.dtype
+    op: str
+    tensors: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One peer's buffers of one size, and the calls on them. Out of place, `out` is to become the reduction of all ranks' `inp`."""
+
+    inp: Tensor
+    out: Tensor
+    in_place: Callable[[], object]
+    out_of_place: Callable[[], object]
+
+
+class Fastcomm:
+    def __init__(self, settings: Settings) -> None:
+        import fastcomm
+
+        self.settings = settings
+        self.comm = fastcomm.init(
+            "shm",
+            init_method=f"file://{launch.scratch()}/fastcomm",
+            rank=settings.rank,
+            world_size=settings.world_size,
+            timeout=TIMEOUT,
+        )
+        self.barrier = self.comm.barrier
+        self.close = self.comm.close
+
+    def prepare(self, count: int) -> Prepared:
+        dtype, op = self.settings.dtype, self.settings.op
+        inp = torch.empty(count, dtype=dtype)
+        out = self.comm.empty(count, dtype=dtype) if self.settings.tensors == "comm" else torch.empty(count, dtype=dtype)
+
+        def out_of_place() -> None:
+            out.copy_(inp)
+            self.comm.all_reduce(out, op)
+
+        return Prepared(inp, out, functools.partial(self.comm.all_reduce, out, op), out_of_place)
+
+
+class Bound:
+    """The streaming bound: every rank reduces `world_size` private shards of 1 / world_size of the size into all of them, no flags. A peer
+    has to read and write as much memory for the same all-reduce, whatever else it does."""
+
+    def __init__(self, settings: Settings, barrier: Callable[[], None]) -> None:
+        self.settings = settings
+        self.barrier = barrier
+
+    def prepare(self, count: int) -> Prepared:
+        import fastcomm.shm
+
+        shards = [torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype) for _ in range(self.settings.world_size)]
+        reduce = functools.partial(fastcomm.shm.reduce_shards, shards, self.settings.op)
+        return Prepared(shards[0], shards[0], reduce, reduce)
+
+    def close(self) -> None:
+        pass
+
+
+class Gloo:
+    """torch.distributed's Gloo group. It has no mean: what DDP does, sum and divide, takes its place."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch.distributed as dist
+
+        self.settings = settings
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{launch.scratch()}/gloo",
+            rank=settings.rank,
+            world_size=settings.world_size,
+            timeout=TIMEOUT,
+        )
+        self.barrier = dist.barrier
+        self.close = dist.destroy_process_group
+        ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        self._all_reduce = functools.partial(dist.all_reduce, op=ops[settings.op])
+
+    def prepare(self, count: int) -> Prepared:
+        inp, out = (torch.empty(count, dtype=self.settings.dtype) for _ in range(2))
+        reduce = functools.partial(self._all_reduce, out)
+
+        def mean() -> None:
+            reduce()
+            out.div_(self.settings.world_size)
+
+        in_place = mean if self.settings.op == "mean" else reduce
+
+        def out_of_place() -> None:
+            out.copy_(inp)
+            in_place()
+
+        return Prepared(inp, out, in_place, out_of_place)
+
+
+class Mpi:
+    """MPI through mpi4py. Its own out-of-place call is used; a mean is a sum and a division, as for Gloo."""
+
+    def __init__(self, settings: Settings) -> None:
+        from mpi4py import MPI
+
+        self.settings = settings
+        self.MPI = MPI
+        self.barrier = MPI.COMM_WORLD.Barrier
+        self.close = MPI.Finalize
+        ops = {"sum": MPI.SUM, "mean": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+        self._all_reduce = functools.partial(MPI.COMM_WORLD.Allreduce, op=ops[settings.op])
+
+    def prepare(self, count: int) -> Prepared:
+        inp, out = (torch.empty(count, dtype=self.settings.dtype) for _ in range(2))
+        in_place = functools.partial(self._all_reduce, self.MPI.IN_PLACE, out.numpy())
+        out_of_place = functools.partial(self._all_reduce, inp.numpy(), out.numpy())
+        if self.settings.op == "mean":
+            return Prepared(inp, out, self._divided(in_place, out), self._divided(out_of_place, out))
+        return Prepared(inp, out, in_place, out_of_place)
+
+    def _divided(self, call: Callable[[], object], out: Tensor) -> Callable[[], None]:
+        def mean() -> None:
+            call()
+            out.div_(self.settings.world_size)
+
+        return mean
+
+
+class Methods:
+    """What the parent calls, on all ranks at once."""
+
+    def __init__(self, settings: Settings, peers: dict[str, Any]) -> None:
+        self.settings = settings
+        self.peers = peers
+        self.prepared: dict[str, Prepared] = {}
+
+    def prepare(self, peer: str, count: int) -> None:
+        """Buffers of `count` elements, every page of them touched."""
+        prepared = self.prepared[peer] = self.peers[peer].prepare(count)
+        # One is what a product may be taken of again and again; for the other operations zero is.
+        neutral = 1 if self.settings.op == "prod" else 0
+        for buffer in {prepared.inp, prepared.out}:
+            buffer.fill_(neutral)
+
+    def release(self, peer: str) -> None:
+        del self.prepared[peer]
+
+    def measure(self, peer: str, placement: str, warmup: int, iterations: int) -> list[int]:
+        """Nanoseconds of each of `iterations` calls, one after the other as nccl-tests has them: no barrier between."""
+        call = getattr(self.prepared[peer], placement)
+        for _ in range(warmup):
+            call()
+        clock = time.perf_counter_ns
+        stamps = [0] * (iterations + 1)
+        gc.disable()
+        self.peers[peer].barrier()
+        stamps[0] = clock()
+        for index in range(1, iterations + 1):
+            call()
+            stamps[index] = clock()
+        gc.enable()
+        return [end - start for start, end in itertools.pairwise(stamps)]
+
+    def check(self, peer: str, placement: str) -> int:
+        """How many elements of this rank's result are wrong."""
+        prepared = self.prepared[peer]
+        own = contribution(self.settings.rank, self.settings.op)
+        if placement == "in_place":
+            fill(prepared.out, own)
+        else:
+            fill(prepared.inp, own)
+            prepared.out.fill_(0)
+        self.peers[peer].barrier()
+        getattr(prepared, placement)()
+        return count_wrong(prepared.out, expected(self.settings), tolerance(self.settings))
+
+
+def contribution(rank: int, op: str) -> Tensor:
+    """One period of a rank's input. Small whole numbers: their sum over 64 ranks, and their product, are exact in every dtype."""
+    index = torch.arange(PATTERN)
+    if op == "prod":
+        return 1 + (index >> rank) % 2 if rank < 4 else torch.ones_like(index)
+    return index * (2 * rank + 3) // 7 % 4
+
+
+def expected(settings: Settings) -> Tensor:
+    """One period of the result, in float64."""
+    inputs = torch.stack([contribution(rank, settings.op) for rank in range(settings.world_size)]).double()
+    reductions = {"sum": inputs.sum, "mean": inputs.mean, "prod": inputs.prod, "min": inputs.amin, "max": inputs.amax}
+    return reductions[settings.op](0)
+
+
+def tolerance(settings: Settings) -> float:
+    """Relative. Only a mean may be rounded, and as nccl-tests we allow it two units in the last place."""
+    return 2 * torch.finfo(settings.dtype).eps if settings.op == "mean" else 0.0
+
+
+def fill(buffer: Tensor, period: Tensor) -> None:
+    for part in buffer.split(PATTERN):
+        part.copy_(period[: part.numel()])
+
+
+def count_wrong(buffer: Tensor, period: Tensor, relative: float) -> int:
+    wrong = 0
+    for part in buffer.split(PATTERN):
+        want = period[: part.numel()]
+        # Not "how many are off by more": a NaN is wrong too.
+        right = (part.double() - want).abs() <= relative * want.abs()
+        wrong += part.numel() - int(right.sum())
+    return wrong
+
+
+def mpi_rank() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("torch", "mpi"))
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--op", required=True)
+    parser.add_argument("--tensors", default="ordinary")
+    parser.add_argument("--gloo", action="store_true")
+    options = parser.parse_args()
+    launch.die_with_parent()
+    torch.set_num_threads(1)
+
+    rank = mpi_rank() if options.kind == "mpi" else int(os.environ["RANK"])
+    settings = Settings(rank, int(os.environ["WORLD_SIZE"]), getattr(torch, options.dtype), options.op, options.tensors)
+    peers: dict[str, Any] = {}
+    if options.kind == "mpi":
+        peers["mpi"] = Mpi(settings)
+    else:
+        peers["fastcomm"] = Fastcomm(settings)
+        peers["bound"] = Bound(settings, peers["fastcomm"].barrier)
+        if options.gloo:
+            peers["gloo"] = Gloo(settings)
+    launch.serve(rank, Methods(settings, peers))
+    for peer in peers.values():
+        peer.close()
+
+
+if __name__ == "__main__":
+    main()

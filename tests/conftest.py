@@ -1,0 +1,29 @@
+"""Fixtures of all tests."""
+
+import os
+
+# Before torch is imported, here or in the ranks: two cores, several ranks, one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Ranks that are started once per world size: `ranks(2, body, *args)` runs `body(comm, *args)` on both and returns their results."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+# Every parameter of the tests' models in one bucket, and nearly every one in a bucket of its own.
+@pytest.fixture(
+    params=[{}, {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}],
+    ids=["one bucket", "many buckets"],
+)
+def buckets(request: pytest.FixtureRequest) -> dict[str, float]:
+    """Arguments of Reducer that decide how many buckets a small model gets."""
+    return request.param

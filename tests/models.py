@@ -1,0 +1,136 @@
+"""Models, batches and expected gradients, the same on every rank for the same arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastcomm
+
+# Relative and absolute: a few roundings of each type.
+_TOLERANCE = {
+    torch.float64: (1e-13, 1e-15),
+    torch.float32: (1e-6, 1e-7),
+    torch.bfloat16: (2**-7, 1e-3),
+}
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def convnet() -> nn.Sequential:
+    """Takes images of 3 x 12 x 12."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(256, 4))
+
+
+class Transformer(nn.Module):
+    """A small language model with tied embeddings. Takes token numbers below 32, in sequences of at most 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 32)
+        self.position = nn.Parameter(torch.randn(16, 32) * 0.02)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        return self.head(self.blocks(self.embedding(tokens) + self.position[:length], mask=mask, is_causal=True))
+
+
+class Heads(nn.Module):
+    """A trunk and heads of which a forward uses only those it is told to."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(heads))
+
+    def forward(self, x: Tensor, *used: int) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return torch.stack([self.heads[head](hidden) for head in used]).sum(0)
+
+
+def batch(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs of 4 x 8 and targets of 4 x 4, others for every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0, *extra: int) -> Tensor:
+    x, y = batch(rank, step)
+    return F.mse_loss(model(x, *extra), y)
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> None:
+    loss_of(model, rank, step).backward()
+
+
+def image_backward(model: nn.Module, rank: int, step: int = 0) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    images, classes = torch.randn(4, 3, 12, 12, generator=generator), torch.randint(4, (4,), generator=generator)
+    F.cross_entropy(model(images), classes).backward()
+
+
+def text_backward(model: nn.Module, rank: int, step: int = 0) -> None:
+    tokens = torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(1000 * step + rank))
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def mean_gradients(model: nn.Module, world_size: int, run: Callable[[nn.Module, int], None]) -> list[Tensor | None]:
+    """The mean over ranks, by parameter, of the gradients `run(model, rank)` gives on a copy of the model in this process alone.
+
+    A rank that has no gradient of a parameter counts as zero; where no rank has one, the mean is None.
+    """
+    by_rank = []
+    for rank in range(world_size):
+        replica = copy.deepcopy(model)
+        run(replica, rank)
+        by_rank.append(gradients(replica))
+    return [_mean(column) for column in zip(*by_rank, strict=True)]
+
+
+def assert_gradients(model: nn.Module, expected: Sequence[Tensor | None]) -> None:
+    """Compares values, to a few roundings, and dtypes; and which gradients are None."""
+    for (name, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
+        if parameter.grad is None or wanted is None:
+            assert parameter.grad is wanted, f"{name}: the gradient is {parameter.grad}, expected {wanted}"
+            continue
+        rtol, atol = _TOLERANCE[parameter.dtype]
+        torch.testing.assert_close(parameter.grad, wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_gradients(comm: Any, model: nn.Module, run: Callable[[nn.Module, int], None], **options: Any) -> fastcomm.Reducer:
+    """Compares what `run(model, rank)` gives under a reducer with the mean over ranks, in two steps; returns the reducer."""
+    expected = mean_gradients(model, comm.world_size, run)
+    reducer = fastcomm.Reducer(comm, **options).attach(model)
+    for _ in range(2):
+        model.zero_grad()
+        run(model, comm.rank)
+        assert_gradients(model, expected)
+    return reducer
+
+
+def _mean(column: Sequence[Tensor | None]) -> Tensor | None:
+    present = [gradient for gradient in column if gradient is not None]
+    if not present:
+        return None
+    return (sum(gradient.double() for gradient in present) / len(column)).to(present[0].dtype)

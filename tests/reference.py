@@ -1,0 +1,67 @@
+"""What reductions should give, by torch's own arithmetic; tensors to try them on, and where to put them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fastcomm.communicator import Communicator
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64, torch.uint8)
+DTYPES = (*FLOATS, *INTEGERS)
+OPS = ("sum", "mean", "min", "max", "prod")
+
+# Where the ranks' tensors lie: all in comm.empty memory, all elsewhere, or rank 0's alone in comm.empty memory.
+PLACES = ("comm.empty", "ordinary", "mixed")
+
+
+def shards_of(dtype: torch.dtype, n: int, numel: int, seed: int = 0) -> list[Tensor]:
+    """n tensors that begin one element off any alignment. Moderate floats, so that products stay finite; integers of any size."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = []
+    for _ in range(n):
+        if dtype.is_floating_point:
+            values = torch.randn(numel + 1, generator=random, dtype=torch.float64).to(dtype)
+        else:
+            limits = torch.iinfo(dtype)
+            values = torch.randint(limits.min, limits.max, (numel + 1,), generator=random, dtype=dtype)
+        tensors.append(values[1:])
+    return tensors
+
+
+def reduced(shards: list[Tensor], op: str) -> Tensor:
+    """The reduction of the shards, rank after rank: 16-bit floats in float32 and rounded once, integers wrapping around."""
+    dtype, n = shards[0].dtype, len(shards)
+    if dtype in HALVES:
+        return reduced([shard.float() for shard in shards], op).to(dtype)
+    if op == "mean":
+        total = reduced([shard if dtype.is_floating_point else shard.long() for shard in shards], "sum")
+        return total / n if dtype.is_floating_point else torch.div(total, n, rounding_mode="trunc").to(dtype)
+    step = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
+    return functools.reduce(step, shards).clone()
+
+
+def assert_same_bits(tensor: Tensor, expected: Tensor) -> None:
+    """Equal to the last bit, but for what kind of NaN a NaN is, and the sign of zeros that minimum and maximum take for equal."""
+    torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def placed(comm: Communicator, where: str, tensor: Tensor) -> Tensor:
+    """A copy of the tensor at one of PLACES."""
+    if where == "comm.empty" or (where == "mixed" and comm.rank == 0):
+        return comm.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor)
+    return tensor.clone()
+
+
+def check_all_reduce(
+    comm: Communicator, numel: int = 5000, dtype: torch.dtype = torch.float32, op: str = "sum", where: str = "ordinary", seed: int = 0
+) -> None:
+    """One all_reduce, to see that it is right, or only that the communicator still works."""
+    shards = shards_of(dtype, comm.world_size, numel, seed)
+    tensor = placed(comm, where, shards[comm.rank])
+    assert comm.all_reduce(tensor, op) is None
+    assert_same_bits(tensor, reduced(shards, op))

@@ -1,0 +1,61 @@
+"""The demo, run small: both ranks train, agree, and report what communication cost. How little it costs is for the benchmarks to show."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ("--steps", "6", "--layers", "1", "--width", "64", "--rounds", "2")
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What the demo prints on two ranks. A rank that fails makes the launcher, and so the demo, exit with another status than 0."""
+    command = (sys.executable, "-m", "fastcomm", "demo", *SMALL)
+    demo = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        printed, _ = demo.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        # On SIGTERM the launcher ends its ranks before itself.
+        demo.terminate()
+        pytest.fail(f"the demo did not end within a minute; it printed:\n{demo.communicate()[0]}")
+    assert demo.returncode == 0, printed
+    return printed
+
+
+def test_ranks_end_with_the_same_parameters(output: str) -> None:
+    assert re.search(r"^parameters .*: 0$", output, re.MULTILINE), output
+
+
+def test_gradient_is_that_of_one_process(output: str) -> None:
+    difference = re.search(r"^gradient .*: (\S+) of the largest element$", output, re.MULTILINE)
+    assert difference, output
+    assert float(difference[1]) < 2e-6
+
+
+def test_loss_falls(output: str) -> None:
+    loss = re.search(r"^loss +(\S+) at first, (\S+) in the last 6 of 6 steps$", output, re.MULTILINE)
+    assert loss, output
+    assert float(loss[2]) < float(loss[1])
+
+
+def test_progress_shows_loss_and_speed(output: str) -> None:
+    assert re.search(r"6/6 .*loss \d+\.\d+, [\d,]+ tokens/s", output), output
+
+
+def test_step_times_are_compared(output: str) -> None:
+    for name in ("local", "fastcomm", "DDP over Gloo"):
+        assert re.search(rf"{name} +\d+\.\d ms", output), output
+    assert len(re.findall(r"communication cost +-?\d+\.\d ms", output)) == 2
+
+
+def test_training_script_stays_short() -> None:
+    assert len((ROOT / "examples" / "train_gpt.py").read_text().splitlines()) < 150

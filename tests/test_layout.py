@@ -1,0 +1,119 @@
+"""Which parameter lies in which bucket, at which offset: properties that hold for any list of parameters."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcomm.layout import plan_buckets
+
+ALIGNMENT = 64
+
+_DTYPES = {dtype: torch.empty(0, dtype=dtype).element_size() for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+numels = st.one_of(st.integers(0, 40), st.integers(0, 20_000))
+caps = st.integers(1, 100_000)
+mixed = st.lists(st.builds(lambda numel, dtype: (numel, dtype, _DTYPES[dtype]), numels, st.sampled_from(list(_DTYPES))), max_size=40)
+uniform = st.lists(numels.map(lambda numel: (numel, torch.float32, 4)), max_size=40)
+
+
+@given(mixed, caps, caps)
+def test_every_parameter_lies_in_exactly_one_bucket(parameters, cap, first_cap):
+    slots = [slot for bucket in plan(parameters, cap, first_cap) for slot in bucket.slots]
+    assert sorted(slot.index for slot in slots) == list(range(len(parameters)))
+    assert all(slot.numel == parameters[slot.index][0] for slot in slots)
+
+
+@given(uniform, caps, caps)
+def test_parameters_come_in_reverse_registration_order(parameters, cap, first_cap):
+    indices = [slot.index for bucket in plan(parameters, cap, first_cap) for slot in bucket.slots]
+    assert indices == list(reversed(range(len(parameters))))
+
+
+@given(mixed, caps, caps)
+def test_parameters_of_one_dtype_come_in_reverse_registration_order(parameters, cap, first_cap):
+    buckets = plan(parameters, cap, first_cap)
+    for dtype in _DTYPES:
+        indices = [slot.index for bucket in buckets if bucket.dtype == dtype for slot in bucket.slots]
+        assert indices == sorted(indices, reverse=True)
+
+
+@given(mixed, caps, caps)
+def test_a_bucket_holds_one_dtype(parameters, cap, first_cap):
+    for bucket in plan(parameters, cap, first_cap):
+        assert {parameters[slot.index][1] for slot in bucket.slots} == {bucket.dtype}
+
+
+@given(mixed, caps, caps)
+def test_slots_are_aligned_and_do_not_overlap(parameters, cap, first_cap):
+    for bucket in plan(parameters, cap, first_cap):
+        assert all(slot.offset * _DTYPES[bucket.dtype] % ALIGNMENT == 0 for slot in bucket.slots)
+        in_place = sorted(bucket.slots, key=lambda slot: (slot.offset, slot.numel))
+        assert all(left.offset + left.numel <= right.offset for left, right in itertools.pairwise(in_place))
+        assert all(slot.offset >= 0 and slot.offset + slot.numel <= bucket.numel for slot in bucket.slots)
+
+
+@given(mixed, caps, caps)
+def test_padding_costs_less_than_one_alignment_per_parameter(parameters, cap, first_cap):
+    for bucket in plan(parameters, cap, first_cap):
+        assert bucket.numel * _DTYPES[bucket.dtype] <= sum(slot.numel * _DTYPES[bucket.dtype] + ALIGNMENT for slot in bucket.slots)
+
+
+@given(uniform, caps, caps)
+def test_no_bucket_overshoots_its_cap_by_more_than_one_parameter(parameters, cap, first_cap):
+    for bucket in plan(parameters, cap, first_cap)[1:]:
+        assert nbytes(bucket, without_last=True) < cap
+
+
+@given(mixed, caps, caps)
+def test_no_bucket_of_several_dtypes_overshoots_the_larger_cap_by_more_than_one_parameter(parameters, cap, first_cap):
+    for bucket in plan(parameters, cap, first_cap):
+        assert nbytes(bucket, without_last=True) < max(cap, first_cap)
+
+
+@given(uniform, caps, caps)
+def test_the_first_bucket_has_a_cap_of_its_own(parameters, cap, first_cap):
+    first, *others = plan(parameters, cap, first_cap) or [None]
+    if others:
+        assert nbytes(first, without_last=True) < first_cap <= first.numel * 4
+
+
+@given(uniform, caps, caps)
+def test_a_bucket_closes_only_when_it_is_full(parameters, cap, first_cap):
+    for bucket in plan(parameters, cap, first_cap)[1:-1]:
+        assert bucket.numel * 4 >= cap
+
+
+@given(mixed, caps, caps)
+def test_no_bucket_is_empty(parameters, cap, first_cap):
+    assert all(bucket.slots for bucket in plan(parameters, cap, first_cap))
+
+
+@given(mixed, caps, caps)
+def test_the_same_parameters_give_the_same_plan(parameters, cap, first_cap):
+    assert plan(parameters, cap, first_cap) == plan(list(parameters), cap, first_cap)
+
+
+def test_no_parameters_give_no_buckets():
+    assert plan([], 100, 100) == ()
+
+
+def test_a_parameter_larger_than_the_cap_is_not_split():
+    (bucket,) = plan([(1000, torch.float32, 4)], 64, 64)
+    assert [slot.numel for slot in bucket.slots] == [1000]
+
+
+def test_two_dtypes_in_turn_share_two_buckets():
+    parameters = [(16, torch.float32, 4), (16, torch.bfloat16, 2)] * 10
+    assert len(plan(parameters, 1 << 20, 1 << 20)) == 2
+
+
+def plan(parameters, cap, first_cap):
+    return plan_buckets(parameters, cap_bytes=cap, first_cap_bytes=first_cap)
+
+
+def nbytes(bucket, without_last=False):
+    slots = bucket.slots[:-1] if without_last else bucket.slots
+    return sum(slot.numel for slot in slots) * _DTYPES[bucket.dtype]
