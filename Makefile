@@ -18,7 +18,7 @@ rebuild := $(python) setup.py --quiet build_ext --inplace
 
 python_sources := setup.py fastcomm tests bench examples
 cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd)
-kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c)
+kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c tests/*.h)
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
 .PHONY: test demo bench lint sanitize format clean

@@ -1,4 +1,4 @@
-"""init(): brings the ranks together over torch's stores and picks the transport. Owns nothing once the communicator is made."""
+"""init(): brings the ranks together over one of torch's stores and picks the transport. Owns nothing once the communicator is made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 import time
 from datetime import timedelta
 from typing import Any
+from urllib.parse import ParseResult, urlparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastcomm.errors import InitError
 from fastcomm.shm import ShmCommunicator
@@ -140,39 +141,48 @@ class _GroupBootstrap:
 
 def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: timedelta) -> _StoreBootstrap:
     """Opens the store that init_method names."""
-    scheme = init_method.split("://")[0]
-    if scheme == "env":
-        rank, world_size = _from_environment("RANK", rank), _from_environment("WORLD_SIZE", world_size)
-    elif scheme not in ("tcp", "file"):
-        raise ValueError(f"init_method must be env://, tcp://host:port or file:///path; got {init_method!r}")
+    place = urlparse(init_method)
+    if place.scheme == "env":
+        rank = int(_environment("RANK")) if rank is None else rank
+        world_size = int(_environment("WORLD_SIZE")) if world_size is None else world_size
     if rank is None or world_size is None:
         raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
     if world_size < 1 or not 0 <= rank < world_size:
         raise InitError(f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}")
     try:
-        store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        store = _open_store(place, rank, world_size, timeout)
     except (RuntimeError, OSError) as error:
         raise InitError(f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}") from error
-    store.set_timeout(timeout)
     _uses[init_method] = _uses.get(init_method, 0) + 1
     # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _StoreBootstrap(PrefixStore(f"fastcomm/{attempt}/{_uses[init_method]}", store), rank, world_size, timeout)
 
 
-def _from_environment(name: str, given: int | None) -> int:
-    if given is not None:
-        return given
+def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedelta) -> Store:
+    if place.scheme == "file" and place.path:
+        return FileStore(place.path, world_size)
+    if place.scheme == "env":
+        host, port = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
+        is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves the store itself
+    elif place.scheme == "tcp" and place.hostname and place.port:
+        host, port, is_server = place.hostname, place.port, rank == 0
+    else:
+        raise ValueError(f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}")
+    # The store is not to wait for the ranks: it could not say which one is missing.
+    return TCPStore(host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _environment(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise InitError(
             f"{name} is not set: start the script with `torchrun --nproc-per-node=2 {os.path.basename(sys.argv[0]) or 'train.py'}`, "
             "or pass init_method='tcp://host:port' with rank= and world_size="
         )
-    try:
-        return int(value)
-    except ValueError:
-        raise InitError(f"the environment variable {name} must be a number; it is {value!r}") from None
+    if name != "MASTER_ADDR" and not value.isdecimal():
+        raise InitError(f"the environment variable {name} must be a number; it is {value!r}")
+    return value
 
 
 def _local_rank(rank: int) -> int:

@@ -681,7 +681,10 @@ cdef class ShmCommunicator:
 
     cdef _give_up(self, kind, str message):
         """The communicator is of no more use: tells the peers, and everybody on this rank who still waits."""
-        self._end(SHM_ABORTED, shm_stalled_on(self.handle), kind(message))
+        cdef int culprit = shm_stalled_on(self.handle)
+        if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
+            culprit = shm_blamed_by(self.handle, culprit)
+        self._end(SHM_ABORTED, culprit, kind(message))
 
     cdef str _lost_message(self):
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
