@@ -19,12 +19,12 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport SIZE_MAX, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
-from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, madvise, mmap, munmap
+from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, munmap
 from posix.unistd cimport close as close_fd
 
 
 cdef extern from "sys/mman.h" nogil:
-    int MADV_HUGEPAGE, MADV_REMOVE, MADV_DONTDUMP, MAP_NORESERVE
+    int MADV_REMOVE, MADV_DONTDUMP, MAP_NORESERVE
 
 
 cdef extern from "shm_reduce.h" nogil:
@@ -73,6 +73,8 @@ MAX_RANKS = SHM_MAX_RANKS
 
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef size_t PAGE = 4096
+cdef size_t HUGE_PAGE = 2 << 20
+cdef int MADV_COLLAPSE = 25  # Linux 6.1; not in older headers
 cdef size_t SMALL_GRADIENT = 16384  # bytes
 
 cdef object TENSOR = torch.Tensor
@@ -107,14 +109,20 @@ cdef class Segment:
     cdef list holes  # (offset, nbytes) that are free, by offset; owner only
 
     def __cinit__(self, int fd, size_t nbytes):
-        cdef void *base = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0)
+        # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map at such an address.
+        cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        cdef void *base = MAP_FAILED
+        cdef size_t slack
+        if reserved != MAP_FAILED:
+            slack = (HUGE_PAGE - <size_t>reserved % HUGE_PAGE) % HUGE_PAGE
+            base = mmap(<char *>reserved + slack, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0)
+            munmap(reserved, slack)
+            munmap(<char *>reserved + slack + nbytes, HUGE_PAGE - slack)
         if base == MAP_FAILED:
             raise InitError(f"cannot map {nbytes >> 30} GiB of address space for a shared segment; is `ulimit -v` set?")
         self.base = <char *>base
         self.nbytes = nbytes
-        # Both are advice: huge pages spare page faults and TLB misses, and a core dump need not hold the whole arena.
-        madvise(base, nbytes, MADV_HUGEPAGE)
-        madvise(base, nbytes, MADV_DONTDUMP)
+        madvise(base, nbytes, MADV_DONTDUMP)  # a core dump need not hold the whole arena
         cdef size_t control = (shm_control_bytes() + PAGE - 1) // PAGE * PAGE
         self.holes = [(control, nbytes - control)]
 
@@ -122,14 +130,15 @@ cdef class Segment:
         if self.base != NULL:
             munmap(self.base, self.nbytes)
 
-    cdef size_t allocate(self, size_t nbytes) except 0:
-        """First fit. Returns the offset of `nbytes` (a multiple of the page size) in the segment."""
-        for i, (offset, room) in enumerate(self.holes):
-            if room >= nbytes:
-                if room == nbytes:
-                    del self.holes[i]
-                else:
-                    self.holes[i] = (offset + nbytes, room - nbytes)
+    cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0:
+        """First fit. Returns the offset of `nbytes` in the segment; both they and the offset are multiples of `alignment`."""
+        for i, (begin, size) in enumerate(self.holes):
+            offset = (begin + alignment - 1) // alignment * alignment
+            if offset + nbytes <= begin + size:
+                rest = [(begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)]
+                self.holes[i:i + 1] = [hole for hole in rest if hole[1]]
+                if alignment == HUGE_PAGE:
+                    _ask_for_huge_pages(self.base + <size_t>offset, nbytes)
                 return offset
         raise MemoryError(f"no {nbytes} contiguous bytes left in the shared arena of {self.nbytes} bytes")
 
@@ -145,6 +154,16 @@ cdef class Segment:
         self.holes = merged
 
 
+cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
+    """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it is refused, small pages do."""
+    cdef size_t offset = 0
+    with nogil:  # zeroes the memory: a few milliseconds per megabyte
+        while offset < nbytes:
+            memory[offset] = 0  # the kernel collapses only what has a page
+            offset += HUGE_PAGE
+        madvise(memory, nbytes, MADV_COLLAPSE)
+
+
 cdef class Block:
     """Memory of one tensor. The tensor holds it through the buffer protocol; it goes back to the segment with the last reference."""
 
@@ -153,8 +172,9 @@ cdef class Block:
     cdef int generation
 
     def __cinit__(self, Segment segment, size_t nbytes):
-        self.nbytes = max(nbytes + PAGE - 1, PAGE) // PAGE * PAGE
-        self.offset = segment.allocate(self.nbytes)
+        cdef size_t alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
+        self.nbytes = (nbytes + alignment - 1) // alignment * alignment
+        self.offset = segment.allocate(self.nbytes, alignment)
         self.segment = segment
         self.generation = fork_generation
 
