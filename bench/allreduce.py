@@ -40,7 +40,15 @@ FEWEST, MOST = 2, 2000
 
 PLACEMENTS = ("out_of_place", "in_place")
 # nccl-tests' names. MPI has no 16-bit floating-point types.
-DTYPES = {"float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "int32": "int32", "int64": "int64", "uint8": "uint8"}
+DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "uint8",
+}
 NBYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1}
 FLOATS = ("float", "double", "half", "bfloat16")
 OPS = {"sum": "sum", "prod": "prod", "min": "min", "max": "max", "avg": "mean"}
@@ -102,14 +110,22 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("-e", type=parse_size, default="256M", metavar="SIZE", help="largest size (256M)")
     parser.add_argument("-f", type=int, metavar="FACTOR", help="factor between sizes (4)")
     parser.add_argument("-i", type=parse_size, metavar="SIZE", help="increment between sizes, instead of a factor")
-    parser.add_argument("-n", type=int, metavar="CALLS", help="calls per size, peer and placement (default: as many as fit in half a second)")
-    parser.add_argument("-w", type=int, default=5, metavar="CALLS", help="calls before each turn that are not counted (5; fewer where they are slow)")
+    parser.add_argument(
+        "-n", type=int, metavar="CALLS", help="calls per size, peer and placement (default: as many as fit in half a second)"
+    )
+    parser.add_argument(
+        "-w", type=int, default=5, metavar="CALLS", help="calls before each turn that are not counted (5; fewer where they are slow)"
+    )
     parser.add_argument("-c", type=int, choices=(0, 1), default=1, help="whether to check the results (1)")
     parser.add_argument("-d", choices=tuple(DTYPES), default="float", help="dtype (float)")
     parser.add_argument("-o", choices=tuple(OPS), default="sum", help="operation (sum)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)")
-    parser.add_argument("--peers", type=parse_peers, default="gloo,mpi", help='what to compare with: gloo, mpi, both separated by a comma, or ""')
-    parser.add_argument("--tensors", choices=("comm", "ordinary"), default="comm", help="fastcomm's tensors: comm.empty or torch.empty (comm)")
+    parser.add_argument(
+        "--peers", type=parse_peers, default="gloo,mpi", help='what to compare with: gloo, mpi, both separated by a comma, or ""'
+    )
+    parser.add_argument(
+        "--tensors", choices=("comm", "ordinary"), default="comm", help="fastcomm's tensors: comm.empty or torch.empty (comm)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (in the source tree: bench/results/)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time over size")
     options = parser.parse_args()
@@ -168,7 +184,9 @@ def start(options: argparse.Namespace, stack: contextlib.ExitStack, missing: dic
         if not reason:
             mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(options.ranks)]
             try:
-                contenders["mpi"] = stack.enter_context(launch.Ranks(RANK_SCRIPT, options.ranks, arguments=["mpi", *common], launcher=mpirun))
+                contenders["mpi"] = stack.enter_context(
+                    launch.Ranks(RANK_SCRIPT, options.ranks, arguments=["mpi", *common], launcher=mpirun)
+                )
             except launch.RanksError as error:
                 reason = str(error)
         if reason:
@@ -343,7 +361,14 @@ def plot(rows: list[Row], options: argparse.Namespace) -> None:
     styles["bound"] = ("streaming bound", "gray", ":")
     for peer, (label, color, line) in styles.items():
         if rows[0].has(peer):
-            axes.plot([row.nbytes for row in rows], [row.time(peer) for row in rows], line, color=color, label=label, marker="." if line == "-" else "")
+            axes.plot(
+                [row.nbytes for row in rows],
+                [row.time(peer) for row in rows],
+                line,
+                color=color,
+                label=label,
+                marker="." if line == "-" else "",
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([row.nbytes for row in rows], [short_size(row.nbytes) for row in rows], rotation=45)

@@ -86,7 +86,9 @@ class Bound:
     def prepare(self, count: int) -> Prepared:
         import fastcomm.shm
 
-        shards = [torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype) for _ in range(self.settings.world_size)]
+        shards = [
+            torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype) for _ in range(self.settings.world_size)
+        ]
         reduce = functools.partial(fastcomm.shm.reduce_shards, shards, self.settings.op)
         return Prepared(shards[0], shards[0], reduce, reduce)
 
@@ -110,7 +112,13 @@ class Gloo:
         )
         self.barrier = dist.barrier
         self.close = dist.destroy_process_group
-        ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        ops = {
+            "sum": dist.ReduceOp.SUM,
+            "mean": dist.ReduceOp.SUM,
+            "prod": dist.ReduceOp.PRODUCT,
+            "min": dist.ReduceOp.MIN,
+            "max": dist.ReduceOp.MAX,
+        }
         self._all_reduce = functools.partial(dist.all_reduce, op=ops[settings.op])
 
     def prepare(self, count: int) -> Prepared:

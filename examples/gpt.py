@@ -37,6 +37,8 @@ class GPT(nn.Module):
 
     def __init__(self, n_layers: int, width: int) -> None:
         super().__init__()
+        if width < 64 or width % 64:
+            raise ValueError(f"width must be a multiple of 64, the width of a head; got {width}")
         self.n_heads = width // 64
         self.embedding = nn.Embedding(N_BYTES, width)
         self.blocks = nn.ModuleList(Block(width, self.n_heads) for _ in range(n_layers))

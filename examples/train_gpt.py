@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Trains a small GPT with fastcomm; start it with torchrun, or as `python -m fastcomm demo`."
     )
-    parser.add_argument("--steps", type=int, default=110, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=448, help="width of the model, a multiple of 64 (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of the comparison with DDP (default: %(default)s)")

@@ -19,7 +19,9 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport SIZE_MAX, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
-from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, munmap
+from posix.mman cimport (
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
+)
 from posix.unistd cimport close as close_fd
 
 
@@ -236,6 +238,32 @@ cdef class ShmWork:
         self.tensors = self.bucket = None
         free(self.pieces)
         self.pieces = NULL
+
+
+# ---- the heap --------------------------------------------------------------------------------------------------------------------
+
+cdef extern from *:
+    """
+    #include <limits.h>
+    #include <malloc.h>
+    static void keep_freed_memory(void) {
+    #ifdef __GLIBC__
+        mallopt(M_MMAP_THRESHOLD, 1 << 30);
+        mallopt(M_TRIM_THRESHOLD, INT_MAX);
+    #endif
+    }
+    """
+    void keep_freed_memory() nogil
+
+
+def _keep_freed_memory():
+    """Tells glibc's malloc to keep what is freed, up to 2 GiB, for the next allocation.
+
+    Gradients that are moved into a bucket are freed in the middle of backward. glibc would return their memory to the kernel and fault it
+    in again at the next step, which costs more than the whole reduction. Who has tuned malloc by its environment variables is left alone.
+    """
+    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+        keep_freed_memory()
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------------------
@@ -522,6 +550,7 @@ cdef class ShmCommunicator:
 
     def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label):
         """See Communicator.bind_bucket."""
+        _keep_freed_memory()
         return ShmBucket(self, flat, views, offsets, wire, label)
 
     # -- the way of every collective --
