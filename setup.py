@@ -10,7 +10,7 @@ def extension(name: str) -> Extension:
     return Extension(
         f"fastcomm.{name}",
         sources=[f"fastcomm/{name}.pyx", *sorted(glob(f"kernels/{name}_*.c"))],
-        depends=[*sorted(glob(f"kernels/{name}_*.h")), "setup.py"],
+        depends=[*sorted(glob(f"kernels/{name}_*.h")), *sorted(glob("fastcomm/*.pxd")), "setup.py"],
         include_dirs=["kernels"],
         # No -march: kernels choose their instructions at run time. No contraction to fused multiply-add, which would make the bits of a
         # result depend on the CPU it was computed on.
@@ -18,4 +18,4 @@ def extension(name: str) -> Extension:
     )
 
 
-setup(ext_modules=[extension("shm")])
+setup(ext_modules=[extension("shm_memory"), extension("shm")])

@@ -4,12 +4,14 @@
     python bench/allreduce.py --tensors ordinary     the same on ordinary tensors
     python bench/allreduce.py --ranks 4 -e 64M
 
-Flags and table are those of nccl-tests (https://github.com/NVIDIA/nccl-tests), with columns for the peers on the right; sizes are in bytes,
-algbw = bytes / time, busbw = algbw * 2 (n - 1) / n. A time is the median over calls made one after the other from Python, host clock, on each
-rank, averaged over the ranks. In place is all_reduce(tensor); out of place is out.copy_(inp), all_reduce(out), or MPI's own two-buffer call.
+Flags and table are those of nccl-tests (https://github.com/NVIDIA/nccl-tests), with columns for the peers on the right; sizes are in
+bytes, algbw = bytes / time, busbw = algbw * 2 (n - 1) / n. A time is the median over calls made one after the other from Python, host
+clock, on each rank, averaged over the ranks. In place is all_reduce(tensor); out of place is out.copy_(inp), all_reduce(out), or MPI's
+own two-buffer call.
 
-Peers take turns within every size, ROUNDS times; those that are not measured sleep. The bound is the time that all ranks at once need to read n
-private shards of 1 / n of the size, reduce them and write the result into each: the memory traffic of an all-reduce, and nothing else.
+Peers take turns within every size, ROUNDS times; those that are not measured sleep. The bound is the time that all ranks at once need
+to read n private shards of 1 / n of the size, reduce them and write the result into each: the memory traffic of an all-reduce, and
+nothing else.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PATTERN = 65_537
 
 @dataclass(frozen=True)
 class Settings:
-    """What all calls of a run have in common. `op` as fastcomm spells it; `tensors` is where fastcomm's tensors lie, "comm" or "ordinary"."""
+    """What all calls of a run have in common. `op` as fastcomm spells it; `tensors`: where fastcomm has them, "comm" or "ordinary"."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Describes the machine and the software a result was measured with: what a reader needs to judge the numbers, and nothing that names a host."""
+"""Describes the machine and the software a result was measured with: what a reader needs to judge the numbers. Names no host."""
 
 from __future__ import annotations
 

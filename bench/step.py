@@ -4,10 +4,10 @@
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
 
-Every way has a model and an SGD optimizer of its own, and the same batch. The ways take turns; in every round each makes a few steps, all ranks
-at once, in an order that changes from round to round. "local" is the step without any communication, with all ranks at work, so that it meets
-the same contention for memory. A step's time is that of the slowest rank; the overhead is the median over rounds of (way - local), so that what
-slows a whole round does not count.
+Every way has a model and an SGD optimizer of its own, and the same batch. The ways take turns; in every round each makes a few steps,
+all ranks at once, in an order that changes from round to round. "local" is the step without any communication, with all ranks at work,
+so that it meets the same contention for memory. A step's time is that of the slowest rank; the overhead is the median over rounds of
+(way - local), so that what slows a whole round does not count.
 """
 
 from __future__ import annotations

@@ -13,70 +13,22 @@ import torch
 
 from fastcomm.communicator import OPS, BoundBucket, BucketWork, Communicator, canonical_op
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.shm_memory import keep_freed_memory
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport SIZE_MAX, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
-from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
-)
 from posix.unistd cimport close as close_fd
 
-
-cdef extern from "sys/mman.h" nogil:
-    int MADV_REMOVE, MADV_DONTDUMP, MAP_NORESERVE
-
-
-cdef extern from "shm_reduce.h" nogil:
-    enum:
-        SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD
-        SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8
-    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs, void *const *outputs, int n_outputs)
-
-
-cdef extern from "shm_allreduce.h" nogil:
-    enum:
-        SHM_MAX_RANKS, SHM_RING
-        SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
-        SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER, SHM_ABANDON
-        SHM_ALIVE, SHM_CLOSED, SHM_ABORTED
-    uint64_t SHM_PRIVATE
-
-    struct shm_descriptor:
-        uint32_t kind, op, dtype, root
-        uint64_t numel, where
-        uint32_t label, flags
-
-    struct shm_piece:
-        const void *source
-        uint64_t offset, numel
-
-    struct shm_comm
-
-    size_t shm_control_bytes()
-    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early)
-    void shm_free_comm(shm_comm *comm)
-    int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
-                 const shm_piece *pieces, size_t n_pieces, uint32_t *seq)
-    int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
-    int shm_make_room(shm_comm *comm, uint64_t slice_ns)
-    uint32_t shm_result_flags(const shm_comm *comm, uint32_t seq)
-    int shm_stalled_on(const shm_comm *comm)
-    uint32_t shm_posted(const shm_comm *comm, int rank)
-    shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)
-    int shm_state_of(const shm_comm *comm, int rank)
-    int shm_blamed_by(const shm_comm *comm, int rank)
-    void shm_set_state(shm_comm *comm, int state, int blames)
+from fastcomm.shm_core cimport *
+from fastcomm.shm_memory cimport Block, Segment, forks
 
 
 MAX_RANKS = SHM_MAX_RANKS
 
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
-cdef size_t PAGE = 4096
-cdef size_t HUGE_PAGE = 2 << 20
-cdef int MADV_COLLAPSE = 25  # Linux 6.1; not in older headers
 cdef size_t SMALL_GRADIENT = 16384  # bytes
 
 cdef object TENSOR = torch.Tensor
@@ -88,109 +40,6 @@ cdef dict DTYPES = {
 cdef tuple DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}  # OPS stands in the order of enum shm_op
 cdef tuple KIND_NAMES = ("nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "abandon")
-
-# Counts forks: a communicator made before a fork is of no use in the child, whose pid is not the one its peers watch.
-cdef int fork_generation = 0
-
-
-def _count_fork():
-    global fork_generation
-    fork_generation += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------------------
-
-cdef class Segment:
-    """One rank's memory file, mapped. The rank that owns it allocates tensors from the arena behind the control area."""
-
-    cdef char *base
-    cdef size_t nbytes
-    cdef list holes  # (offset, nbytes) that are free, by offset; owner only
-
-    def __cinit__(self, int fd, size_t nbytes):
-        # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map at such an address.
-        cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-        cdef void *base = MAP_FAILED
-        cdef size_t slack
-        if reserved != MAP_FAILED:
-            slack = (HUGE_PAGE - <size_t>reserved % HUGE_PAGE) % HUGE_PAGE
-            base = mmap(<char *>reserved + slack, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0)
-            munmap(reserved, slack)
-            munmap(<char *>reserved + slack + nbytes, HUGE_PAGE - slack)
-        if base == MAP_FAILED:
-            raise InitError(f"cannot map {nbytes >> 30} GiB of address space for a shared segment; is `ulimit -v` set?")
-        self.base = <char *>base
-        self.nbytes = nbytes
-        madvise(base, nbytes, MADV_DONTDUMP)  # a core dump need not hold the whole arena
-        cdef size_t control = (shm_control_bytes() + PAGE - 1) // PAGE * PAGE
-        self.holes = [(control, nbytes - control)]
-
-    def __dealloc__(self):
-        if self.base != NULL:
-            munmap(self.base, self.nbytes)
-
-    cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0:
-        """First fit. Returns the offset of `nbytes` in the segment; both they and the offset are multiples of `alignment`."""
-        for i, (begin, size) in enumerate(self.holes):
-            offset = (begin + alignment - 1) // alignment * alignment
-            if offset + nbytes <= begin + size:
-                rest = [(begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)]
-                self.holes[i:i + 1] = [hole for hole in rest if hole[1]]
-                if alignment == HUGE_PAGE:
-                    _ask_for_huge_pages(self.base + <size_t>offset, nbytes)
-                return offset
-        raise MemoryError(f"no {nbytes} contiguous bytes left in the shared arena of {self.nbytes} bytes")
-
-    cdef void release(self, size_t offset, size_t nbytes):
-        """Gives the memory back to the system and merges the hole with its neighbours."""
-        madvise(self.base + offset, nbytes, MADV_REMOVE)
-        merged = []
-        for begin, size in sorted([*self.holes, (offset, nbytes)]):
-            if merged and merged[-1][0] + merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((begin, size))
-        self.holes = merged
-
-
-cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
-    """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it is refused, small pages do."""
-    cdef size_t offset = 0
-    with nogil:  # zeroes the memory: a few milliseconds per megabyte
-        while offset < nbytes:
-            memory[offset] = 0  # the kernel collapses only what has a page
-            offset += HUGE_PAGE
-        madvise(memory, nbytes, MADV_COLLAPSE)
-
-
-cdef class Block:
-    """Memory of one tensor. The tensor holds it through the buffer protocol; it goes back to the segment with the last reference."""
-
-    cdef Segment segment
-    cdef size_t offset, nbytes
-    cdef int generation
-
-    def __cinit__(self, Segment segment, size_t nbytes):
-        cdef size_t alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
-        self.nbytes = (nbytes + alignment - 1) // alignment * alignment
-        self.offset = segment.allocate(self.nbytes, alignment)
-        self.segment = segment
-        self.generation = fork_generation
-
-    def __dealloc__(self):
-        # A forked child shares the pages with its parent and must not give them away.
-        if self.segment is not None and self.generation == fork_generation:
-            self.segment.release(self.offset, self.nbytes)
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.segment.base + self.offset, <Py_ssize_t>self.nbytes, 0, flags)
-
-
-cdef extern from "Python.h":
-    int PyBuffer_FillInfo(Py_buffer *view, object exporter, void *buf, Py_ssize_t nbytes, int readonly, int flags) except -1
 
 
 # ---- work ------------------------------------------------------------------------------------------------------------------------
@@ -238,32 +87,6 @@ cdef class ShmWork:
         self.tensors = self.bucket = None
         free(self.pieces)
         self.pieces = NULL
-
-
-# ---- the heap --------------------------------------------------------------------------------------------------------------------
-
-cdef extern from *:
-    """
-    #include <limits.h>
-    #include <malloc.h>
-    static void keep_freed_memory(void) {
-    #ifdef __GLIBC__
-        mallopt(M_MMAP_THRESHOLD, 1 << 30);
-        mallopt(M_TRIM_THRESHOLD, INT_MAX);
-    #endif
-    }
-    """
-    void keep_freed_memory() nogil
-
-
-def _keep_freed_memory():
-    """Tells glibc's malloc to keep what is freed, up to 2 GiB, for the next allocation.
-
-    Gradients that are moved into a bucket are freed in the middle of backward. glibc would return their memory to the kernel and fault it
-    in again at the next step, which costs more than the whole reduction. Who has tuned malloc by its environment variables is left alone.
-    """
-    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
-        keep_freed_memory()
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------------------
@@ -398,7 +221,7 @@ cdef class ShmCommunicator:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cpu")
         self.timeout, self.timeout_s = timeout, timeout.total_seconds()
-        self.generation = fork_generation
+        self.generation = forks()
         self.works = [None] * SHM_RING
         self.segments = []
         for r in range(SHM_MAX_RANKS):
@@ -410,7 +233,7 @@ cdef class ShmCommunicator:
         cdef char *bases[64]
         cdef Segment segment
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        nbytes = min(memory, (1 << 45) // self.world_size) // PAGE * PAGE  # sparse: costs only what is touched
+        nbytes = min(memory, (1 << 45) // self.world_size) // 4096 * 4096  # sparse: costs only what is touched
         fd = os.memfd_create("fastcomm", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
@@ -436,7 +259,7 @@ cdef class ShmCommunicator:
     def _map_peer(self, rank, theirs):
         fd = os.open(f"/proc/{theirs['pid']}/fd/{theirs['fd']}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.segments.append(Segment(fd, theirs["nbytes"]))
+            self.segments.append(Segment(fd, theirs["nbytes"], shm_control_bytes()))
         finally:
             os.close(fd)
         if rank != self.rank:
@@ -450,7 +273,7 @@ cdef class ShmCommunicator:
 
     cdef void _shut(self, int state, int blames) noexcept:
         if self.handle != NULL:
-            if self.generation == fork_generation:  # not in a forked child: the segment is the parent's to close
+            if self.generation == forks():  # not in a forked child: the segment is the parent's to close
                 shm_set_state(self.handle, state, blames)
             shm_free_comm(self.handle)
             self.handle = NULL
@@ -550,7 +373,7 @@ cdef class ShmCommunicator:
 
     def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label):
         """See Communicator.bind_bucket."""
-        _keep_freed_memory()
+        keep_freed_memory()
         return ShmBucket(self, flat, views, offsets, wire, label)
 
     # -- the way of every collective --
@@ -587,7 +410,7 @@ cdef class ShmCommunicator:
         return data
 
     cdef int _check_usable(self) except -1:
-        if self.generation != fork_generation:
+        if self.generation != forks():
             raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
                                 "call fastcomm.init here, or start workers with the spawn method")
         if self.handle == NULL:

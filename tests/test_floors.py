@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # stands above all that it is made of.
 FLOORS = (
     ("errors",),
-    ("cuda", "layout"),
+    ("cuda", "layout", "shm_core", "shm_memory"),
     ("communicator",),
     ("shm", "nccl", "hosted"),
     ("rendezvous",),

@@ -1,0 +1,17 @@
+cdef class Segment:
+    cdef char *base
+    cdef size_t nbytes
+    cdef list holes  # (offset, nbytes) that are free, by offset; owner only
+    cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0
+    cdef void release(self, size_t offset, size_t nbytes)
+
+
+cdef class Block:
+    cdef Segment segment
+    cdef size_t offset, nbytes
+    cdef int generation
+
+
+# How many forks lie between this process and the first that imported the module. What was made before a fork is of no use in the child,
+# whose pid is not the one its peers watch.
+cdef int forks() noexcept

@@ -1,0 +1,142 @@
+# cython: language_level=3
+"""Segment and Block: memory files that all ranks of a host have mapped, and the tensors allocated in them.
+
+A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is sparse, so a large one costs only what is
+touched. Also here: what malloc does with freed gradients.
+"""
+
+import os
+
+from fastcomm.errors import InitError
+
+from posix.mman cimport (
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
+)
+
+
+cdef extern from "sys/mman.h" nogil:
+    int MADV_REMOVE, MADV_DONTDUMP, MAP_NORESERVE
+
+
+cdef extern from "Python.h":
+    int PyBuffer_FillInfo(Py_buffer *view, object exporter, void *buf, Py_ssize_t nbytes, int readonly, int flags) except -1
+
+
+cdef size_t PAGE = 4096
+cdef size_t HUGE_PAGE = 2 << 20
+cdef int MADV_COLLAPSE = 25  # Linux 6.1; not in older headers
+cdef int n_forks = 0
+
+
+def _count_fork():
+    global n_forks
+    n_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+cdef int forks() noexcept:
+    return n_forks
+
+
+cdef class Segment:
+    """One rank's memory file, mapped. The rank that owns it allocates tensors from what lies behind the first `n_reserved` bytes."""
+
+    def __cinit__(self, int fd, size_t nbytes, size_t n_reserved):
+        # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map at such an address.
+        cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        cdef void *base = MAP_FAILED
+        cdef size_t slack
+        if reserved != MAP_FAILED:
+            slack = (HUGE_PAGE - <size_t>reserved % HUGE_PAGE) % HUGE_PAGE
+            base = mmap(<char *>reserved + slack, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0)
+            munmap(reserved, slack)
+            munmap(<char *>reserved + slack + nbytes, HUGE_PAGE - slack)
+        if base == MAP_FAILED:
+            raise InitError(f"cannot map {nbytes >> 30} GiB of address space for a shared segment; is `ulimit -v` set?")
+        self.base = <char *>base
+        self.nbytes = nbytes
+        madvise(base, nbytes, MADV_DONTDUMP)  # a core dump need not hold the whole arena
+        n_reserved = (n_reserved + PAGE - 1) // PAGE * PAGE
+        self.holes = [(n_reserved, nbytes - n_reserved)]
+
+    def __dealloc__(self):
+        if self.base != NULL:
+            munmap(self.base, self.nbytes)
+
+    cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0:
+        """First fit. Returns the offset of `nbytes` in the segment; both they and the offset are multiples of `alignment`."""
+        for i, (begin, size) in enumerate(self.holes):
+            offset = (begin + alignment - 1) // alignment * alignment
+            if offset + nbytes <= begin + size:
+                rest = [(begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)]
+                self.holes[i:i + 1] = [hole for hole in rest if hole[1]]
+                if alignment == HUGE_PAGE:
+                    _ask_for_huge_pages(self.base + <size_t>offset, nbytes)
+                return offset
+        raise MemoryError(f"no {nbytes} contiguous bytes left in the shared arena of {self.nbytes} bytes")
+
+    cdef void release(self, size_t offset, size_t nbytes):
+        """Gives the memory back to the system and merges the hole with its neighbours."""
+        madvise(self.base + offset, nbytes, MADV_REMOVE)
+        merged = []
+        for begin, size in sorted([*self.holes, (offset, nbytes)]):
+            if merged and merged[-1][0] + merged[-1][1] == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((begin, size))
+        self.holes = merged
+
+
+cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
+    """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it is refused, small pages do."""
+    cdef size_t offset = 0
+    with nogil:  # zeroes the memory: a few milliseconds per megabyte
+        while offset < nbytes:
+            memory[offset] = 0  # the kernel collapses only what has a page
+            offset += HUGE_PAGE
+        madvise(memory, nbytes, MADV_COLLAPSE)
+
+
+cdef class Block:
+    """Memory of one tensor. The tensor holds it through the buffer protocol; it goes back to the segment with the last reference."""
+
+    def __cinit__(self, Segment segment, size_t nbytes):
+        cdef size_t alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
+        self.nbytes = (nbytes + alignment - 1) // alignment * alignment
+        self.offset = segment.allocate(self.nbytes, alignment)
+        self.segment = segment
+        self.generation = n_forks
+
+    def __dealloc__(self):
+        # A forked child shares the pages with its parent and must not give them away.
+        if self.segment is not None and self.generation == n_forks:
+            self.segment.release(self.offset, self.nbytes)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.segment.base + self.offset, <Py_ssize_t>self.nbytes, 0, flags)
+
+
+cdef extern from *:
+    """
+    #include <limits.h>
+    #include <malloc.h>
+    static void raise_thresholds(void) {
+    #ifdef __GLIBC__
+        mallopt(M_MMAP_THRESHOLD, 1 << 30);
+        mallopt(M_TRIM_THRESHOLD, INT_MAX);
+    #endif
+    }
+    """
+    void raise_thresholds() nogil
+
+
+def keep_freed_memory():
+    """Tells glibc's malloc to keep what is freed, up to 2 GiB, for the next allocation.
+
+    Gradients that are moved into a bucket are freed in the middle of backward. glibc would return their memory to the kernel and fault it
+    in again at the next step, which costs more than the whole reduction. Who has tuned malloc by its environment variables is left alone.
+    """
+    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+        raise_thresholds()
