@@ -28,14 +28,12 @@ class Bucket:
         comm: Communicator,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self.label = label
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive; Python could not collect a circle through them.
         self._references = [weakref.ref(parameter) for parameter in own]
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
         self.dtype = own[0].dtype
-        self.nbytes = layout.numel * self.dtype.itemsize
         if wire_dtype is None or wire_dtype == self.dtype:
             self.flat = wire = comm.empty(layout.numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
@@ -47,7 +45,7 @@ class Bucket:
         self._work: BucketWork | None = None
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
-        # By slot: has this backward produced the gradient; has one under no_sync, since the last reduction.
+        # The hooks hold `ready` itself. By slot: has this backward produced the gradient; has one under no_sync, since the last reduction.
         self.ready = [False] * len(layout.slots)
         self.unsynced = [False] * len(layout.slots)
         self.n_pending = len(layout.slots)

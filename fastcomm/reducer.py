@@ -43,7 +43,8 @@ class Reducer:
     comm: the communicator; None means fastcomm.init().
     bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one small, so that communication starts
         early.
-    op: "mean", "sum" or another op of the communicator.
+    op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds: with another op than "mean", clear the
+        gradients before every backward that is reduced, or what was reduced before is reduced once more.
     wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16); they keep their own dtype.
     overlap: launch buckets as they become full. False launches all of them at the end of backward: for models whose parameters get
         several gradients in one backward (reentrant checkpointing of shared layers).
@@ -77,6 +78,7 @@ class Reducer:
         self._is_synchronizing = True  # False inside no_sync
         self._has_callback = False  # the running backward will call us at its end
         self._is_open = False  # a round has begun: some gradient is ready
+        self._number = 0  # among the reducers of the communicator
         self._n_launched = 0
         self._n_abandoned = 0  # comm.n_abandoned when the round began
         self._n_parameters = 0
@@ -96,7 +98,7 @@ class Reducer:
         named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         self._verify(named, buffers)
-        self._model = weakref.ref(source) if isinstance(source, nn.Module) else lambda: source
+        self._model = weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         for tensor in itertools.chain((p for _, p in named), (b for _, b in buffers)):
             _broadcast(self.comm, tensor.detach(), 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -136,6 +138,8 @@ class Reducer:
             return ValueError("this reducer is attached already; detach() it first, or make one reducer for each model")
         if not any(p.requires_grad for _, p in named):
             return ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+        if len({id(p) for _, p in named}) < len(named):
+            return ValueError("a parameter is given twice: its gradient would be reduced twice")
         for name, parameter in named:
             if isinstance(parameter, UninitializedParameter):
                 return ValueError(f"parameter {name} is not initialised: run the lazy modules once before attach()")
@@ -152,9 +156,9 @@ class Reducer:
         layouts = plan_buckets(
             [(p.numel(), p.dtype, p.element_size()) for p in parameters], cap_bytes=self._cap_bytes, first_cap_bytes=self._first_cap_bytes
         )
-        number = _n_attached.get(self.comm, 0)
-        _n_attached[self.comm] = number + 1
-        first_label = number * 65536 + 1
+        self._number = _n_attached.get(self.comm, 0)
+        _n_attached[self.comm] = self._number + 1
+        first_label = self._number * 65536 + 1
         return [Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype) for i, layout in enumerate(layouts)]
 
     def detach(self) -> None:
@@ -212,7 +216,7 @@ class Reducer:
         self._has_callback = True
         callback = _EndOfBackward(self)
         # A backward that ends with an exception drops the callback uncalled; then the round must be ended all the same.
-        callback.dropped = weakref.finalize(callback, _leave, weakref.ref(self))
+        callback.dropped = weakref.finalize(callback, _leave_if_alive, weakref.ref(self))
         callback.dropped.atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -272,7 +276,7 @@ class Reducer:
             while self._n_launched < len(self._buckets):
                 self._launch_next()
             self._finish_buckets()
-        except Exception:
+        except BaseException:  # also Ctrl-C
             self._leave()
             raise
         self._close()
@@ -296,20 +300,23 @@ class Reducer:
         for bucket in self._buckets:
             is_present[bucket.missing()] = 0
         self.comm.all_reduce(is_present, "max")
+        present = is_present.tolist()
         for bucket in self._buckets:
-            bucket.settle_missing(is_present.tolist())
+            bucket.settle_missing(present)
 
     def _leave(self) -> None:
         """The round cannot be ended as it should, because backward has raised, or a bucket. The other ranks hear of it."""
         self._has_callback = False
         if not self._is_open:
             return
-        if self.comm.n_abandoned == self._n_abandoned:  # else the round has ended with another rank's or another reducer's
-            with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user already
-                self.comm.abandon()
-        for bucket in self._buckets:  # half reduced: an optimizer that steps all the same must not drive the ranks apart
-            bucket.drop_gradients()
-        self._close()
+        try:
+            if self.comm.n_abandoned == self._n_abandoned:  # else the round has ended with another rank's or another reducer's
+                with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user already
+                    self.comm.abandon()
+        finally:
+            for bucket in self._buckets:  # half reduced: an optimizer that steps all the same must not drive the ranks apart
+                bucket.drop_gradients()
+            self._close()
 
     def _close(self) -> None:
         for bucket in self._buckets:
@@ -352,11 +359,6 @@ class Reducer:
             for buffer in model.buffers():
                 _broadcast(self.comm, buffer, src)
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets in the order of their launch."""
-        return list(self._buckets)
-
 
 class _EndOfBackward:
     """What autograd calls when a backward is through; see Reducer._begin."""
@@ -371,7 +373,7 @@ class _EndOfBackward:
         self._reducer._end_of_backward()
 
 
-def _leave(reference: weakref.ref[Reducer]) -> None:
+def _leave_if_alive(reference: weakref.ref[Reducer]) -> None:
     reducer = reference()
     if reducer is not None:
         reducer._leave()
@@ -379,7 +381,7 @@ def _leave(reference: weakref.ref[Reducer]) -> None:
 
 def _synchronize_all(*_: object) -> None:
     """The net under the callback: whatever round is still open when an optimizer steps is ended first."""
-    for reducer in list(_attached):
+    for reducer in sorted(_attached, key=lambda reducer: reducer._number):  # in the same order on all ranks
         if not reducer._has_callback:  # not for an optimizer that steps inside backward
             reducer.synchronize()
 
@@ -418,6 +420,18 @@ def _signature(kind: str, name: str, tensor: Tensor) -> tuple[str, str, dict[str
     if kind == "parameter":
         described |= {"strides": tensor.stride(), "requires_grad": tensor.requires_grad}
     return kind, name, described
+
+
+def _named_references(named: list[tuple[str, Parameter]]) -> Callable[[], list[tuple[str, Parameter]] | None]:
+    """As a weak reference to the list: returns None once a parameter is gone."""
+    references = [(name, weakref.ref(parameter)) for name, parameter in named]
+
+    def recall() -> list[tuple[str, Parameter]] | None:
+        recalled = [(name, reference()) for name, reference in references]
+        alive = [(name, parameter) for name, parameter in recalled if parameter is not None]
+        return alive if len(alive) == len(references) else None
+
+    return recall
 
 
 def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:

@@ -94,9 +94,14 @@ class _StoreBootstrap:
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed."""
         self._round += 1
-        self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
         deadline = time.monotonic() + self._timeout.total_seconds()
-        return [json.loads(self._get(r, deadline)) for r in range(self.world_size)]
+        try:
+            self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
+            return [json.loads(self._get(r, deadline)) for r in range(self.world_size)]
+        except InitError:
+            raise
+        except RuntimeError as error:
+            raise InitError(f"rank {self.rank} lost the meeting point (did rank 0 end?): {error}") from error
 
     def _get(self, rank: int, deadline: float) -> bytes:
         key = f"{self._round}/{rank}"
@@ -124,19 +129,23 @@ class _GroupBootstrap:
         self.rank = group.rank()
         self.world_size = group.size()
         self._group = group
+        self._is_over = False
 
     def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError when a rank has failed."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, (value, None), group=self._group)
         failures = [failure for _, failure in values if failure is not None]
         if failures:
+            self._is_over = True  # all ranks are in this exchange: nobody is left to be told
             raise InitError(failures[0])
         return [value for value, _ in values]
 
     def fail(self, message: str) -> None:
-        """Tells the others in the exchange they are waiting in."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, (None, message), group=self._group)
+        """Tells the others, in the exchange they are waiting in."""
+        if not self._is_over:
+            self._is_over = True
+            dist.all_gather_object([None] * self.world_size, (None, message), group=self._group)
 
 
 def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: timedelta) -> _StoreBootstrap:

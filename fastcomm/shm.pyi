@@ -7,8 +7,6 @@ from torch.nn import Parameter
 
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 
-MAX_RANKS: int
-
 class ShmWork(BucketWork):
     def wait(self) -> None: ...
     def is_completed(self) -> bool: ...

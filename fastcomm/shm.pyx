@@ -26,8 +26,6 @@ from fastcomm.shm_core cimport *
 from fastcomm.shm_memory cimport Block, Segment, forks
 
 
-MAX_RANKS = SHM_MAX_RANKS
-
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef size_t SMALL_GRADIENT = 16384  # bytes
 
@@ -142,11 +140,11 @@ cdef class ShmBucket:
             place = self.places[i]
             nbytes = place.numel * self.itemsize
             source = <const char *><size_t>gradient.data_ptr()
-            if <size_t>(source - arena.base) < arena.nbytes:  # a tensor of the user's on our memory
-                if source != self.base + place.offset * self.itemsize:
-                    raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-                gradient = gradient.clone()
-                view.copy_(gradient)
+            if source == self.base + place.offset * self.itemsize:  # a tensor of the user's on our memory
+                if not _lies_alike(gradient, view, place.is_contiguous):
+                    view.copy_(gradient.clone())
+            elif <size_t>(source - arena.base) < arena.nbytes:
+                raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
             elif gradient.dtype is not self.dtype or not _lies_alike(gradient, view, place.is_contiguous):
                 view.copy_(gradient)
             elif nbytes < keep_from:
@@ -206,8 +204,10 @@ cdef class ShmCommunicator:
     cdef shm_comm *handle
     cdef list segments
     cdef list works  # the unfinished ShmWork of each slot of the ring, or None
+    cdef list leaving  # works that were abandoned, and whose tensors may still be read or written
     cdef uint32_t last  # number of the newest collective
-    cdef int pidfds[64]
+    cdef int pidfds[SHM_MAX_RANKS]
+    cdef int n_pidfds  # how many of them are initialised
     cdef double timeout_s
     cdef int generation
     cdef bint busy
@@ -223,14 +223,15 @@ cdef class ShmCommunicator:
         self.timeout, self.timeout_s = timeout, timeout.total_seconds()
         self.generation = forks()
         self.works = [None] * SHM_RING
-        self.segments = []
+        self.segments, self.leaving = [], []
         for r in range(SHM_MAX_RANKS):
             self.pidfds[r] = -1
+        self.n_pidfds = SHM_MAX_RANKS
         self._connect(bootstrap)
 
     def _connect(self, bootstrap):
         """Every rank makes a memory file, opens its peers', and closes the descriptors once all ranks have mapped everything."""
-        cdef char *bases[64]
+        cdef char *bases[SHM_MAX_RANKS]
         cdef Segment segment
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         nbytes = min(memory, (1 << 45) // self.world_size) // 4096 * 4096  # sparse: costs only what is touched
@@ -266,34 +267,49 @@ cdef class ShmCommunicator:
             self.pidfds[rank] = os.pidfd_open(theirs["pid"])
 
     def __dealloc__(self):
-        self._shut(SHM_CLOSED, -1)
-        for r in range(SHM_MAX_RANKS):
+        if self.handle != NULL and self.generation == forks():  # not in a forked child: the segment is the parent's to close
+            shm_set_state(self.handle, SHM_CLOSED, -1)
+        self._shut()
+        for r in range(self.n_pidfds):
             if self.pidfds[r] >= 0:
                 close_fd(self.pidfds[r])
 
-    cdef void _shut(self, int state, int blames) noexcept:
-        if self.handle != NULL:
-            if self.generation == forks():  # not in a forked child: the segment is the parent's to close
-                shm_set_state(self.handle, state, blames)
-            shm_free_comm(self.handle)
-            self.handle = NULL
+    cdef void _shut(self) noexcept:
+        shm_free_comm(self.handle)
+        self.handle = NULL
 
     def close(self):
         """Ends the use of this communicator on this rank; peers that still wait for it get PeerLostError. Tensors stay valid."""
-        self._end(SHM_CLOSED, -1, FastcommError(f"rank {self.rank} has closed this communicator"))
+        if self.generation == forks():
+            self._end(SHM_CLOSED, -1, FastcommError(f"rank {self.rank} has closed this communicator"))
 
     def abort(self):
         """As close, but says to the peers that something went wrong: their collectives end with PeerLostError at once."""
-        self._end(SHM_ABORTED, -1, FastcommError(f"rank {self.rank} has aborted this communicator"))
+        if self.generation == forks():
+            self._end(SHM_ABORTED, -1, FastcommError(f"rank {self.rank} has aborted this communicator"))
 
     cdef _end(self, int state, int blames, object failure):
-        """Shuts the communicator; whoever still waits for a collective of it gets `failure`."""
-        if self.handle == NULL:
+        """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes out."""
+        if self.handle == NULL or self.failure is not None:
             return
         self.failure = failure
-        self._shut(state, blames)
-        for work in self._settle_all(failure):
+        shm_set_state(self.handle, state, blames)
+        if not self.busy:
+            self._bury()
+
+    cdef _bury(self):
+        """Whoever still waits for a collective gets what ended the communicator."""
+        self._shut()
+        for work in [*self._settle_all(self.failure), *self.leaving]:
             (<ShmWork>work).release()
+        self.leaving = []
+
+    cdef int _come_out(self) except -1:
+        """A thread is back from the C core."""
+        self.busy = False
+        if self.failure is not None and self.handle != NULL:
+            self._bury()
+        return 0
 
     def __enter__(self):
         return self
@@ -413,7 +429,7 @@ cdef class ShmCommunicator:
         if self.generation != forks():
             raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
                                 "call fastcomm.init here, or start workers with the spawn method")
-        if self.handle == NULL:
+        if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
         if self.busy:
             raise FastcommError("another thread is inside this communicator: give each thread its own, or let them take turns")
@@ -430,11 +446,12 @@ cdef class ShmCommunicator:
                 posted = shm_post(self.handle, d, input, output, NULL, 0, &seq)
                 if posted == SHM_OK:
                     status = shm_wait(self.handle, seq, SLICE_NS)
-            self.busy = False
+            self._come_out()
             if posted == SHM_OK:
                 self.last = seq
             if status == SHM_OK:
                 return None
+            self._check_usable()
         work = ShmWork.__new__(ShmWork)
         work.comm, work.tensors = self, (inp, out)
         if posted == SHM_OK:
@@ -450,9 +467,12 @@ cdef class ShmCommunicator:
         """Posts a collective; waits only when the ring is full."""
         cdef int status
         cdef double deadline = 0
-        older = self.works[(self.last + 1) % SHM_RING]
+        cdef int n_abandoned = self.n_abandoned
+        cdef ShmWork older = self.works[(self.last + 1) % SHM_RING]
         if older is not None:
             self._finish(older)
+            if self.n_abandoned != n_abandoned:  # the ranks have met anew, and this collective belongs to what was abandoned
+                raise older.error
         while True:
             self._check_usable()
             self.busy = True
@@ -460,9 +480,10 @@ cdef class ShmCommunicator:
                 status = shm_make_room(self.handle, SLICE_NS)
                 if status == SHM_OK:
                     status = shm_post(self.handle, d, input, output, work.pieces, work.n_pieces, &work.seq)
-            self.busy = False
+            self._come_out()
             if status == SHM_OK:
                 break
+            self._check_usable()
             if status == SHM_PEER_LOST:
                 self._give_up(PeerLostError, self._lost_message())
             else:
@@ -487,7 +508,9 @@ cdef class ShmCommunicator:
         self.busy = True
         with nogil:  # may wait up to slice_ns
             status = shm_wait(self.handle, work.seq, slice_ns)
-        self.busy = False
+        self._come_out()
+        if work.finished:  # another thread has ended the communicator meanwhile
+            return True
         if status == SHM_AGAIN:
             return False
         if status == SHM_PEER_LOST:
@@ -510,7 +533,7 @@ cdef class ShmCommunicator:
         """Ends what is under way on this rank with `error`, and meets what the peers have still posted, until all stand at one place."""
         cdef shm_descriptor d = _descriptor(SHM_ABANDON, SHM_SUM)
         cdef ShmWork work
-        unfinished = self._settle_all(error)  # their tensors are in use until all ranks have met
+        self.leaving += self._settle_all(error)  # their tensors are in use until all ranks have met
         self.n_abandoned += 1
         while True:
             work = ShmWork.__new__(ShmWork)
@@ -521,8 +544,9 @@ cdef class ShmCommunicator:
                 break
             if self.handle == NULL:
                 raise work.error
-        for work in unfinished:
+        for work in self.leaving:
             work.release()
+        self.leaving = []
 
     cdef object _first_failure(self, uint32_t seq):
         """Why collective `seq` was abandoned: an earlier one that did not match, and nobody has asked for yet, or the peers know."""
@@ -543,6 +567,8 @@ cdef class ShmCommunicator:
         """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock."""
         PyErr_CheckSignals()
         cdef double now = time.monotonic()
+        if self.handle == NULL:  # a signal handler has ended the communicator
+            return 0
         if deadline[0] == 0:
             deadline[0] = now + self.timeout_s
         elif now >= deadline[0]:
@@ -628,7 +654,7 @@ def reduce_shards(list buffers, str op="sum"):
     One pass that reads n and writes n tensors, in this process alone: the arithmetic of all_reduce without its flags. The benchmarks
     take it for the streaming bound of the machine. Raises ValueError or TypeError for tensors that do not fit together.
     """
-    cdef const void *inputs[64]
+    cdef const void *inputs[SHM_MAX_RANKS]
     cdef int code = _op_code(op), n = len(buffers)
     if not 1 <= n <= SHM_MAX_RANKS:
         raise ValueError(f"expected 1 to {SHM_MAX_RANKS} tensors; got {n}")

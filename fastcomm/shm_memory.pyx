@@ -1,8 +1,8 @@
 # cython: language_level=3
 """Segment and Block: memory files that all ranks of a host have mapped, and the tensors allocated in them.
 
-A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is sparse, so a large one costs only what is
-touched. Also here: what malloc does with freed gradients.
+A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is sparse: it costs what is allocated in it.
+Also here: what malloc does with freed gradients.
 """
 
 import os
@@ -67,11 +67,15 @@ cdef class Segment:
 
     cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0:
         """First fit. Returns the offset of `nbytes` in the segment; both they and the offset are multiples of `alignment`."""
-        for i, (begin, size) in enumerate(self.holes):
+        holes = self.holes
+        for i, (begin, size) in enumerate(holes):
             offset = (begin + alignment - 1) // alignment * alignment
             if offset + nbytes <= begin + size:
                 rest = [(begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)]
-                self.holes[i:i + 1] = [hole for hole in rest if hole[1]]
+                fewer = [*holes[:i], *(hole for hole in rest if hole[1]), *holes[i + 1:]]
+                if self.holes is not holes:  # what we allocated here made Python collect a tensor, which has given its memory back
+                    return self.allocate(nbytes, alignment)
+                self.holes = fewer
                 if alignment == HUGE_PAGE:
                     _ask_for_huge_pages(self.base + <size_t>offset, nbytes)
                 return offset
@@ -80,19 +84,23 @@ cdef class Segment:
     cdef void release(self, size_t offset, size_t nbytes):
         """Gives the memory back to the system and merges the hole with its neighbours."""
         madvise(self.base + offset, nbytes, MADV_REMOVE)
-        merged = []
-        for begin, size in sorted([*self.holes, (offset, nbytes)]):
-            if merged and merged[-1][0] + merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((begin, size))
+        while True:
+            holes = self.holes
+            merged = []
+            for begin, size in sorted([*holes, (offset, nbytes)]):
+                if merged and merged[-1][0] + merged[-1][1] == begin:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((begin, size))
+            if self.holes is holes:  # else as in allocate
+                break
         self.holes = merged
 
 
 cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
     """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it is refused, small pages do."""
     cdef size_t offset = 0
-    with nogil:  # zeroes the memory: a few milliseconds per megabyte
+    with nogil:  # zeroes the memory, which takes a while
         while offset < nbytes:
             memory[offset] = 0  # the kernel collapses only what has a page
             offset += HUGE_PAGE
@@ -124,7 +132,9 @@ cdef extern from *:
     #include <malloc.h>
     static void raise_thresholds(void) {
     #ifdef __GLIBC__
-        mallopt(M_MMAP_THRESHOLD, 1 << 30);
+        if (!mallopt(M_MMAP_THRESHOLD, 1 << 30)) {  /* older versions take no more than this */
+            mallopt(M_MMAP_THRESHOLD, 32 << 20);
+        }
         mallopt(M_TRIM_THRESHOLD, INT_MAX);
     #endif
     }

@@ -255,7 +255,7 @@ uint32_t shm_posted(const struct shm_comm *comm, int rank) {
 }
 
 struct shm_descriptor shm_descriptor_of(const struct shm_comm *comm, int rank, uint32_t seq) {
-    bool failed = comm->ring[seq % SHM_RING].status != SHM_OK;
+    bool failed = (int32_t)(comm->head - seq) > 0 && comm->ring[seq % SHM_RING].status != SHM_OK;
     return failed ? comm->disagreed[seq % SHM_RING][rank] : slot_of(comm, rank, seq)->descriptor;
 }
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from ranks import fresh_ranks, gloo, on_ranks, torchrun_env
 from reference import DTYPES, PLACES, assert_same_bits, check_all_reduce, placed, reduced, shards_of
 
 import fastcomm
-from fastcomm import FastcommError, PeerLostError
+from fastcomm import FastcommError, InitError, PeerLostError
 
 
 def outcomes_of(world_size, body, *args, **options):
@@ -273,3 +277,51 @@ def test_a_context_manager_left_by_an_exception_lets_nobody_wait():
     first, second = fresh_ranks(2, _fail_inside_context_manager, timeout=20)
     assert first.is_a(KeyError), first
     assert second.is_a(PeerLostError), second
+
+
+def _one_fails_while_the_group_meets(place):
+    group = gloo()
+    if place.rank == 1:
+        os.environ["FASTCOMM_HOST_ID"] = "elsewhere"
+    with pytest.raises(InitError):
+        fastcomm.init("shm", group=group)
+    os.environ.pop("FASTCOMM_HOST_ID", None)
+    with fastcomm.init(group=group) as comm:  # the group is not out of step
+        return comm.world_size
+
+
+def test_a_failure_while_a_group_meets_is_an_error_on_all_and_leaves_the_group_in_step():
+    assert outcomes_of(2, _one_fails_while_the_group_meets) == [2, 2]
+
+
+def _abort_from_another_thread(place):
+    comm = fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+    if place.rank == 1:
+        time.sleep(3)
+        return None
+    threading.Timer(0.3, comm.abort).start()
+    with pytest.raises(FastcommError, match="aborted"):
+        comm.all_reduce(torch.ones(100_000))
+    return "aborted"
+
+
+def test_another_thread_may_abort_a_collective_that_waits():
+    assert outcomes_of(2, _abort_from_another_thread) == ["aborted", None]
+
+
+def test_a_communicator_that_could_not_be_made_closes_nothing():
+    with pytest.raises(InitError, match="64 ranks"):
+        fastcomm.shm.ShmCommunicator(0, 65, 0, None, timedelta(seconds=1))
+    os.fstat(0)
+
+
+def test_tensors_are_apart_in_memory_however_they_come_and_go(tmp_path):
+    with fastcomm.init(init_method=f"file://{tmp_path}/store", rank=0, world_size=1) as comm:
+        alive = []
+        for i in range(300):
+            tensor = comm.empty(1 + 997 * (i % 7) ** 4, dtype=torch.float32).fill_(i)
+            cycle = [tensor]
+            cycle.append(cycle)  # goes when Python collects it, at any time
+            if i % 3 == 0:
+                alive.append((i, tensor))
+            assert all((kept == number).all() for number, kept in alive[-8:])

@@ -334,3 +334,36 @@ def _backward_without_the_other(comm):
 def test_a_backward_after_the_other_rank_left_is_an_error():
     outcomes = fresh_ranks(2, _backward_without_the_other, pass_comm=True)
     assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
+
+
+def _fails_early(comm):
+    """A model of more buckets than may be under way at once, whose backward fails on rank 1 after the first of them."""
+    layers = [nn.Linear(8, 8) for _ in range(24)]
+    model = nn.Sequential(*layers)
+    fastcomm.Reducer(comm, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001).attach(model)
+    for _ in range(2):
+        hidden = model[:23](torch.ones(2, 8))
+        if comm.rank == 1:
+            hidden.register_hook(_raise)
+        with pytest.raises(RuntimeError) as caught:
+            model[23](hidden).sum().backward()
+        assert isinstance(caught.value, FastcommError) == (comm.rank == 0), caught.value
+        model.zero_grad()
+        model(torch.full((2, 8), comm.rank + 1.0)).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def _raise(_):
+    raise RuntimeError("out of luck")
+
+
+def test_an_exception_while_more_buckets_wait_than_the_ring_holds_is_an_error_for_one_step_only(ranks):
+    one, other = ranks(2, _fails_early)
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+@on_ranks(2)
+def test_attach_refuses_a_parameter_that_is_given_twice(comm):
+    weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(BAD_INPUT, match="twice"):
+        fastcomm.Reducer(comm).attach([("a", weight), ("b", weight)])
