@@ -134,3 +134,18 @@ def _mean(column: Sequence[Tensor | None]) -> Tensor | None:
     if not present:
         return None
     return (sum(gradient.double() for gradient in present) / len(column)).to(present[0].dtype)
+
+
+class Fail(torch.autograd.Function):
+    """The identity, whose backward raises RuntimeError("out of luck") if `fails`."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise RuntimeError("out of luck")
+        return gradient, None

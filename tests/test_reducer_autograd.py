@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from models import (
+    Fail,
     assert_gradients,
     backward,
     batch,
@@ -320,22 +321,9 @@ def test_a_gradient_that_a_hook_throws_away_stays_none(comm, buckets):
 # A backward that fails
 
 
-class _Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise RuntimeError("out of luck")
-        return gradient, None
-
-
 def _fragile_backward(model, rank, fails):
     x, y = batch(rank, 9)
-    F.mse_loss(model[2:](_Fail.apply(model[:2](x), fails)), y).backward()
+    F.mse_loss(model[2:](Fail.apply(model[:2](x), fails)), y).backward()
 
 
 @on_ranks(2)
@@ -384,7 +372,7 @@ def test_an_exception_in_backward_on_one_rank_is_an_error_on_the_others_for_this
 def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(comm, buckets, late):
     def run(model, rank, fails):
         x, y = batch(rank)
-        F.mse_loss(model(_Fail.apply(x.requires_grad_(), fails)), y).backward()
+        F.mse_loss(model(Fail.apply(x.requires_grad_(), fails)), y).backward()
 
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
@@ -422,7 +410,7 @@ def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_b
     fastcomm.Reducer(comm, **buckets).attach(model)
     x, _ = batch(comm.rank)
     with pytest.raises(RuntimeError) as caught:
-        checkpoint(lambda x: model[2:](_Fail.apply(model[:2](x), comm.rank == 1)), x.requires_grad_(), use_reentrant=True).sum().backward()
+        checkpoint(lambda x: model[2:](Fail.apply(model[:2](x), comm.rank == 1)), x.requires_grad_(), use_reentrant=True).sum().backward()
     assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank == 0), caught.value
     model.zero_grad()
     backward(model, comm.rank)

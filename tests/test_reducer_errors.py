@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from models import Heads, assert_gradients, backward, loss_of, mean_gradients, mlp
+from models import Fail, Heads, assert_gradients, backward, loss_of, mean_gradients, mlp
 from ranks import fresh_ranks, on_ranks
 from torch import nn
 
@@ -266,22 +266,9 @@ def test_a_model_converted_without_refresh_is_an_error_that_refresh_mends(comm):
 # Steps that fail
 
 
-class _FailOnRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise RuntimeError("out of luck")
-        return gradient, None
-
-
 def _fragile_backward(model, rank, fails):
     hidden = model[:2](torch.full((4, 8), rank + 1.0))
-    model[2:](_FailOnRank.apply(hidden, fails)).sum().backward()
+    model[2:](Fail.apply(hidden, fails)).sum().backward()
 
 
 def _step_in_spite_of_a_failed_backward(comm, unlucky, buckets):
