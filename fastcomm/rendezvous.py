@@ -41,13 +41,15 @@ def init(
     init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
     device: where the gradients are; None means the CPU.
-    timeout: how long to wait for missing ranks here, and later in every collective.
+    timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
 
     Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank and says what to do. Raises ValueError
-    for bad arguments.
+    or TypeError for bad arguments.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
     if torch.device(device or "cpu").type != "cpu":
         raise InitError(f"no transport for device {device}: this version of fastcomm reduces on the CPU only")
     bootstrap = _GroupBootstrap(group) if group is not None else _meet(init_method, rank, world_size, timeout)
@@ -82,7 +84,10 @@ class _StoreBootstrap:
 
     def _enter(self) -> None:
         if self._store.add(f"claim/{self.rank}", 1) > 1:
-            self._refuse(f"rank {self.rank} was given to two processes: every process needs a rank of its own")
+            self._refuse(
+                f"rank {self.rank} was given to two processes: every process needs a rank of its own, "
+                "and every run a port or file of its own (delete a file that an earlier run has left behind)"
+            )
         agreed = self._store.compare_set("world_size", "", str(self.world_size)).decode()
         if int(agreed) != self.world_size:
             self._refuse(f"rank {self.rank} was started with world_size {self.world_size}, another rank with {agreed}")
@@ -170,6 +175,8 @@ def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: t
 
 def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedelta) -> Store:
     if place.scheme == "file" and place.path:
+        if not os.access(os.path.dirname(place.path), os.W_OK):  # the store would wait for ever
+            raise FileNotFoundError(f"{os.path.dirname(place.path)} is not a folder this process can write to")
         return FileStore(place.path, world_size)
     if place.scheme == "env":
         host, port = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))

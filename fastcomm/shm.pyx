@@ -311,6 +311,9 @@ cdef class ShmCommunicator:
             self._bury()
         return 0
 
+    def __repr__(self):
+        return f"<ShmCommunicator: rank {self.rank} of {self.world_size}{', ended' if self.failure is not None else ''}>"
+
     def __enter__(self):
         return self
 

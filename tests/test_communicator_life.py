@@ -325,3 +325,39 @@ def test_tensors_are_apart_in_memory_however_they_come_and_go(tmp_path):
             if i % 3 == 0:
                 alive.append((i, tensor))
             assert all((kept == number).all() for number, kept in alive[-8:])
+
+
+def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="timedelta"):
+        fastcomm.init(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=5)
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_an_error_at_once(tmp_path):
+    with pytest.raises(InitError, match="nowhere"):
+        fastcomm.init(init_method=f"file://{tmp_path}/nowhere/store", rank=0, world_size=2)
+
+
+def test_a_communicator_says_its_rank(tmp_path):
+    with fastcomm.init(init_method=f"file://{tmp_path}/store", rank=0, world_size=1) as comm:
+        assert repr(comm) == "<ShmCommunicator: rank 0 of 1>"
+
+
+def _one_rank_skips(place):
+    with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+        model = torch.nn.Linear(4, 1)
+        fastcomm.Reducer(comm).attach(model)
+        skipped = []
+        for step in range(3):
+            model.zero_grad()
+            try:
+                if step == 1 and comm.rank == 1:
+                    comm.abandon()
+                    raise FastcommError("bad batch")
+                model(torch.full((1, 4), float(step))).sum().backward()
+            except FastcommError:
+                skipped.append(step)
+        return skipped, model.weight.grad.tolist()
+
+
+def test_a_rank_that_skips_a_step_says_so_with_abandon():
+    assert outcomes_of(2, _one_rank_skips) == [([1], [[2.0] * 4])] * 2
