@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The C core under the sanitizers: ASan and UBSan with ranks as processes and as threads, TSan with threads. About a minute on two cores.
+# The C core under the sanitizers: ASan and UBSan with ranks as processes and as threads, TSan with threads. The CUDA kernels, compiled for
+# the host, under ASan and UBSan. About a minute on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
@@ -19,3 +20,8 @@ build tsan thread
 fixed_layout=()
 setarch -R true 2>/dev/null && fixed_layout=(setarch -R)
 TSAN_OPTIONS=halt_on_error=1 "${fixed_layout[@]}" "$folder/tsan" threads quick
+
+# The kernels' functions are many and all inlined: optimising them takes longer than it saves.
+"${CXX:-g++}" -x c++ -std=c++17 -O0 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -DFASTCOMM_HOST \
+    -fsanitize=address,undefined -fno-sanitize-recover=all -Ikernels kernels/*.cu tests/kernel_driver.cpp -o "$folder/kernels"
+"$folder/kernels"

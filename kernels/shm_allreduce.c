@@ -49,7 +49,6 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
         }
         abandoned = abandoned || theirs->kind == SHM_ABANDON;
         direct = direct && theirs->where != SHM_PRIVATE;
-        c->flags |= theirs->flags;
     }
     if (c->status == SHM_MISMATCH) {
         c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
@@ -236,10 +235,6 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
     int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
     return status == SHM_MISMATCH || status == SHM_ABANDONED ? SHM_OK : status; /* whoever waits for that one hears of it */
-}
-
-uint32_t shm_result_flags(const struct shm_comm *comm, uint32_t seq) {
-    return comm->ring[seq % SHM_RING].flags;
 }
 
 int shm_stalled_on(const struct shm_comm *comm) {

@@ -49,13 +49,12 @@ enum shm_kind {
 
 enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
 
-/* What one rank wants of a collective. `where`, `flags` may differ between ranks; all else must agree. */
+/* What one rank wants of a collective. `where` may differ between ranks; all else must agree. */
 struct shm_descriptor {
     uint32_t kind, op, dtype, root;
     uint64_t numel; /* of the input */
     uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
     uint32_t label; /* the caller's name for this collective (a bucket's number) */
-    uint32_t flags; /* or-ed over all ranks: see shm_result_flags */
 };
 #define SHM_PRIVATE UINT64_MAX
 
@@ -85,9 +84,6 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
 
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
-
-/* After SHM_OK: the or of all ranks' flags. Valid for the last SHM_RING collectives. */
-uint32_t shm_result_flags(const struct shm_comm *comm, uint32_t seq);
 
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank `rank` last posted. */
 int shm_stalled_on(const struct shm_comm *comm);

@@ -39,7 +39,6 @@ struct collective {
     size_t n_pieces;
     enum path path;
     int status;
-    uint32_t flags;
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
 };
 

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Compiles the CUDA kernels into a folder as setup.py does, where there is an nvcc: warnings and spilled registers are errors. Prints how
+# many registers the kernels of each family take at most. Half a minute on two cores.
+#
+#     bash ci/kernels.sh <folder>
+set -euo pipefail
+folder=${1:?"usage: bash ci/kernels.sh <folder>"}
+cd "$(dirname "$0")/.."
+
+if ! command -v nvcc >/dev/null; then
+    echo "no nvcc here: the CUDA kernels are not compiled"
+    exit 0
+fi
+mkdir -p "$folder"
+for source in flatten unflatten; do
+    log=$folder/$source.log
+    nvcc --options-file kernels/nvcc.options -Werror all-warnings -Xptxas --verbose,--warn-on-spills,--warning-as-error \
+        "kernels/$source.cu" -o "$folder/$source.fatbin" >"$log" 2>&1 || {
+        cat "$log"
+        exit 1
+    }
+    awk '
+        /Compiling entry function/ { gsub(/\047/, ""); split($(NF - 2), name, "_"); family = name[1] " for " $NF; count[family]++ }
+        /bytes spill stores/ { spilled[family] += $5 }
+        /Used [0-9]+ registers/ { if ($5 > most[family]) most[family] = $5 }
+        END {
+            for (family in count) {
+                printf "%s: %d kernels, at most %d registers, %d bytes spilled\n", family, count[family], most[family], spilled[family]
+            }
+        }' "$log" | sort
+done
