@@ -1,0 +1,311 @@
+/* A stand-in for libcuda.so.1, which tests load through FASTCOMM_CUDA_LIBRARY: host memory plays device memory, and a stream is done with
+ * a call when the call returns. It checks what the driver checks (handles, contexts, what a capture forbids), keeps a log, fails on order,
+ * and runs the kernels that the host shim exports (FASTCOMM_STAND_IN_KERNELS). It records no graphs: what is captured runs at once. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_driver.h"
+
+enum {
+    DRIVER_VERSION = 13000,
+    MULTIPROCESSORS = 2,
+    THREADS_PER_BLOCK = 1024,
+    THREADS_PER_MULTIPROCESSOR = 2048,
+    ALIGNMENT = 512, /* of device memory */
+};
+
+struct CUfunc_st {
+    CUfunction next;
+    void (*run)(unsigned n_blocks, unsigned n_threads, void **parameters);
+    char name[];
+};
+
+struct CUmod_st {
+    CUfunction functions;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the modules' functions */
+static atomic_bool initialised;
+static char the_context;
+static _Thread_local CUcontext current_context;
+
+__attribute__((constructor)) static void load(void) {
+    stand_in_faults_from("FASTCOMM_STAND_IN_CUDA_FAULTS");
+}
+
+CUresult ready(enum needs needs, int fault) {
+    if (fault != 0) {
+        return (CUresult)fault;
+    }
+    if (!initialised) {
+        return CUDA_ERROR_NOT_INITIALIZED;
+    }
+    return needs == CONTEXT && current_context == NULL ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+
+/* ---- the driver and its device ---- */
+
+EXPORT CUresult cuInit(unsigned flags) {
+    int fault = stand_in_called("cuInit");
+    initialised = initialised || fault == 0;
+    return fault != 0 ? (CUresult)fault : flags != 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDriverGetVersion(int *version) {
+    *version = DRIVER_VERSION;
+    return (CUresult)stand_in_asked("cuDriverGetVersion");
+}
+
+static const struct {
+    CUresult code;
+    const char *name, *text;
+} errors[] = {
+#define ERROR(CODE, TEXT) {CODE, #CODE, TEXT}
+    ERROR(CUDA_SUCCESS, "no error"),
+    ERROR(CUDA_ERROR_INVALID_VALUE, "invalid argument"),
+    ERROR(CUDA_ERROR_OUT_OF_MEMORY, "out of memory"),
+    ERROR(CUDA_ERROR_NOT_INITIALIZED, "initialization error"),
+    ERROR(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected"),
+    ERROR(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal"),
+    ERROR(CUDA_ERROR_INVALID_IMAGE, "device kernel image is invalid"),
+    ERROR(CUDA_ERROR_INVALID_CONTEXT, "invalid device context"),
+    ERROR(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle"),
+    ERROR(CUDA_ERROR_NOT_FOUND, "named symbol not found"),
+    ERROR(CUDA_ERROR_NOT_READY, "device not ready"),
+    ERROR(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered"),
+    ERROR(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure"),
+    ERROR(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "system has unsupported display driver / cuda driver combination"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "capturing stream has unjoined work"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "dependency created on uncaptured work in another stream"),
+    ERROR(CUDA_ERROR_CAPTURED_EVENT, "operation not permitted on an event last recorded in a capturing stream"),
+    ERROR(CUDA_ERROR_UNKNOWN, "unknown error"),
+#undef ERROR
+};
+
+static CUresult describe(CUresult code, const char **name, const char **text) {
+    *name = *text = NULL;
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+        if (errors[i].code == code) {
+            *name = errors[i].name;
+            *text = errors[i].text;
+            return CUDA_SUCCESS;
+        }
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuGetErrorName(CUresult code, const char **name) {
+    const char *text;
+    return describe(code, name, &text);
+}
+
+EXPORT CUresult cuGetErrorString(CUresult code, const char **text) {
+    const char *name;
+    return describe(code, &name, text);
+}
+
+EXPORT CUresult cuDeviceGetCount(int *count) {
+    *count = 1;
+    return ready(DRIVER, stand_in_called("cuDeviceGetCount"));
+}
+
+EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+    CUresult result = ready(DRIVER, stand_in_called("cuDeviceGet ordinal=%d", ordinal));
+    *device = 0;
+    return result == CUDA_SUCCESS && ordinal != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
+}
+
+EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    CUresult result = ready(DRIVER, stand_in_asked("cuDeviceGetAttribute"));
+    *value = attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT ? MULTIPROCESSORS : 0;
+    return result == CUDA_SUCCESS && device != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    CUresult result = ready(DRIVER, stand_in_called("cuDevicePrimaryCtxRetain device=%d", device));
+    *context = (CUcontext)&the_context;
+    return result == CUDA_SUCCESS && device != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
+    CUresult result = ready(DRIVER, stand_in_called("cuDevicePrimaryCtxRelease device=%d", device));
+    return result == CUDA_SUCCESS && device != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
+}
+
+EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
+    *context = current_context;
+    return ready(DRIVER, stand_in_asked("cuCtxGetCurrent"));
+}
+
+EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
+    CUresult result = ready(DRIVER, stand_in_asked("cuCtxSetCurrent"));
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    if (context != NULL && context != (CUcontext)&the_context) {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    current_context = context;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
+    *device = 0;
+    return ready(CONTEXT, stand_in_asked("cuCtxGetDevice"));
+}
+
+EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = -5; /* as on current cards */
+    return ready(CONTEXT, stand_in_asked("cuCtxGetStreamPriorityRange"));
+}
+
+/* ---- modules ---- */
+
+EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    CUresult result = ready(CONTEXT, stand_in_called("cuModuleLoadData"));
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    *module = calloc(1, sizeof **module);
+    return *module == NULL ? CUDA_ERROR_OUT_OF_MEMORY : image == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuModuleUnload(CUmodule module) {
+    CUresult result = ready(CONTEXT, stand_in_called("cuModuleUnload"));
+    while (result == CUDA_SUCCESS && module->functions != NULL) {
+        CUfunction function = module->functions;
+        module->functions = function->next;
+        free(function);
+    }
+    if (result == CUDA_SUCCESS) {
+        free(module);
+    }
+    return result;
+}
+
+/* The kernels' library stays open: a process has one. */
+static void *kernel_named(const char *name) {
+    const char *path = getenv("FASTCOMM_STAND_IN_KERNELS");
+    void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+    if (library == NULL) {
+        fprintf(stderr, "FASTCOMM_STAND_IN_KERNELS: %s\n", path != NULL ? dlerror() : "not set");
+        return NULL;
+    }
+    return dlsym(library, name);
+}
+
+EXPORT CUresult cuModuleGetFunction(CUfunction *handle, CUmodule module, const char *name) {
+    CUresult result = ready(CONTEXT, stand_in_called("cuModuleGetFunction %s", name));
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    void *address = kernel_named(name);
+    if (address == NULL) {
+        return CUDA_ERROR_NOT_FOUND;
+    }
+    CUfunction function = malloc(sizeof *function + strlen(name) + 1);
+    if (function == NULL) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    memcpy(&function->run, &address, sizeof address);
+    memcpy(function->name, name, strlen(name) + 1);
+    pthread_mutex_lock(&mutex);
+    function->next = module->functions;
+    module->functions = function;
+    pthread_mutex_unlock(&mutex);
+    *handle = function;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunction function, int block_size, size_t shared_nbytes) {
+    CUresult result = ready(DRIVER, stand_in_asked("cuOccupancyMaxActiveBlocksPerMultiprocessor"));
+    *count = block_size > 0 && shared_nbytes == 0 ? THREADS_PER_MULTIPROCESSOR / block_size : 0;
+    return result == CUDA_SUCCESS && function == NULL ? CUDA_ERROR_INVALID_HANDLE : result;
+}
+
+/* The kernels of the shim know one dimension, no shared memory, and parameters by address. */
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                               unsigned block_z, unsigned shared_nbytes, CUstream stream, void **parameters, void **extra) {
+    if (function == NULL) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    CUresult result = ready(DRIVER, stand_in_called("cuLaunchKernel %s stream=0x%zx", function->name, number_of(stream)));
+    if (result != CUDA_SUCCESS) {
+        return result;
+    }
+    bool is_flat = grid_y == 1 && grid_z == 1 && block_y == 1 && block_z == 1 && shared_nbytes == 0 && extra == NULL;
+    if (!is_flat || grid_x == 0 || block_x == 0 || block_x > THREADS_PER_BLOCK) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    result = put_work_into(stream);
+    if (result == CUDA_SUCCESS) {
+        function->run(grid_x, block_x, parameters);
+    }
+    return result;
+}
+
+/* ---- memory ---- */
+
+static CUresult may_allocate(int fault) {
+    CUresult result = ready(CONTEXT, fault);
+    return result == CUDA_SUCCESS ? may_be_unsafe() : result;
+}
+
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
+    CUresult result = may_allocate(stand_in_called("cuMemAlloc nbytes=%zu", nbytes));
+    if (result != CUDA_SUCCESS || nbytes == 0) {
+        return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
+    }
+    *address = (CUdeviceptr)(uintptr_t)stand_in_allocate(nbytes, ALIGNMENT);
+    return *address != 0 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
+    CUresult result = may_allocate(stand_in_called("cuMemFree"));
+    if (result != CUDA_SUCCESS || address == 0) {
+        return result;
+    }
+    return stand_in_release((void *)(uintptr_t)address) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult copy(void *to, const void *from, size_t nbytes, CUstream stream, int fault) {
+    CUresult result = ready(DRIVER, fault);
+    if (result == CUDA_SUCCESS) {
+        result = put_work_into(stream);
+    }
+    if (result == CUDA_SUCCESS && nbytes > 0) {
+        memcpy(to, from, nbytes);
+    }
+    return result;
+}
+
+EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t nbytes, CUstream stream) {
+    int fault = stand_in_called("cuMemcpyHtoDAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
+    return copy((void *)(uintptr_t)to, from, nbytes, stream, fault);
+}
+
+EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
+    int fault = stand_in_called("cuMemcpyDtoHAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
+    return copy(to, (const void *)(uintptr_t)from, nbytes, stream, fault);
+}
+
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
+    int fault = stand_in_called("cuMemsetD8Async nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
+    CUresult result = ready(DRIVER, fault);
+    if (result == CUDA_SUCCESS) {
+        result = put_work_into(stream);
+    }
+    if (result == CUDA_SUCCESS) {
+        memset((void *)(uintptr_t)to, value, nbytes);
+    }
+    return result;
+}

@@ -1,0 +1,80 @@
+/* The stand-in for the CUDA driver in its parts: the driver, its device, modules and memory (cuda.c); streams, events and captures
+ * (cuda_streams.c); what graphs own (cuda_graphs.c). */
+#ifndef FASTCOMM_STAND_IN_CUDA_DRIVER_H
+#define FASTCOMM_STAND_IN_CUDA_DRIVER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "stand_in.h"
+
+/* ---- the driver's interface ---- */
+
+typedef enum {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_INVALID_VALUE = 1,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_NO_DEVICE = 100,
+    CUDA_ERROR_INVALID_DEVICE = 101,
+    CUDA_ERROR_INVALID_IMAGE = 200,
+    CUDA_ERROR_INVALID_CONTEXT = 201,
+    CUDA_ERROR_INVALID_HANDLE = 400,
+    CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_NOT_READY = 600,
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700,
+    CUDA_ERROR_LAUNCH_FAILED = 719,
+    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
+    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
+    CUDA_ERROR_CAPTURED_EVENT = 907,
+    CUDA_ERROR_UNKNOWN = 999,
+} CUresult;
+
+typedef enum { CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16 } CUdevice_attribute;
+typedef enum { CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_STREAM_CAPTURE_STATUS_INVALIDATED } CUstreamCaptureStatus;
+typedef enum { CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CU_STREAM_CAPTURE_MODE_RELAXED } CUstreamCaptureMode;
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
+typedef struct CUstream_st *CUstream;
+typedef struct CUevent_st *CUevent;
+typedef struct CUgraph_st *CUgraph;
+typedef struct CUuserObject_st *CUuserObject;
+typedef void (*CUhostFn)(void *);
+
+/* ---- for tests ---- */
+
+/* Begins a capture on the NULL stream by this thread, as torch.cuda.graph(capture_error_mode="global") (1) or "thread_local" (2) would, or
+ * ends it (0). Streams that were created join when they wait for an event of the capture. Returns what cuStreamEndCapture would. */
+EXPORT CUresult stand_in_capture(int mode);
+
+/* Destroys every graph there is, with the objects that only graphs hold: as if the owner of each had let go. */
+EXPORT void stand_in_destroy_graphs(void);
+
+/* While set, no recorded event is ever reached: a query says "not ready", and a synchronisation blocks. */
+EXPORT void stand_in_hold_events(int hold);
+
+EXPORT size_t stand_in_live_streams(void);
+EXPORT size_t stand_in_live_events(void);
+
+/* ---- between the parts ---- */
+
+/* What a call needs before it looks at its arguments: cuInit, or also a current context. Gives its fault, if it has one. */
+enum needs { DRIVER, CONTEXT };
+CUresult ready(enum needs needs, int fault);
+
+/* A launch or a copy comes into the stream. */
+CUresult put_work_into(CUstream stream);
+
+/* Whether this thread may now make a call that a capture would not notice. Where it may not, the capture is spoilt. */
+CUresult may_be_unsafe(void);
+
+/* Streams and events are small numbers. */
+size_t number_of(const void *handle);
+
+#endif

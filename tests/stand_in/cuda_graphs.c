@@ -1,0 +1,73 @@
+/* What graphs own in the stand-in for the CUDA driver. It records no graphs, but what a program ties to their lives works. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "cuda_driver.h"
+
+enum { CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1, CU_GRAPH_USER_OBJECT_MOVE = 1 };
+
+struct CUuserObject_st {
+    CUuserObject next;
+    void *pointer;
+    CUhostFn destroy;
+    unsigned n_by_caller; /* references; all others are graphs' */
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static CUuserObject objects;
+
+EXPORT CUresult cuUserObjectCreate(CUuserObject *object, void *pointer, CUhostFn destroy, unsigned n_references, unsigned flags) {
+    CUresult result = ready(DRIVER, stand_in_called("cuUserObjectCreate"));
+    if (result != CUDA_SUCCESS || n_references == 0 || flags != CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) {
+        return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
+    }
+    *object = malloc(sizeof **object);
+    if (*object == NULL) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    pthread_mutex_lock(&mutex);
+    **object = (struct CUuserObject_st){objects, pointer, destroy, n_references};
+    objects = *object;
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned count, unsigned flags) {
+    CUresult result = ready(DRIVER, stand_in_called("cuGraphRetainUserObject graph=%zu", number_of(graph)));
+    if (result != CUDA_SUCCESS || graph == NULL) {
+        return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
+    }
+    pthread_mutex_lock(&mutex);
+    unsigned moved = flags == CU_GRAPH_USER_OBJECT_MOVE ? count : 0;
+    if (moved <= object->n_by_caller) {
+        object->n_by_caller -= moved;
+    } else {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
+/* An object that nobody holds any more, out of the list; or NULL. */
+static CUuserObject take_forgotten_object(void) {
+    pthread_mutex_lock(&mutex);
+    CUuserObject *link = &objects;
+    while (*link != NULL && (*link)->n_by_caller > 0) {
+        link = &(*link)->next;
+    }
+    CUuserObject object = *link;
+    if (object != NULL) {
+        *link = object->next;
+    }
+    pthread_mutex_unlock(&mutex);
+    return object;
+}
+
+void stand_in_destroy_graphs(void) {
+    CUuserObject object;
+    while ((object = take_forgotten_object()) != NULL) {
+        object->destroy(object->pointer);
+        free(object);
+    }
+}

@@ -1,0 +1,303 @@
+/* A stand-in for libnccl.so.2, which tests load through FASTCOMM_NCCL_LIBRARY: communicators of the processes of one host whose
+ * collectives work, on host memory, and are over when the call returns, whatever the stream. It keeps a log and fails, hangs or stays in
+ * progress on order.
+ *
+ * As with NCCL, ranks that do not ask for the same, and ranks whose peers are gone, wait until somebody aborts; the waiting call then
+ * returns ncclInternalError. Unlike NCCL it finds every use of a communicator that is gone, and two threads in one communicator.
+ * A communicator that asks not to block forms by itself: ncclCommGetAsyncError says when. Its collectives block all the same. */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "nccl_calls.h"
+
+/* Compiled with -DTOO_OLD, it is a library of before 2.18, for whatever looks at the version or for these functions. */
+#ifdef TOO_OLD
+#define SINCE_2_18
+#define VERSION 21701
+#else
+#define SINCE_2_18 EXPORT
+#define VERSION 22907
+#endif
+
+/* What all versions have of the structure begins like this. */
+typedef struct {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+} ncclConfig_t;
+
+enum {
+    CONFIG_BYTES = 48, /* of 2.18, the first version with ncclCommSplit */
+    CONFIG_MAGIC = 0xcafebeef,
+    NO_COLOR = -1,
+};
+
+__attribute__((constructor)) static void load(void) {
+    stand_in_faults_from("FASTCOMM_STAND_IN_NCCL_FAULTS");
+}
+
+/* ---- the library ---- */
+
+EXPORT ncclResult_t ncclGetVersion(int *version) {
+    const char *asked = getenv("FASTCOMM_STAND_IN_NCCL_VERSION");
+    *version = asked != NULL ? atoi(asked) : VERSION;
+    return begin_without_comm("ncclGetVersion", stand_in_asked("ncclGetVersion"));
+}
+
+EXPORT const char *ncclGetErrorString(ncclResult_t code) {
+    static const char *const texts[ncclNumResults] = {
+        "no error",       "unhandled cuda error", "unhandled system error",
+        "internal error", "invalid argument",     "invalid usage",
+        "remote error",   "in progress",          "timeout",
+    };
+    return (unsigned)code < ncclNumResults ? texts[code] : "unknown result code";
+}
+
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+    ncclResult_t result = begin_without_comm("ncclGetUniqueId", stand_in_called("ncclGetUniqueId"));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    struct address address;
+    if (!world_create(&address)) {
+        return fail(ncclSystemError, "ncclGetUniqueId", "no shared memory");
+    }
+    memset(id, 0, sizeof *id);
+    memcpy(id, &address, sizeof address);
+    return ncclSuccess;
+}
+
+/* ---- communicators ---- */
+
+static int version(void) {
+    int version;
+    ncclGetVersion(&version);
+    return version;
+}
+
+/* A communicator that has arrived in its world, where others may be missing. One call, the caller's, is inside. */
+static ncclComm_t arrive(const struct address *address, int rank, int n_ranks) {
+    ncclComm_t comm = calloc(1, sizeof *comm);
+    struct world *world = comm != NULL ? world_join(address, rank, n_ranks) : NULL;
+    if (world == NULL) {
+        free(comm);
+        return NULL;
+    }
+    *comm = (struct ncclComm){.world = world, .rank = rank, .n_ranks = n_ranks, .is_forming = true};
+    const struct intent intent = {.kind = JOIN, .count = (uint64_t)version()};
+    world_begin_round(world, &intent, NULL, 0);
+    add_comm(comm);
+    return comm;
+}
+
+/* Waits for the other ranks. The caller is inside no longer; the communicator is gone unless this succeeds. */
+static ncclResult_t form(ncclComm_t *comm, const char *function) {
+    ncclComm_t formed = *comm;
+    bool has_met = world_wait(formed->world), agrees = has_met && world_agrees(formed->world);
+    pthread_mutex_lock(&nccl_mutex);
+    formed->is_forming = false;
+    pthread_mutex_unlock(&nccl_mutex);
+    leave(formed);
+    if (agrees) {
+        return ncclSuccess;
+    }
+    *comm = NULL;
+    if (!has_met) { /* whoever aborted it disposes of it */
+        return fail(ncclInternalError, function, "aborted");
+    }
+    dispose(formed);
+    return fail(ncclInvalidUsage, function, "the ranks have different versions of NCCL");
+}
+
+static ncclResult_t check_config(const ncclConfig_t *config, int n_ranks, int rank) {
+    const char *function = "ncclCommInitRankConfig";
+    if (n_ranks < 1 || n_ranks > MAX_RANKS || rank < 0 || rank >= n_ranks) {
+        return fail(ncclInvalidArgument, function, "no such rank");
+    }
+    if (config == NULL) {
+        return ncclSuccess;
+    }
+    if (config->size < CONFIG_BYTES) {
+        return fail(ncclInvalidArgument, function, "the config is shorter than that of 2.18");
+    }
+    if (config->magic != CONFIG_MAGIC) {
+        return fail(ncclInvalidArgument, function, "the config's magic is not 0xcafebeef");
+    }
+    return config->version > 0 ? ncclSuccess : fail(ncclInvalidArgument, function, "the config has no version");
+}
+
+/* In a group it is executed at once all the same: groups that make communicators are for several devices of one process. */
+SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+    const char *function = "ncclCommInitRankConfig";
+    int fault = stand_in_called("ncclCommInitRankConfig rank=%d world_size=%d", rank, n_ranks);
+    ncclResult_t result = begin_without_comm(function, fault);
+    bool is_stuck = result == ncclInProgress;
+    *comm = NULL;
+    if (result == ncclSuccess || is_stuck) {
+        result = check_config(config, n_ranks, rank);
+    }
+    if (result != ncclSuccess) {
+        return result;
+    }
+    struct address address;
+    memcpy(&address, &id, sizeof address);
+    *comm = arrive(&address, rank, n_ranks);
+    if (*comm == NULL) {
+        return fail(ncclSystemError, function, "nobody is at the unique id's address, or this rank has been there");
+    }
+    if (!is_stuck && (config == NULL || config->blocking != 0)) {
+        return form(comm, function);
+    }
+    if (is_stuck) {
+        get_stuck(*comm);
+    }
+    leave(*comm);
+    return ncclInProgress;
+}
+
+/* What each rank tells the others when they split. Every rank offers a world; the first of a color gives it. */
+struct split {
+    int color, key;
+    struct address address;
+};
+
+static bool comes_before(const struct split *a, int rank_a, const struct split *b, int rank_b) {
+    return a->key < b->key || (a->key == b->key && rank_a < rank_b);
+}
+
+/* NULL if the system has no memory. */
+static ncclComm_t arrive_in_part(ncclComm_t parent, const struct split *ours) {
+    int rank = 0, n_ranks = 0, first = parent->rank;
+    struct split leader = *ours;
+    for (int r = 0; r < parent->n_ranks; r++) {
+        struct split theirs;
+        memcpy(&theirs, world_slot(parent->world, r), sizeof theirs);
+        if (theirs.color != ours->color) {
+            continue;
+        }
+        n_ranks++;
+        rank += comes_before(&theirs, r, ours, parent->rank);
+        if (comes_before(&theirs, r, &leader, first)) {
+            leader = theirs;
+            first = r;
+        }
+    }
+    if (first != parent->rank) {
+        world_discard(&ours->address);
+    }
+    return arrive(&leader.address, rank, n_ranks);
+}
+
+SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *comm, ncclConfig_t *config) {
+    (void)config;
+    *comm = NULL;
+    ncclResult_t result = begin_round(parent, "ncclCommSplit", stand_in_called("ncclCommSplit color=%d key=%d", color, key));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    struct split ours = {.color = color, .key = key};
+    const struct intent intent = {.kind = SPLIT};
+    bool has_memory = world_create(&ours.address);
+    bool is_done = has_memory && world_round(parent->world, &intent, &ours, sizeof ours);
+    if (is_done && color != NO_COLOR) {
+        *comm = arrive_in_part(parent, &ours);
+    } else if (has_memory) {
+        world_discard(&ours.address);
+    }
+    result = end_round(parent, "ncclCommSplit", is_done);
+    if (result != ncclSuccess || color == NO_COLOR) {
+        return has_memory ? result : fail(ncclSystemError, "ncclCommSplit", "no shared memory");
+    }
+    return *comm != NULL ? form(comm, "ncclCommSplit") : fail(ncclSystemError, "ncclCommSplit", "the first rank of the color is gone");
+}
+
+EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+    ncclResult_t result = begin(comm, "ncclCommFinalize", stand_in_called("ncclCommFinalize"));
+    if (result == ncclSuccess) {
+        leave(comm);
+    }
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    int fault = stand_in_called("ncclCommDestroy");
+    if (comm == NULL && fault == 0) {
+        return ncclSuccess;
+    }
+    ncclResult_t result = begin(comm, "ncclCommDestroy", fault);
+    if (result == ncclSuccess) {
+        leave(comm);
+        result = dispose(comm) ? ncclSuccess : fail(ncclInternalError, "ncclCommDestroy", "aborted");
+    }
+    return result;
+}
+
+/* Ends what is under way, as an abort does, but the communicator stays, to be destroyed or aborted. */
+EXPORT ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
+    ncclResult_t result = begin(comm, "ncclCommRevoke", stand_in_called("ncclCommRevoke flags=%d", flags));
+    if (result == ncclSuccess) {
+        world_abandon(comm->world);
+        leave(comm);
+    }
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    ncclResult_t result = begin_without_comm("ncclCommAbort", stand_in_called("ncclCommAbort"));
+    if (result != ncclSuccess || comm == NULL) {
+        return result;
+    }
+    result = enter(comm, "ncclCommAbort");
+    if (result == ncclSuccess) {
+        world_abandon(comm->world);
+        leave(comm);
+        dispose(comm);
+    }
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
+    ncclResult_t result = begin(comm, "ncclCommGetAsyncError", stand_in_asked("ncclCommGetAsyncError"));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    *error = state_of(comm);
+    leave(comm);
+    return ncclSuccess;
+}
+
+static int n_ranks_of(ncclComm_t comm) {
+    return comm->n_ranks;
+}
+
+static int rank_of(ncclComm_t comm) {
+    return comm->rank;
+}
+
+static int device_of(ncclComm_t comm) {
+    (void)comm;
+    return 0;
+}
+
+static ncclResult_t ask(ncclComm_t comm, const char *function, int (*fact_of)(ncclComm_t), int *fact) {
+    ncclResult_t result = begin(comm, function, stand_in_asked(function));
+    if (result == ncclSuccess) {
+        *fact = fact_of(comm);
+        leave(comm);
+    }
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
+    return ask(comm, "ncclCommCount", n_ranks_of, count);
+}
+
+EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
+    return ask(comm, "ncclCommUserRank", rank_of, rank);
+}
+
+EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
+    return ask(comm, "ncclCommCuDevice", device_of, device);
+}

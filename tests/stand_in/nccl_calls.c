@@ -1,0 +1,209 @@
+/* What every call of the stand-in for NCCL begins with: the orders of tests, and whether the communicator is alive. Keeps the list of those
+ * that are, and the last error. */
+#define _GNU_SOURCE
+#include "nccl_calls.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { TEXT_BYTES = 256, NAME_BYTES = 64 };
+
+pthread_mutex_t nccl_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t somebody_left = PTHREAD_COND_INITIALIZER;
+static ncclComm_t comms;
+static char last_error[TEXT_BYTES];
+static char hanging[NAME_BYTES], in_progress[NAME_BYTES];
+static ncclResult_t async_error;
+
+/* ---- what tests order and ask ---- */
+
+static int order(char *place, const char *function) {
+    if (function != NULL && !stand_in_has(function)) {
+        return -1;
+    }
+    pthread_mutex_lock(&nccl_mutex);
+    snprintf(place, NAME_BYTES, "%s", function != NULL ? function : "");
+    pthread_mutex_unlock(&nccl_mutex);
+    return 0;
+}
+
+int stand_in_hang(const char *function) {
+    return order(hanging, function);
+}
+
+int stand_in_in_progress(const char *function) {
+    return order(in_progress, function);
+}
+
+static bool is_ordered(const char *place, const char *function) {
+    pthread_mutex_lock(&nccl_mutex);
+    bool is = strcmp(place, function) == 0;
+    pthread_mutex_unlock(&nccl_mutex);
+    return is;
+}
+
+void stand_in_async_error(int code) {
+    pthread_mutex_lock(&nccl_mutex);
+    async_error = (ncclResult_t)code;
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+int stand_in_live_comms(void) {
+    int n = 0;
+    pthread_mutex_lock(&nccl_mutex);
+    for (ncclComm_t comm = comms; comm != NULL; comm = comm->next) {
+        n++;
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    return n;
+}
+
+/* ---- beginning and ending a call ---- */
+
+ncclResult_t fail(ncclResult_t code, const char *function, const char *why) {
+    pthread_mutex_lock(&nccl_mutex);
+    snprintf(last_error, sizeof last_error, "%s : %s", function, why);
+    pthread_mutex_unlock(&nccl_mutex);
+    return code;
+}
+
+/* Another thread may change the text: as with NCCL, it is for people. */
+EXPORT const char *ncclGetLastError(ncclComm_t comm) {
+    (void)comm;
+    return last_error;
+}
+
+ncclResult_t begin_without_comm(const char *function, int fault) {
+    if (fault != 0) {
+        return fail((ncclResult_t)fault, function, "told to fail");
+    }
+    while (is_ordered(hanging, function)) {
+        pause();
+    }
+    return is_ordered(in_progress, function) ? ncclInProgress : ncclSuccess;
+}
+
+/* Called with the mutex held. The place in the list of communicators, which holds NULL if it is not there. */
+static ncclComm_t *link_to(ncclComm_t comm) {
+    ncclComm_t *link = &comms;
+    while (*link != NULL && *link != comm) {
+        link = &(*link)->next;
+    }
+    return link;
+}
+
+void leave(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    comm->n_inside--;
+    pthread_cond_broadcast(&somebody_left);
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+ncclResult_t enter(ncclComm_t comm, const char *function) {
+    if (comm == NULL) {
+        return fail(ncclInvalidArgument, function, "comm argument is NULL");
+    }
+    pthread_mutex_lock(&nccl_mutex);
+    bool is_live = *link_to(comm) != NULL;
+    if (is_live) {
+        comm->n_inside++;
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    return is_live ? ncclSuccess : fail(ncclInvalidArgument, function, "the communicator was destroyed or aborted");
+}
+
+void get_stuck(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    comm->is_stuck = true;
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+ncclResult_t begin(ncclComm_t comm, const char *function, int fault) {
+    ncclResult_t result = fault != 0 ? fail((ncclResult_t)fault, function, "told to fail") : enter(comm, function);
+    if (result != ncclSuccess) {
+        return result;
+    }
+    if (is_ordered(in_progress, function)) {
+        get_stuck(comm);
+        result = ncclInProgress;
+    } else if (is_ordered(hanging, function)) {
+        world_wait_until_abandoned(comm->world);
+        result = fail(ncclInternalError, function, "aborted");
+    }
+    if (result != ncclSuccess) {
+        leave(comm);
+    }
+    return result;
+}
+
+ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault) {
+    ncclResult_t result = begin(comm, function, fault);
+    if (result != ncclSuccess) {
+        return result;
+    }
+    pthread_mutex_lock(&nccl_mutex);
+    bool is_forming = comm->is_forming, is_in_round = comm->is_in_round;
+    comm->is_in_round = comm->is_in_round || !is_forming;
+    pthread_mutex_unlock(&nccl_mutex);
+    if (!is_forming && !is_in_round) {
+        return ncclSuccess;
+    }
+    leave(comm);
+    return is_forming ? fail(ncclInvalidArgument, function, "the communicator is still in progress")
+                      : fail(ncclInvalidUsage, function, "another thread is using the communicator");
+}
+
+ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done) {
+    pthread_mutex_lock(&nccl_mutex);
+    comm->is_in_round = false;
+    pthread_mutex_unlock(&nccl_mutex);
+    leave(comm);
+    return is_done ? ncclSuccess : fail(ncclInternalError, function, "aborted");
+}
+
+/* ---- the life of communicators ---- */
+
+void add_comm(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    comm->n_inside = 1;
+    comm->next = comms;
+    comms = comm;
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+bool dispose(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    /* It is looked up again after every wait: a destruction that waits for a blocked call may be overtaken by an abort. */
+    while (*link_to(comm) != NULL && comm->n_inside > 0) {
+        pthread_cond_wait(&somebody_left, &nccl_mutex);
+    }
+    ncclComm_t *link = link_to(comm);
+    bool is_ours = *link != NULL;
+    if (is_ours) {
+        *link = comm->next;
+    }
+    pthread_cond_broadcast(&somebody_left);
+    pthread_mutex_unlock(&nccl_mutex);
+    if (is_ours) {
+        forget_registrations(comm);
+        world_leave(comm->world);
+        free(comm);
+    }
+    return is_ours;
+}
+
+ncclResult_t state_of(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    bool has_met = comm->is_forming && !comm->is_stuck && world_has_met(comm->world);
+    bool disagrees = has_met && !world_agrees(comm->world);
+    comm->is_forming = comm->is_forming && !has_met;
+    comm->failure = disagrees ? ncclInvalidUsage : comm->failure;
+    ncclResult_t state = comm->failure != ncclSuccess ? comm->failure : async_error;
+    if (state == ncclSuccess && (comm->is_forming || (comm->is_stuck && *in_progress != '\0'))) {
+        state = ncclInProgress;
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    return disagrees ? fail(state, "ncclCommInitRankConfig", "the ranks have different versions of NCCL") : state;
+}

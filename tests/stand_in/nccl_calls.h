@@ -1,0 +1,96 @@
+/* The stand-in for NCCL in its parts: the library and its communicators (nccl.c), the orders and checks that every call begins with
+ * (nccl_calls.c), collectives and groups (nccl_collectives.c), memory (nccl_memory.c). */
+#ifndef FASTCOMM_STAND_IN_NCCL_CALLS_H
+#define FASTCOMM_STAND_IN_NCCL_CALLS_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "nccl_world.h"
+#include "stand_in.h"
+
+/* ---- NCCL's interface ---- */
+
+typedef enum {
+    ncclSuccess,
+    ncclUnhandledCudaError,
+    ncclSystemError,
+    ncclInternalError,
+    ncclInvalidArgument,
+    ncclInvalidUsage,
+    ncclRemoteError,
+    ncclInProgress,
+    ncclTimeout,
+    ncclNumResults
+} ncclResult_t;
+
+typedef int ncclDataType_t;
+typedef int ncclRedOp_t;
+typedef struct CUstream_st *cudaStream_t;
+typedef struct ncclComm *ncclComm_t;
+typedef struct registration *ncclWindow_t;
+typedef struct {
+    char bytes[128];
+} ncclUniqueId;
+
+/* ---- for tests ---- */
+
+/* What ncclCommGetAsyncError reports from now on, for every communicator. */
+EXPORT void stand_in_async_error(int code);
+
+/* Calls of this function block until their communicator is aborted; where they have none, or make or abort it, for ever. NULL heals it. */
+EXPORT int stand_in_hang(const char *function);
+
+/* Calls of this function return ncclInProgress and do nothing; ncclCommGetAsyncError goes on saying so. NULL heals it. */
+EXPORT int stand_in_in_progress(const char *function);
+
+EXPORT int stand_in_live_comms(void);
+
+/* ---- between the parts ---- */
+
+enum kind { JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SPLIT, WINDOW };
+
+struct ncclComm {
+    ncclComm_t next;
+    struct world *world;
+    int rank, n_ranks;
+    int n_inside;    /* calls that use it */
+    bool is_forming; /* it does not block, and not all ranks were there when it was last asked */
+    bool is_in_round;
+    bool is_stuck; /* by stand_in_in_progress */
+    ncclResult_t failure;
+};
+
+/* Guards the communicators and whatever a part keeps beside them. */
+extern pthread_mutex_t nccl_mutex;
+
+/* Remembers why, and returns the code. */
+ncclResult_t fail(ncclResult_t code, const char *function, const char *why);
+
+/* A call that no abort can end begins: its fault, its orders. */
+ncclResult_t begin_without_comm(const char *function, int fault);
+
+/* A call of a communicator begins. After success the communicator stays until leave(). */
+ncclResult_t begin(ncclComm_t comm, const char *function, int fault);
+/* The same without orders. */
+ncclResult_t enter(ncclComm_t comm, const char *function);
+void leave(ncclComm_t comm);
+
+/* The same for calls that talk to the other ranks: the communicator must have been formed, and no other thread may be in one. */
+ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault);
+ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done);
+
+/* Puts a communicator with one call inside, the caller's, among the live ones. */
+void add_comm(ncclComm_t comm);
+/* Waits until all have left and frees it. False if another thread was quicker. */
+bool dispose(ncclComm_t comm);
+/* It will be in progress for as long as somebody orders it. */
+void get_stuck(ncclComm_t comm);
+/* How it is: what ncclCommGetAsyncError says. */
+ncclResult_t state_of(ncclComm_t comm);
+
+/* What is registered with a communicator goes with it. */
+void forget_registrations(ncclComm_t comm);
+
+#endif

@@ -1,0 +1,228 @@
+/* The collectives of the stand-in for NCCL, and groups of them. */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "nccl_calls.h"
+#include "nccl_reduce.h"
+
+struct operation {
+    enum kind kind;
+    const void *input;
+    void *output;
+    size_t count;
+    int dtype, op, root;
+    ncclComm_t comm;
+};
+
+static _Thread_local int group_depth;
+static _Thread_local struct operation *queue;
+static _Thread_local size_t n_queued;
+
+static size_t least(size_t a, size_t b) {
+    return a < b ? a : b;
+}
+
+static void inputs_at(const struct world *world, int n_ranks, size_t offset, const void **inputs) {
+    for (int r = 0; r < n_ranks; r++) {
+        inputs[r] = world_slot(world, r) + offset;
+    }
+}
+
+/* The collectives, a part of at most a slot at a time: `done` elements are over, `n` follow. What is lent is a copy, so that the output
+ * may be written as soon as the round is over. */
+
+static bool all_reduce_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+    struct world *world = o->comm->world;
+    size_t nbytes = dtype_nbytes(o->dtype);
+    if (!world_round(world, intent, (const char *)o->input + done * nbytes, n * nbytes)) {
+        return false;
+    }
+    const void *inputs[MAX_RANKS];
+    inputs_at(world, o->comm->n_ranks, 0, inputs);
+    reduce(o->dtype, o->op, n, inputs, o->comm->n_ranks, (char *)o->output + done * nbytes);
+    return true;
+}
+
+static bool broadcast_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+    struct world *world = o->comm->world;
+    size_t nbytes = dtype_nbytes(o->dtype);
+    bool is_root = o->comm->rank == o->root;
+    if (!world_round(world, intent, is_root ? (const char *)o->input + done * nbytes : NULL, is_root ? n * nbytes : 0)) {
+        return false;
+    }
+    memcpy((char *)o->output + done * nbytes, world_slot(world, o->root), n * nbytes);
+    return true;
+}
+
+static bool all_gather_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+    struct world *world = o->comm->world;
+    size_t nbytes = dtype_nbytes(o->dtype);
+    if (!world_round(world, intent, (const char *)o->input + done * nbytes, n * nbytes)) {
+        return false;
+    }
+    for (int r = 0; r < o->comm->n_ranks; r++) {
+        memcpy((char *)o->output + ((size_t)r * o->count + done) * nbytes, world_slot(world, r), n * nbytes);
+    }
+    return true;
+}
+
+static bool reduce_scatter_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+    struct world *world = o->comm->world;
+    size_t nbytes = dtype_nbytes(o->dtype);
+    char *lent = world_next_slot(world);
+    for (int r = 0; r < o->comm->n_ranks; r++) {
+        memcpy(lent + (size_t)r * n * nbytes, (const char *)o->input + ((size_t)r * o->count + done) * nbytes, n * nbytes);
+    }
+    if (!world_round(world, intent, NULL, 0)) {
+        return false;
+    }
+    const void *inputs[MAX_RANKS];
+    inputs_at(world, o->comm->n_ranks, (size_t)o->comm->rank * n * nbytes, inputs);
+    reduce(o->dtype, o->op, n, inputs, o->comm->n_ranks, (char *)o->output + done * nbytes);
+    return true;
+}
+
+static const struct {
+    const char *function;
+    bool (*part)(const struct operation *, const struct intent *, size_t done, size_t n);
+} collectives[] = {
+    [ALL_REDUCE] = {"ncclAllReduce", all_reduce_part},
+    [BROADCAST] = {"ncclBroadcast", broadcast_part},
+    [ALL_GATHER] = {"ncclAllGather", all_gather_part},
+    [REDUCE_SCATTER] = {"ncclReduceScatter", reduce_scatter_part},
+};
+
+static ncclResult_t run(const struct operation *o) {
+    const char *function = collectives[o->kind].function;
+    ncclResult_t result = begin_round(o->comm, function, 0);
+    if (result != ncclSuccess) {
+        return result;
+    }
+    const struct intent intent = {.kind = (int32_t)o->kind, .count = o->count, .dtype = o->dtype, .op = o->op, .root = o->root};
+    size_t pieces = o->kind == REDUCE_SCATTER ? (size_t)o->comm->n_ranks : 1;
+    size_t most = SLOT_BYTES / pieces / dtype_nbytes(o->dtype);
+    bool is_done = true;
+    for (size_t done = 0; done < o->count && is_done; done += most) {
+        is_done = collectives[o->kind].part(o, &intent, done, least(o->count - done, most));
+    }
+    return end_round(o->comm, function, is_done);
+}
+
+static ncclResult_t put_in_queue(const struct operation *o) {
+    struct operation *longer = realloc(queue, (n_queued + 1) * sizeof *queue);
+    if (longer == NULL) {
+        return fail(ncclSystemError, collectives[o->kind].function, "no memory");
+    }
+    queue = longer;
+    queue[n_queued++] = *o;
+    return ncclSuccess;
+}
+
+static ncclResult_t launch(const struct operation o, int fault) {
+    const char *function = collectives[o.kind].function;
+    ncclResult_t result = begin(o.comm, function, fault);
+    if (result != ncclSuccess) {
+        return result;
+    }
+    bool has_root = o.root >= 0 && o.root < o.comm->n_ranks;
+    leave(o.comm);
+    if (dtype_nbytes(o.dtype) == 0 || o.op < 0 || o.op >= N_OPS || !has_root) {
+        return fail(ncclInvalidArgument, function, "no such dtype, operation or root");
+    }
+    if (o.count > 0 && (o.output == NULL || (o.input == NULL && o.kind != BROADCAST))) {
+        return fail(ncclInvalidArgument, function, "a buffer is NULL");
+    }
+    return group_depth > 0 ? put_in_queue(&o) : run(&o);
+}
+
+EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count, ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
+                                  cudaStream_t stream) {
+    int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype, op, (size_t)stream);
+    return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm}, fault);
+}
+
+EXPORT ncclResult_t ncclBroadcast(const void *input, void *output, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
+                                  cudaStream_t stream) {
+    int fault = stand_in_called("ncclBroadcast numel=%zu dtype=%d root=%d stream=0x%zx", count, dtype, root, (size_t)stream);
+    return launch((struct operation){BROADCAST, input, output, count, dtype, SUM, root, comm}, fault);
+}
+
+EXPORT ncclResult_t ncclAllGather(const void *input, void *output, size_t count, ncclDataType_t dtype, ncclComm_t comm,
+                                  cudaStream_t stream) {
+    int fault = stand_in_called("ncclAllGather numel=%zu dtype=%d stream=0x%zx", count, dtype, (size_t)stream);
+    return launch((struct operation){ALL_GATHER, input, output, count, dtype, SUM, 0, comm}, fault);
+}
+
+EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t count, ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
+                                      cudaStream_t stream) {
+    int fault = stand_in_called("ncclReduceScatter numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype, op, (size_t)stream);
+    return launch((struct operation){REDUCE_SCATTER, input, output, count, dtype, op, 0, comm}, fault);
+}
+
+/* ---- groups ---- */
+
+EXPORT ncclResult_t ncclGroupStart(void) {
+    ncclResult_t result = begin_without_comm("ncclGroupStart", stand_in_called("ncclGroupStart"));
+    group_depth += result == ncclSuccess;
+    return result;
+}
+
+/* Between communicators a group has no order: the ranks may have queued for them in different ones. So each communicator's operations are
+ * brought together, in the order of something all ranks know. Stable, as within a communicator the order does matter. */
+static void sort_by_communicator(struct operation *operations, size_t n) {
+    for (size_t i = 1; i < n; i++) {
+        const struct operation o = operations[i];
+        size_t j = i;
+        for (; j > 0 && world_key(operations[j - 1].comm->world) > world_key(o.comm->world); j--) {
+            operations[j] = operations[j - 1];
+        }
+        operations[j] = o;
+    }
+}
+
+static ncclResult_t run_group(struct operation *operations, size_t n) {
+    ncclResult_t result = ncclSuccess;
+    size_t n_entered = 0;
+    while (n_entered < n && result == ncclSuccess) {
+        result = enter(operations[n_entered].comm, "ncclGroupEnd");
+        n_entered += result == ncclSuccess;
+    }
+    if (result == ncclSuccess) {
+        sort_by_communicator(operations, n);
+    }
+    for (size_t i = 0; i < n_entered; i++) {
+        if (result == ncclSuccess) {
+            result = run(&operations[i]);
+        }
+        leave(operations[i].comm);
+    }
+    return result;
+}
+
+EXPORT ncclResult_t ncclGroupEnd(void) {
+    int fault = stand_in_called("ncclGroupEnd");
+    if (group_depth == 0) {
+        return fail(ncclInvalidUsage, "ncclGroupEnd", "there is no group");
+    }
+    if (--group_depth > 0) {
+        return (ncclResult_t)fault;
+    }
+    struct operation *operations = queue;
+    size_t n = n_queued;
+    queue = NULL;
+    n_queued = 0;
+    ncclResult_t result;
+    if (n == 0) {
+        result = begin_without_comm("ncclGroupEnd", fault);
+    } else {
+        result = begin(operations[0].comm, "ncclGroupEnd", fault);
+        if (result == ncclSuccess) {
+            leave(operations[0].comm);
+            result = run_group(operations, n);
+        }
+    }
+    free(operations);
+    return result;
+}

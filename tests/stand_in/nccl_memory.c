@@ -1,0 +1,127 @@
+/* Device memory of the stand-in for NCCL, and what communicators have registered of it. */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "nccl_calls.h"
+
+enum { ALIGNMENT = 4096 }; /* what windows need */
+
+struct registration {
+    struct registration *next;
+    ncclComm_t comm;
+    const char *buffer;
+};
+
+static struct registration *registrations;
+
+EXPORT ncclResult_t ncclMemAlloc(void **address, size_t nbytes) {
+    ncclResult_t result = begin_without_comm("ncclMemAlloc", stand_in_called("ncclMemAlloc nbytes=%zu", nbytes));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    *address = stand_in_allocate(nbytes, ALIGNMENT);
+    return *address != NULL ? ncclSuccess : fail(ncclUnhandledCudaError, "ncclMemAlloc", "out of memory");
+}
+
+static bool is_registered(const char *address) {
+    bool is = false;
+    pthread_mutex_lock(&nccl_mutex);
+    for (const struct registration *one = registrations; one != NULL; one = one->next) {
+        is = is || one->buffer == address;
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    return is;
+}
+
+EXPORT ncclResult_t ncclMemFree(void *address) {
+    ncclResult_t result = begin_without_comm("ncclMemFree", stand_in_called("ncclMemFree"));
+    if (result != ncclSuccess || address == NULL) {
+        return result;
+    }
+    if (is_registered(address)) {
+        return fail(ncclInvalidUsage, "ncclMemFree", "the memory is still registered");
+    }
+    return stand_in_release(address) ? ncclSuccess : fail(ncclInvalidArgument, "ncclMemFree", "not memory of ncclMemAlloc");
+}
+
+static struct registration *add_registration(ncclComm_t comm, const void *buffer) {
+    struct registration *registration = malloc(sizeof *registration);
+    if (registration != NULL) {
+        pthread_mutex_lock(&nccl_mutex);
+        *registration = (struct registration){.next = registrations, .comm = comm, .buffer = buffer};
+        registrations = registration;
+        pthread_mutex_unlock(&nccl_mutex);
+    }
+    return registration;
+}
+
+void forget_registrations(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    for (struct registration **one = &registrations; *one != NULL;) {
+        struct registration *registration = *one;
+        if (registration->comm == comm) {
+            *one = registration->next;
+            free(registration);
+        } else {
+            one = &registration->next;
+        }
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+static ncclResult_t remove_registration(ncclComm_t comm, const struct registration *registration, const char *function) {
+    pthread_mutex_lock(&nccl_mutex);
+    struct registration **link = &registrations;
+    while (*link != NULL && (*link != registration || (*link)->comm != comm)) {
+        link = &(*link)->next;
+    }
+    struct registration *found = *link;
+    if (found != NULL) {
+        *link = found->next;
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    free(found);
+    return found != NULL ? ncclSuccess : fail(ncclInvalidArgument, function, "not registered with this communicator");
+}
+
+EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t nbytes, void **handle) {
+    ncclResult_t result = begin(comm, "ncclCommRegister", stand_in_called("ncclCommRegister nbytes=%zu", nbytes));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    *handle = add_registration(comm, buffer);
+    leave(comm);
+    return *handle != NULL ? ncclSuccess : fail(ncclSystemError, "ncclCommRegister", "no memory");
+}
+
+static ncclResult_t deregister(ncclComm_t comm, const struct registration *registration, const char *function, int fault) {
+    ncclResult_t result = begin(comm, function, fault);
+    if (result == ncclSuccess) {
+        result = remove_registration(comm, registration, function);
+        leave(comm);
+    }
+    return result;
+}
+
+EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
+    return deregister(comm, handle, "ncclCommDeregister", stand_in_called("ncclCommDeregister"));
+}
+
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t nbytes, ncclWindow_t *window, int flags) {
+    const char *function = "ncclCommWindowRegister";
+    ncclResult_t result = begin_round(comm, function, stand_in_called("ncclCommWindowRegister nbytes=%zu flags=%d", nbytes, flags));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    const struct intent intent = {.kind = WINDOW, .count = nbytes};
+    bool is_aligned = (uintptr_t)buffer % ALIGNMENT == 0;
+    bool is_done = !is_aligned || world_round(comm->world, &intent, NULL, 0);
+    *window = is_aligned && is_done ? add_registration(comm, buffer) : NULL;
+    result = end_round(comm, function, is_done);
+    return is_aligned ? result : fail(ncclInvalidArgument, function, "the buffer is not aligned to 4096 bytes");
+}
+
+EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
+    return deregister(comm, window, "ncclCommWindowDeregister", stand_in_called("ncclCommWindowDeregister"));
+}

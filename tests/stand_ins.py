@@ -1,0 +1,115 @@
+"""Builds the stand-ins for the CUDA driver and for NCCL, and the kernels as host code, so that the GPU path runs where there is no GPU.
+
+Tests hand `environment(stand_ins())` to their ranks, whose tensors then lie in host memory. What tests order from a library, and what it
+tells them, goes through `loaded` and the functions stand_in_*: see stand_in/*.h and the beginning of cuda.c and nccl.c.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_SOURCES = _ROOT / "tests" / "stand_in"
+_KERNELS = _ROOT / "kernels"
+_SHARED = ("-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
+_C = (os.environ.get("CC", "gcc"), "-std=gnu11", "-ftree-vectorize", "-ffp-contract=off", "-fvisibility=hidden", *_SHARED)
+_CXX = (os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++17", "-DFASTCOMM_HOST", f"-I{_KERNELS}", *_SHARED)
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Paths of shared libraries: the CUDA driver, NCCL, an NCCL from before 2.18, and the kernels as host code."""
+
+    cuda: str
+    nccl: str
+    old_nccl: str
+    kernels: str
+
+
+@functools.cache
+def stand_ins() -> StandIns:
+    """Compiles all of them, once per process, into a directory that goes with the process."""
+    compiling = {
+        "cuda": _start("cuda", *_C, *_sources("cuda")),
+        "nccl": _start("nccl", *_C, *_sources("nccl")),
+        "old_nccl": _start("old_nccl", *_C, "-DTOO_OLD", *_sources("nccl")),
+        "kernels": _start("kernels", *_CXX, _KERNELS / "flatten.cu", _KERNELS / "unflatten.cu"),
+    }
+    return StandIns(**{name: _finish(name, compiler) for name, compiler in compiling.items()})
+
+
+def environment(libraries: StandIns) -> dict[str, str]:
+    """The variables that make fastcomm load them."""
+    return {
+        "FASTCOMM_CUDA_LIBRARY": libraries.cuda,
+        "FASTCOMM_NCCL_LIBRARY": libraries.nccl,
+        "FASTCOMM_STAND_IN_KERNELS": libraries.kernels,
+    }
+
+
+def nccl_without(*functions: str) -> str:
+    """The path of a stand-in for NCCL that lacks these functions, as an older release does. Compiled at each call."""
+    name = "nccl-without-" + "-".join(functions)
+    return _finish(name, _start(name, *_C, *(f"-D{function}=without_{function}" for function in functions), *_sources("nccl")))
+
+
+def loaded(name: str) -> ctypes.CDLL:
+    """In a rank: the stand-in for "cuda" or "nccl" that it works with."""
+    return ctypes.CDLL(os.environ[f"FASTCOMM_{name.upper()}_LIBRARY"])
+
+
+def log_of(library: ctypes.CDLL) -> list[str]:
+    """The calls a stand-in has noted, the oldest first."""
+    text = ctypes.create_string_buffer(library.stand_in_log(None, ctypes.c_size_t(0)) + 1)
+    library.stand_in_log(text, ctypes.c_size_t(len(text)))
+    return text.value.decode().splitlines()
+
+
+@contextlib.contextmanager
+def failing(function: str, code: int, after: int = 0) -> Iterator[None]:
+    """In a rank: lets a call of the driver's or of NCCL's fail, all but the first `after` times."""
+    library = loaded("nccl" if function.startswith("nccl") else "cuda")
+    if library.stand_in_fail(function.encode(), code, after) != 0:
+        raise ValueError(f"{library} has no function {function}")
+    try:
+        yield
+    finally:
+        library.stand_in_fail(function.encode(), 0, 0)
+
+
+@functools.cache
+def build_directory() -> Path:
+    """Where the libraries of this process lie. Ranks inherit no more than the paths: whoever makes the directory removes it."""
+    directory = tempfile.mkdtemp(prefix="stand-ins-")
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(directory, ignore_errors=True) if os.getpid() == owner else None)
+    return Path(directory)
+
+
+def _sources(name: str) -> list[Path]:
+    return [_SOURCES / "stand_in.c", *sorted(_SOURCES.glob(f"{name}*.c"))]
+
+
+def _path(name: str) -> Path:
+    return build_directory() / f"lib{name}.so"
+
+
+def _start(name: str, *command: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([*command, "-o", _path(name), "-pthread", "-ldl"], stderr=subprocess.PIPE, text=True)
+
+
+def _finish(name: str, compiler: subprocess.Popen[str]) -> str:
+    _, messages = compiler.communicate()
+    if compiler.returncode != 0:
+        raise RuntimeError(f"cannot compile the stand-in {name}:\n{messages}")
+    return str(_path(name))
