@@ -2,7 +2,7 @@
 # make test      the tests
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
-# make sanitize  the C core under ASan, UBSan and TSan
+# make sanitize  the C core and the kernels under ASan and UBSan, the core under TSan, too
 # make format    rewrite the sources the way `make lint` wants them
 # make clean     remove what was built, but not the virtual environment
 #
@@ -18,7 +18,7 @@ rebuild := $(python) setup.py --quiet build_ext --inplace
 
 python_sources := setup.py fastcomm tests bench examples
 cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd)
-kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c tests/*.h)
+kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c tests/*.h tests/*.cpp tests/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
 .PHONY: test demo bench lint sanitize format clean
@@ -44,6 +44,7 @@ lint: $(VENV)/.installed-dev
 	PATH="$(VENV)/bin:$$PATH" cython-lint $(cython_sources)
 	$(VENV)/bin/clang-format --dry-run -Werror $(kernel_sources)
 	$(CC) -std=gnu11 -Wall -Wextra -Werror -fsyntax-only -Ikernels $(filter %.c,$(kernel_sources))
+	bash ci/kernels.sh build/kernels
 	$(VENV)/bin/codespell $(all_text)
 
 sanitize:
@@ -55,7 +56,7 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/clang-format -i $(kernel_sources)
 
 clean:
-	rm -rf build dist *.egg-info fastcomm/*.so $(patsubst %.pyx,%.c,$(wildcard fastcomm/*.pyx))
+	rm -rf build dist *.egg-info fastcomm/*.so kernels/*.fatbin $(patsubst %.pyx,%.c,$(wildcard fastcomm/*.pyx))
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(VENV)/bin/pip

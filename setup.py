@@ -1,8 +1,12 @@
-"""The extension modules of fastcomm. Everything else about the package stands in pyproject.toml."""
+"""The extension modules of fastcomm and, where there is an nvcc, its CUDA kernels. All else about the package stands in pyproject.toml."""
 
+import os
+import shutil
+import subprocess
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 
 def extension(name: str) -> Extension:
@@ -10,12 +14,50 @@ def extension(name: str) -> Extension:
     return Extension(
         f"fastcomm.{name}",
         sources=[f"fastcomm/{name}.pyx", *sorted(glob(f"kernels/{name}_*.c"))],
-        depends=[*sorted(glob(f"kernels/{name}_*.h")), *sorted(glob("fastcomm/*.pxd")), "setup.py"],
+        depends=[*sorted(glob(f"kernels/{name}*.h")), *sorted(glob("fastcomm/*.pxd")), "setup.py"],
         include_dirs=["kernels"],
+        libraries=["dl"],  # part of libc since glibc 2.34
         # No -march: kernels choose their instructions at run time. No contraction to fused multiply-add, which would make the bits of a
         # result depend on the CPU it was computed on.
         extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off"],
     )
 
 
-setup(ext_modules=[extension("shm_memory"), extension("shm")])
+EXTENSIONS = ("shm_memory", "shm", "cuda", "multi_tensor", "nccl_library", "nccl_memory", "nccl_lane", "nccl")
+
+
+class BuildExtensionsAndKernels(build_ext):
+    """Leaves kernels/<family>.fatbin beside its source (in place, editable) or in the package that is being built."""
+
+    def run(self) -> None:
+        super().run()
+        nvcc = find_nvcc()
+        if nvcc is None:
+            return
+        folder = "kernels" if self.inplace or self.editable_mode else os.path.join(self.build_lib, "fastcomm", "kernels")
+        os.makedirs(folder, exist_ok=True)
+        for family in ("flatten", "unflatten"):
+            self.compile_kernels(nvcc, f"kernels/{family}.cu", os.path.join(folder, f"{family}.fatbin"))
+
+    def compile_kernels(self, nvcc: str, source: str, fatbin: str) -> None:
+        """Once they are older than what they are made of. Without them fastcomm works, too: CuPy compiles the kernels at first use."""
+        ingredients = (source, "kernels/multi_tensor.cuh", "kernels/multi_tensor.h", "kernels/nvcc.options")
+        if os.path.exists(fatbin) and os.path.getmtime(fatbin) > max(map(os.path.getmtime, ingredients)):
+            return
+        command = [nvcc, "--options-file", "kernels/nvcc.options", source, "-o", fatbin]
+        self.announce(" ".join(command), level=2)
+        if subprocess.run(command).returncode != 0:
+            self.warn(f"{nvcc} could not compile {source}: building without")
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    folders = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+setup(
+    license="BSD-3-Clause",
+    ext_modules=[extension(name) for name in EXTENSIONS],
+    cmdclass={"build_ext": BuildExtensionsAndKernels},
+)

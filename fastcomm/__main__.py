@@ -6,7 +6,6 @@ The demo and the benchmarks are scripts of their own, examples/train_gpt.py and 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -18,13 +17,16 @@ from typing import NoReturn
 import torch
 
 import fastcomm
+from fastcomm import cuda, multi_tensor, nccl_library
 
+BENCHMARKS = ("allreduce", "step", "flatten")
 USAGE = """\
 commands:
   info                     versions, cores, and which transports work here
   demo [...]               trains a small GPT on two ranks; what follows is passed on to examples/train_gpt.py
-  bench allreduce [...]    all-reduce against Gloo and MPI, by size
-  bench step [...]         training steps: local, fastcomm, DDP
+  bench allreduce [...]    all-reduce against Gloo and MPI, by size; with --device cuda against torch.distributed's NCCL
+  bench step [...]         training steps: local, fastcomm, DDP; on the CPU, or with --device cuda
+  bench flatten [...]      many tensors into one buffer and back, on a GPU, against torch and CuPy
 """
 
 
@@ -38,8 +40,8 @@ def main() -> int:
     if options.command == "demo":
         demo(arguments)
     if options.command == "bench":
-        if not arguments or arguments[0] not in ("allreduce", "step"):
-            parser.error("bench takes the name of a benchmark first: allreduce or step")
+        if not arguments or arguments[0] not in BENCHMARKS:
+            parser.error(f"bench takes the name of a benchmark first: {', '.join(BENCHMARKS)}")
         become(str(script("bench", arguments[0])), *arguments[1:])
     if arguments:
         parser.error("info takes no arguments")
@@ -81,6 +83,7 @@ def info() -> str:
         "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD {torch.backends.cpu.get_cpu_capability()}",
         "shm": shm_state(),
         "CUDA": cuda_state(),
+        "kernels": kernels_state(),
         "NCCL": nccl_state(),
     }
     return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
@@ -100,32 +103,36 @@ def shm_state() -> str:
 
 
 def cuda_state() -> str:
+    """The driver's version and the devices, or what is missing."""
+    try:
+        major, minor = divmod(cuda.load() // 10, 100)
+    except fastcomm.FastcommError as error:
+        return f"not available: {error}"
+    driver = f"driver for CUDA {major}.{minor}"
     if not torch.version.cuda:
-        return "not available: this torch was built without CUDA"
+        return f"{driver}; but this torch was built without CUDA"
     if not torch.cuda.is_available():
-        return "not available: no CUDA device, or no driver for it"
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return f"{driver}; but torch finds no device"
+    return f"{driver}; {', '.join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))}"
 
 
 def nccl_state() -> str:
-    """Which NCCL library would be used, and its version: FASTCOMM_NCCL_LIBRARY, else NVIDIA's wheel, else the system's."""
-    path = os.environ.get("FASTCOMM_NCCL_LIBRARY") or nccl_wheel() or "libnccl.so.2"
-    number = ctypes.c_int()
+    """Which NCCL library fastcomm uses and its version, or what is missing."""
     try:
-        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError) as error:
-        return f"not available: {error}. CUDA builds of torch bring it; so do the extras fastcomm[cuda12] and fastcomm[cuda13]"
-    major, rest = divmod(number.value, 10000)
-    return f"{major}.{rest // 100}.{rest % 100} in {path}; not used by this version of fastcomm"
+        version, path = nccl_library.load()
+    except fastcomm.FastcommError as error:
+        return f"not available: {error}"
+    return f"{nccl_library.version_text(version)} in {path}"
 
 
-def nccl_wheel() -> str | None:
-    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = Path(folder) / "lib" / "libnccl.so.2"
-        if path.is_file():
-            return str(path)
-    return None
+def kernels_state() -> str:
+    """Where the CUDA kernels come from."""
+    binary = multi_tensor.kernel_file("flatten.fatbin")
+    if binary is not None:
+        return f"compiled by nvcc, in {binary.parent}"
+    if importlib.util.find_spec("cupy") is not None:
+        return "compiled by CuPy at first use"
+    return "not available: neither was nvcc there when fastcomm was built, nor is CuPy installed (fastcomm[cuda12], fastcomm[cuda13])"
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from fastcomm.communicator import BucketWork, Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.layout import BucketLayout
 
-# A flag that a rank launches a bucket with; after the reduction every rank sees the or of all ranks' flags.
-MISSING = 1  # a parameter of this bucket got no gradient on some rank
-
 
 class Bucket:
     """Gradients that are reduced together. Between two rounds every gradient that exists may be a view of `flat`, or the user's own."""
@@ -27,6 +24,7 @@ class Bucket:
         names: list[str],
         comm: Communicator,
         wire_dtype: torch.dtype | None,
+        lane: int,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive; Python could not collect a circle through them.
@@ -34,15 +32,19 @@ class Bucket:
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
         self.dtype = own[0].dtype
+        numel = layout.numel + len(own)  # behind the gradients the ranks tell each other which of them they have
         if wire_dtype is None or wire_dtype == self.dtype:
-            self.flat = wire = comm.empty(layout.numel, dtype=self.dtype).zero_()
+            self.flat = wire = comm.empty(numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
-            self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=comm.device)
-            wire = comm.empty(layout.numel, dtype=wire_dtype).zero_()
+            self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
+            wire = _zero_(comm.empty(numel, dtype=wire_dtype))
         offsets = [slot.offset for slot in layout.slots]
         self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, own, strict=True)]
-        self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label)
+        self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label, lane=lane)
+        self.note_stream = self._bound.note_stream
+        self._has_streams = comm.has_streams
         self._work: BucketWork | None = None
+        self._reduced_versions = -1  # of the gradients when the last round left them; see _versions
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         # The hooks hold `ready` itself. By slot: has this backward produced the gradient; has one under no_sync, since the last reduction.
@@ -67,7 +69,7 @@ class Bucket:
         missing = self._gather(taking_part)
         for i in missing:
             self._fill_missing(i)
-        self._work = self._bound.launch(op, MISSING if missing else 0)
+        self._work = self._bound.launch(op, missing)
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
         try:
@@ -88,36 +90,49 @@ class Bucket:
         elif gradient is not self.views[i]:
             self.views[i].copy_(gradient)
 
-    def finish(self) -> int:
-        """Waits for the reduction. Returns the or of all ranks' flags. Raises FastcommError, naming the parameters."""
+    def finish(self) -> None:
+        """Waits for the reduction. Raises FastcommError, naming the parameters."""
         if self._work is None:
             raise RuntimeError("finish() before launch()")
         try:
             self._work.wait()
         except FastcommError as error:
             raise type(error)(f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}") from error
-        return self._work.flags
 
-    def settle_missing(self, is_present: list[int]) -> None:
-        """Gives the parameters that had no gradient here the mean if some rank had one, and what they had before if none had.
-
-        is_present: by parameter index, whether any rank has produced a gradient.
-        """
+    def settle_missing(self) -> None:
+        """Gives the parameters that had no gradient here the mean if some rank had one, and what they had before if none had."""
+        if self._work is None or not self._untouched:
+            return
+        is_present = self._work.present()
         for i, before in self._untouched.items():
             parameter = self._references[i]()
             if parameter is None:
                 continue
-            if is_present[self.indices[i]]:
+            if is_present[i]:
                 parameter.grad = self.views[i]
             elif before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
 
-    def missing(self) -> list[int]:
-        """Indices of the parameters that took part without a gradient of their own."""
-        return [self.indices[i] for i in self._untouched]
+    def statistics(self) -> tuple[Tensor, Tensor] | None:
+        """Sum of squares and number of non-finite elements of the reduced gradients, as scalars on the device, without a launch for each
+        parameter. None where the transport does not count, or a gradient is not in the flat buffer."""
+        if not self._has_streams or any(p is not None and p.grad is not view for p, view in zip(self.parameters, self.views, strict=True)):
+            return None
+        return self._bound.statistics(is_changed=self._versions() != self._reduced_versions)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies all gradients, which must lie in the flat buffer, by a scalar on the device."""
+        self.flat[: -len(self.views)].mul_(factor)
+        self._reduced_versions = -1
+
+    def _versions(self) -> int:
+        """Grows with every operation of torch's on a gradient that lies in the flat buffer."""
+        return sum(view._version for view in self.views)
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
+        if self._has_streams:
+            self._reduced_versions = self._versions()
         self._work = None
         self._untouched.clear()
         n = len(self.views)
@@ -136,6 +151,12 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter is not None and parameter.grad is view:
                 parameter.grad = view.clone()
+
+
+def _zero_(tensor: Tensor) -> Tensor:
+    """As bytes: torch has no kernels for some dtypes of one byte."""
+    tensor.view(torch.uint8).zero_()
+    return tensor
 
 
 def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:

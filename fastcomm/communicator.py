@@ -42,9 +42,11 @@ class Work(abc.ABC):
 
 
 class BucketWork(Work):
-    """A bucket under way. `flags` is valid after `wait`: the bitwise or of the flags all ranks launched this bucket with."""
+    """A bucket under way."""
 
-    flags: int
+    @abc.abstractmethod
+    def present(self) -> list[bool]:
+        """After `wait`: by view, whether some rank had a gradient to put there. Waits for the result."""
 
 
 class BoundBucket(abc.ABC):
@@ -58,8 +60,19 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(self, op: str, flags: int) -> BucketWork:
-        """Starts reducing the flat buffer, in place. flags: a few bits of this rank's; see BucketWork."""
+    def launch(self, op: str, missing: list[int]) -> BucketWork:
+        """Starts reducing the flat buffer, in place. missing: the views for which this rank has no gradient; the others hear of it."""
+
+    @abc.abstractmethod
+    def note_stream(self) -> None:
+        """A gradient of this bucket was produced on the current stream. Called for transports that have streams, only."""
+
+    @abc.abstractmethod
+    def statistics(self, *, is_changed: bool) -> tuple[Tensor, Tensor] | None:
+        """Sum of squares (float64) and number of non-finite elements (int64) of the views, on their device; None: not counted here.
+
+        is_changed: the views are no longer what the last reduction has left, so that what was found on the way is of no use.
+        """
 
 
 class Communicator(abc.ABC):
@@ -75,6 +88,7 @@ class Communicator(abc.ABC):
     device: torch.device
     n_abandoned: int
     backend: str  # "shm" | "nccl" | "hosted" | "hierarchical"
+    has_streams: bool  # work is ordered by streams; buckets then want to know on which ones their gradients were produced
 
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
@@ -101,14 +115,19 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it."""
 
     @abc.abstractmethod
-    def bind_bucket(self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int) -> BoundBucket:
+    def bind_bucket(self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0) -> BoundBucket:
         """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins at element offsets[i], ascending.
 
-        wire: what is reduced: `flat` itself, or a tensor of another dtype to which and from which it is cast.
+        wire: what is reduced: `flat` itself, or a tensor of another dtype to which and from which it is cast. Both end with one element
+        for each view, in which the ranks tell each other which gradients they have.
 
         label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
-        get MismatchError, all of them.
+        get MismatchError, all of them. lane: buckets of different lanes do not wait for each other, where the transport has lanes.
         """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises what has ended the collectives under way, if that is known by now. Does not wait."""
 
     @abc.abstractmethod
     def abandon(self) -> None:
@@ -134,6 +153,11 @@ class Communicator(abc.ABC):
             self.close()
         else:
             self.abort()
+
+
+def presence_values(op: str) -> tuple[float, float]:
+    """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks is the first only if all put that."""
+    return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
 
 
 def gather_objects(comm: Communicator, value: Any) -> list[Any]:

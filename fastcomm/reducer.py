@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.bucket import MISSING, Bucket
+from fastcomm.bucket import Bucket
 from fastcomm.communicator import Communicator, canonical_op, gather_objects
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.layout import plan_buckets
@@ -45,7 +46,9 @@ class Reducer:
         early.
     op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds: with another op than "mean", clear the
         gradients before every backward that is reduced, or what was reduced before is reduced once more.
-    wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16); they keep their own dtype.
+    wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16; over NCCL also torch.float8_e4m3fn, in
+        which infinities become 448, and torch.float8_e5m2); they keep their own dtype.
+    streams: over NCCL, how many communicators, each with a stream of its own, take turns at the buckets. No effect on the CPU.
     overlap: launch buckets as they become full. False launches all of them at the end of backward: for models whose parameters get
         several gradients in one backward (reentrant checkpointing of shared layers).
     """
@@ -58,17 +61,30 @@ class Reducer:
         first_bucket_cap_mb: float = 1,
         op: str = "mean",
         wire_dtype: torch.dtype | None = None,
+        streams: int = 1,
         overlap: bool = True,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_cap_mb <= 0:
             raise ValueError(f"bucket caps must be positive; got {bucket_cap_mb} and {first_bucket_cap_mb}")
-        if wire_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or torch.float32; got {wire_dtype!r}")
+        if streams < 1:
+            raise ValueError(f"streams must be at least 1; got {streams}")
         self.op = canonical_op(op)
         self.comm: Communicator = init() if comm is None else comm
+        wires = (torch.bfloat16, torch.float16, torch.float32, *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.has_streams else ()))
+        if wire_dtype is not None and wire_dtype not in wires:
+            raise ValueError(f"wire_dtype must be one of {', '.join(map(str, wires))}; got {wire_dtype!r}")
+        # Ranks that differ here would reduce different buckets, or the same ones differently.
+        self._options = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "first_bucket_cap_mb": first_bucket_cap_mb,
+            "op": self.op,
+            "wire_dtype": str(wire_dtype),
+            "streams": streams,
+        }
         self._cap_bytes = int(bucket_cap_mb * MB)
         self._first_cap_bytes = int(first_bucket_cap_mb * MB)
         self._wire_dtype = wire_dtype
+        self._n_lanes = streams
         self._overlap = overlap
         # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both go when it goes.
         self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
@@ -81,15 +97,15 @@ class Reducer:
         self._number = 0  # among the reducers of the communicator
         self._n_launched = 0
         self._n_abandoned = 0  # comm.n_abandoned when the round began
-        self._n_parameters = 0
 
     # -- attaching --------------------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module | Iterable[tuple[str, Parameter]]) -> Reducer:
         """Reduces the gradients of `model` (a module, or named parameters) from now on. Collective: every rank calls it. Returns self.
 
-        Checks that name, shape, dtype, strides and requires_grad of all parameters agree on all ranks, then copies rank 0's parameters
-        and buffers to the others. Attach after moving, copying or compiling the model, and before or after making the optimizer.
+        Checks that the reducers' options, and name, shape, dtype, strides and requires_grad of all parameters, agree on all ranks, then
+        copies rank 0's parameters and buffers to the others. Attach after moving, copying or compiling the model, and before or after
+        making the optimizer.
 
         Raises MismatchError on every rank, naming the first difference; ValueError when there is nothing to train, when the model is
         on another device than the communicator, or attached already.
@@ -98,13 +114,17 @@ class Reducer:
         named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         self._verify(named, buffers)
-        self._model = weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         for tensor in itertools.chain((p for _, p in named), (b for _, b in buffers)):
             _broadcast(self.comm, tensor.detach(), 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self._frozen = [(name, weakref.ref(p)) for name, p in named if not p.requires_grad]
-        self._n_parameters = len(trainable)
-        self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
+        try:
+            self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
+        except BaseException:  # memory, for example: the other ranks are not to wait for this one
+            with contextlib.suppress(FastcommError):
+                self.comm.abandon()
+            raise
+        self._model = weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         for bucket in self._buckets:
             for i, index in enumerate(bucket.indices):
                 parameter = trainable[index][1]
@@ -121,14 +141,18 @@ class Reducer:
             if problem
             else [_signature(kind, *entry) for kind, entries in (("parameter", named), ("buffer", buffers)) for entry in entries]
         )
-        models = gather_objects(self.comm, (str(problem) if problem else None, signature))
+        ranks = gather_objects(self.comm, (str(problem) if problem else None, self._options, signature))
         if problem is not None:
             raise problem
-        for rank, (trouble, _) in enumerate(models):
+        for rank, (trouble, _, _) in enumerate(ranks):
             if trouble is not None:
                 raise FastcommError(f"rank {rank} cannot attach its model: {trouble}")
-        for rank, (_, theirs) in enumerate(models):
-            difference = _first_difference(models[0][1], theirs, rank)
+        for rank, (_, options, model) in enumerate(ranks):
+            for name, value in options.items():
+                if value != self._options[name]:
+                    ours = f"{self._options[name]} on rank {self.comm.rank}"
+                    raise MismatchError(f"the ranks have different reducers: {name} is {ours} and {value} on rank {rank}")
+            difference = _first_difference(ranks[0][2], model, rank)
             if difference is not None:
                 raise MismatchError(f"the ranks attach different models: {difference}")
 
@@ -143,7 +167,7 @@ class Reducer:
         for name, parameter in named:
             if isinstance(parameter, UninitializedParameter):
                 return ValueError(f"parameter {name} is not initialised: run the lazy modules once before attach()")
-            if parameter.device.type != self.comm.device.type:
+            if parameter.device != self.comm.device:
                 return ValueError(f"parameter {name} is on {parameter.device}, but the communicator reduces on {self.comm.device}")
             if parameter.requires_grad and not parameter.dtype.is_floating_point:
                 return ValueError(f"parameter {name} is {parameter.dtype}; only real floating-point gradients can be reduced")
@@ -159,7 +183,10 @@ class Reducer:
         self._number = _n_attached.get(self.comm, 0)
         _n_attached[self.comm] = self._number + 1
         first_label = self._number * 65536 + 1
-        return [Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype) for i, layout in enumerate(layouts)]
+        return [
+            Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype, i % self._n_lanes)
+            for i, layout in enumerate(layouts)
+        ]
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their own."""
@@ -206,7 +233,14 @@ class Reducer:
             if not bucket.n_pending and self._overlap:
                 self._launch_full_buckets()
 
-        return gradient_is_ready
+        if not self.comm.has_streams:
+            return gradient_is_ready
+
+        def gradient_is_ready_on_its_stream(parameter: Tensor) -> None:
+            bucket.note_stream()
+            gradient_is_ready(parameter)
+
+        return gradient_is_ready_on_its_stream
 
     def _begin(self) -> None:
         """Asks autograd to call back at the end of the running backward."""
@@ -271,11 +305,15 @@ class Reducer:
         use: a peer was lost, or another rank's backward ended with an exception.
         """
         if not self._is_open:
+            self.comm.check()
             return
         try:
             while self._n_launched < len(self._buckets):
                 self._launch_next()
-            self._finish_buckets()
+            for bucket in self._buckets:
+                bucket.finish()
+            for bucket in self._buckets:
+                bucket.settle_missing()
         except BaseException:  # also Ctrl-C
             self._leave()
             raise
@@ -286,23 +324,6 @@ class Reducer:
                 raise FastcommError(
                     f"parameter {name} was unfrozen after attach(): its gradient is not reduced. Call refresh() on every rank"
                 )
-
-    def _finish_buckets(self) -> None:
-        flags = 0
-        for bucket in self._buckets:
-            flags |= bucket.finish()
-        if flags & MISSING:
-            self._settle_missing()
-
-    def _settle_missing(self) -> None:
-        """Some rank lacked some gradient: finds out which parameters have got one nowhere. They keep what they had."""
-        is_present = torch.ones(self._n_parameters, dtype=torch.uint8)
-        for bucket in self._buckets:
-            is_present[bucket.missing()] = 0
-        self.comm.all_reduce(is_present, "max")
-        present = is_present.tolist()
-        for bucket in self._buckets:
-            bucket.settle_missing(present)
 
     def _leave(self) -> None:
         """The round cannot be ended as it should, because backward has raised, or a bucket. The other ranks hear of it."""
@@ -336,21 +357,46 @@ class Reducer:
     # -- with the reduced gradients -------------------------------------------------------------------------------------------------
 
     def _with_gradient(self) -> list[Parameter]:
-        self._attached_model()
-        self.synchronize()
         return [p for bucket in self._buckets for p in bucket.parameters if p is not None and p.grad is not None]
 
+    def _statistics(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Of every bucket, what its transport has counted; None if one has not."""
+        self._attached_model()
+        self.synchronize()
+        counted = [bucket.statistics() for bucket in self._buckets]
+        return None if None in counted else [statistics for statistics in counted if statistics is not None]
+
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all reduced gradients together, as a scalar tensor. Equal on all ranks."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
+        """The 2-norm of all reduced gradients together, as a scalar tensor. Equal on all ranks. Does not synchronise with the device."""
+        return self._norm(self._statistics())
+
+    def _norm(self, counted: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+        if counted is None:
+            return torch.nn.utils.get_total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
+        return torch.stack([square_sum for square_sum, _ in counted]).sum().sqrt().float()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_."""
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
-        norm = self.grad_norm()
-        torch.nn.utils.clip_grads_with_norm_(self._with_gradient(), max_norm, norm)
+        counted = self._statistics()
+        norm = self._norm(counted)
+        if counted is None:
+            torch.nn.utils.clip_grads_with_norm_(self._with_gradient(), max_norm, norm)
+        else:  # all gradients lie in the flat buffers
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+            for bucket in self._buckets:
+                bucket.scale_(factor)
         return norm
+
+    def nonfinite_count(self) -> Tensor:
+        """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor, equal on all ranks. To skip a step."""
+        counted = self._statistics()
+        if counted is None:
+            counts = [(~torch.isfinite(p.grad)).sum() for p in self._with_gradient() if p.grad is not None]
+        else:
+            counts = [n_nonfinite for _, n_nonfinite in counted]
+        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective; never done behind your back."""
@@ -395,9 +441,10 @@ _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code
 def _enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
     """Whether the backward that is ending now was run inside another one, and the autograd Function that did it, if it was one.
 
-    A reentrant checkpoint does it, or a hook that calls backward. Autograd has no name for that; the stack has.
+    A reentrant checkpoint does it, or a hook that calls backward. Autograd has no name for that; the stack has. On a GPU hooks run on a
+    thread of autograd's own, where the outermost backward is not on the stack.
     """
-    n_backwards = 0
+    n_backwards = int(isinstance(threading.current_thread(), threading._DummyThread))
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is _BACKWARD_OF_A_FUNCTION:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, urlparse
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from fastcomm.errors import InitError
+from fastcomm.communicator import Communicator
+from fastcomm.errors import FastcommError, InitError
+from fastcomm.nccl import NcclCommunicator
 from fastcomm.shm import ShmCommunicator
 
-BACKENDS = ("auto", "shm")
+BACKENDS = ("auto", "shm", "nccl")
 _POLL_S = 0.002
 
 # How often each meeting point was used by this process: ranks that make several communicators keep them apart by this number.
@@ -34,41 +37,62 @@ def init(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=5),
     group: dist.ProcessGroup | None = None,
-) -> ShmCommunicator:
+) -> Communicator:
     """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call it, with the same arguments.
 
-    backend: "auto" or "shm" (ranks of one host over shared memory).
+    backend: "shm" (ranks of one host over shared memory), "nccl" (a CUDA device for each rank), or "auto": what fits the device.
     init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
-    device: where the gradients are; None means the CPU.
+    device: where the gradients are. None means the CPU for "shm", else this rank's CUDA device, cuda:LOCAL_RANK, where there is one.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
 
-    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank and says what to do. Raises ValueError
-    or TypeError for bad arguments.
+    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank and says what to do; NcclError when
+    NCCL itself fails on this rank. Raises ValueError or TypeError for bad arguments.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
-    if torch.device(device or "cpu").type != "cpu":
-        raise InitError(f"no transport for device {device}: this version of fastcomm reduces on the CPU only")
-    bootstrap = _GroupBootstrap(group) if group is not None else _meet(init_method, rank, world_size, timeout)
+    place = _choose_device(backend, device)
+    is_nccl = backend == "nccl" or place.type == "cuda"
+    bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
     try:
-        hosts = bootstrap.exchange(_host_identity())
-        here = hosts[bootstrap.rank]
-        if set(hosts) != {here}:
-            away = [r for r, host in enumerate(hosts) if host != here]
-            raise InitError(
-                f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
-                "The shm transport needs all ranks on one host; across hosts use torch.distributed"
-            )
-        comm = ShmCommunicator(bootstrap.rank, bootstrap.world_size, _local_rank(bootstrap.rank), bootstrap, timeout)
+        comm = _connect(bootstrap, timeout, place if is_nccl else None)
         comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
         return comm
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
             bootstrap.fail(f"rank {bootstrap.rank} failed in fastcomm.init: {error}")
         raise
+
+
+def _choose_device(backend: str, device: torch.device | str | None) -> torch.device:
+    """Where the gradients are, with an index if it is a CUDA device."""
+    if device is None:
+        wants_cuda = backend != "shm" and torch.cuda.is_available()
+        device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}" if wants_cuda else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InitError(f"device {place}: torch finds no CUDA device (is it a CUDA build, is there a driver?)")
+    if place.type not in ("cpu", "cuda") or (backend == "shm" and place.type != "cpu"):
+        raise InitError(f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm) and on CUDA devices (nccl)")
+    return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
+
+
+def _connect(bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, device: torch.device | None) -> Communicator:
+    """The ranks have met; makes the communicator, over NCCL on `device`, or over shared memory."""
+    hosts = bootstrap.exchange(_host_identity())
+    neighbours = [r for r, host in enumerate(hosts) if host == hosts[bootstrap.rank]]
+    local_rank = _local_rank(neighbours.index(bootstrap.rank))
+    if device is not None:
+        return NcclCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout, device, neighbours)
+    if len(neighbours) < bootstrap.world_size:
+        away = [r for r in range(bootstrap.world_size) if r not in neighbours]
+        raise InitError(
+            f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
+            "The shm transport needs all ranks on one host; across hosts use torch.distributed"
+        )
+    return ShmCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout)
 
 
 class _StoreBootstrap:
@@ -96,23 +120,28 @@ class _StoreBootstrap:
         self.fail(message)
         raise InitError(message)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed."""
+    def exchange(self, value: Any, look: Callable[[], None] | None = None) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed.
+
+        look: called while waiting, in place of the own one; raises when a rank will not come.
+        """
         self._round += 1
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
-            return [json.loads(self._get(r, deadline)) for r in range(self.world_size)]
-        except InitError:
+            return [json.loads(self._get(r, deadline, look or self.look)) for r in range(self.world_size)]
+        except FastcommError:
             raise
         except RuntimeError as error:
-            raise InitError(f"rank {self.rank} lost the meeting point (did rank 0 end?): {error}") from error
+            raise self._lost(error) from error
 
-    def _get(self, rank: int, deadline: float) -> bytes:
+    def _lost(self, error: RuntimeError) -> InitError:
+        return InitError(f"rank {self.rank} lost the meeting point (did rank 0 end?): {error}")
+
+    def _get(self, rank: int, deadline: float, look: Callable[[], None]) -> bytes:
         key = f"{self._round}/{rank}"
         while not self._store.check([key]):
-            if self._store.check(["failed"]):
-                raise InitError(self._store.get("failed").decode())
+            look()
             if time.monotonic() > deadline:
                 missing = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
                 raise InitError(
@@ -122,9 +151,31 @@ class _StoreBootstrap:
             time.sleep(_POLL_S)
         return bytes(self._store.get(key))
 
+    def look(self) -> None:
+        """Raises InitError if another rank has failed, or the store is gone."""
+        try:
+            if self._store.check(["failed"]):
+                raise InitError(self._store.get("failed").decode())
+        except FastcommError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
     def fail(self, message: str) -> None:
         """Ends the exchange of the other ranks, too. The first failure is the one they hear of."""
         self._store.compare_set("failed", "", message)
+
+    # What the ranks tell each other after init; see fastcomm.watchdog.Notes.
+
+    def write(self, key: str, value: str) -> None:
+        self._store.set(f"note/{key}", value)
+
+    def write_once(self, key: str, value: str) -> str:
+        """Returns what stands there now, which another rank may have written first."""
+        return bytes(self._store.compare_set(f"note/{key}", "", value)).decode()
+
+    def read(self, key: str) -> str | None:
+        return bytes(self._store.get(f"note/{key}")).decode() if self._store.check([f"note/{key}"]) else None
 
 
 class _GroupBootstrap:
@@ -167,10 +218,7 @@ def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: t
         store = _open_store(place, rank, world_size, timeout)
     except (RuntimeError, OSError) as error:
         raise InitError(f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}") from error
-    _uses[init_method] = _uses.get(init_method, 0) + 1
-    # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _StoreBootstrap(PrefixStore(f"fastcomm/{attempt}/{_uses[init_method]}", store), rank, world_size, timeout)
+    return _StoreBootstrap(_numbered(store, init_method), rank, world_size, timeout)
 
 
 def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -201,9 +249,25 @@ def _environment(name: str) -> str:
     return value
 
 
-def _local_rank(rank: int) -> int:
-    """The rank's number on its host. All ranks share the host, so without torchrun's word for it that is the rank itself."""
-    return int(os.environ.get("LOCAL_RANK", rank))
+def _local_rank(place: int) -> int:
+    """The rank's number on its host: torchrun's word for it, else its place among the ranks that share the host."""
+    return int(os.environ.get("LOCAL_RANK", place))
+
+
+def _meet_in_group(group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool) -> _StoreBootstrap | _GroupBootstrap:
+    """Ranks that belong to a group. NCCL's watchdog goes on using the meeting point from a thread of its own, which only a store bears."""
+    if not is_nccl:
+        return _GroupBootstrap(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return _StoreBootstrap(_numbered(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)
+
+
+def _numbered(store: Store, name: str) -> Store:
+    """The part of a store that belongs to this communicator alone."""
+    _uses[name] = _uses.get(name, 0) + 1
+    # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"fastcomm/{attempt}/{_uses[name]}", store)
 
 
 def _host_identity() -> str:

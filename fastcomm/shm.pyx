@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from fastcomm.communicator import OPS, BoundBucket, BucketWork, Communicator, canonical_op
+from fastcomm.communicator import OPS, BoundBucket, BucketWork, Communicator, canonical_op, presence_values
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.shm_memory import keep_freed_memory
 
@@ -52,8 +52,9 @@ cdef class ShmWork:
     cdef ShmBucket bucket
     cdef shm_piece *pieces
     cdef size_t n_pieces
+    cdef str op
+    cdef object presence
     cdef bint finished, is_realigning
-    cdef readonly uint32_t flags
     cdef object error
 
     def __dealloc__(self):
@@ -71,6 +72,12 @@ cdef class ShmWork:
         if not self.finished:
             self.comm._advance(self, 0)
         return self.finished
+
+    def present(self):
+        """See BucketWork.present."""
+        self.wait()
+        absent, _ = presence_values(self.op)
+        return (self.presence != absent).tolist()
 
     cdef int settle(self, object error) except -1:
         """The outcome is known: an error, or None."""
@@ -98,7 +105,8 @@ cdef class ShmBucket:
     """A flat buffer and the places of the gradients in it: worked out once, launched once per round."""
 
     cdef ShmCommunicator comm
-    cdef object flat, wire, dtype
+    cdef object flat, wire, dtype, presence
+    cdef dict tokens  # by op and by what is missing: what to put into `presence`
     cdef list views
     cdef uint32_t label
     cdef size_t itemsize
@@ -110,6 +118,7 @@ cdef class ShmBucket:
         self.comm, self.flat, self.wire, self.views, self.label = comm, flat, wire, views, label
         self.dtype, self.itemsize = flat.dtype, flat.element_size()
         self.base = <char *><size_t>flat.data_ptr()
+        self.presence, self.tokens = flat[flat.numel() - len(views):], {}
         self.places = <Place *>malloc(max(len(views), 1) * sizeof(Place))
         if self.places == NULL:
             raise MemoryError("out of memory")
@@ -166,13 +175,15 @@ cdef class ShmBucket:
         self.next = work
         return work
 
-    def launch(self, str op, uint32_t flags):
+    def launch(self, str op, list missing):
         """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
         cdef shm_descriptor d = _descriptor(SHM_ALL_REDUCE, _op_code(op))
         cdef char *data = self.comm._check(self.wire, &d)
         self.next = None
-        d.label, d.flags = self.label, flags
+        work.op, work.presence = op, self.presence
+        d.label = self.label
+        self.presence.copy_(self._token(op, tuple(missing)))
         if self.wire is not self.flat:
             self.wire.copy_(self.flat)
         self.comm._post(&d, data, data, work)
@@ -180,6 +191,21 @@ cdef class ShmBucket:
         if work.error is not None:
             raise work.error
         return work
+
+    cdef object _token(self, str op, tuple missing):
+        token = self.tokens.get((op, missing))
+        if token is None:
+            absent, present = presence_values(op)
+            token = self.tokens[op, missing] = torch.full_like(self.presence, present)
+            token[list(missing)] = absent
+        return token
+
+    def note_stream(self):
+        """See BoundBucket.note_stream. There are no streams."""
+
+    def statistics(self, *, bint is_changed):
+        """See BoundBucket.statistics. Nobody counts: torch's own norm is as fast on a CPU."""
+        return None
 
 
 cdef inline bint _lies_alike(gradient, view, bint is_contiguous) except -1:
@@ -214,6 +240,7 @@ cdef class ShmCommunicator:
     cdef object failure  # why the communicator cannot be used any more, or None
 
     backend = "shm"
+    has_streams = False
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > SHM_MAX_RANKS:
@@ -385,13 +412,16 @@ cdef class ShmCommunicator:
         self._check_usable()
         self._collective(&d, None, NULL, None, NULL, False)
 
+    def check(self):
+        """See Communicator.check. Whoever waits hears of it there."""
+
     def abandon(self):
         """See Communicator.abandon."""
         self._check_usable()
         self._realign(FastcommError(f"rank {self.rank} abandoned the collectives under way"))
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label):
-        """See Communicator.bind_bucket."""
+    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label, int lane=0):
+        """See Communicator.bind_bucket. There are no lanes: every core is busy with one bucket already."""
         keep_freed_memory()
         return ShmBucket(self, flat, views, offsets, wire, label)
 
@@ -520,7 +550,6 @@ cdef class ShmCommunicator:
             self._give_up(PeerLostError, self._lost_message())
             return True
         self.works[work.seq % SHM_RING] = None
-        work.flags = shm_result_flags(self.handle, work.seq)
         if status == SHM_OK:
             work.settle(None)
         elif status == SHM_MISMATCH:
@@ -624,7 +653,7 @@ cdef class ShmCommunicator:
 
 cdef inline shm_descriptor _descriptor(int kind, int op) noexcept:
     cdef shm_descriptor d
-    d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label, d.flags = kind, op, 0, 0, 0, SHM_PRIVATE, 0, 0
+    d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label = kind, op, 0, 0, 0, SHM_PRIVATE, 0
     return d
 
 

@@ -21,7 +21,7 @@ cdef extern from "shm_allreduce.h" nogil:
     struct shm_descriptor:
         uint32_t kind, op, dtype, root
         uint64_t numel, where
-        uint32_t label, flags
+        uint32_t label
 
     struct shm_piece:
         const void *source
@@ -36,7 +36,6 @@ cdef extern from "shm_allreduce.h" nogil:
                  const shm_piece *pieces, size_t n_pieces, uint32_t *seq)
     int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
     int shm_make_room(shm_comm *comm, uint64_t slice_ns)
-    uint32_t shm_result_flags(const shm_comm *comm, uint32_t seq)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)
     shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)

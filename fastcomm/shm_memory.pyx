@@ -66,7 +66,7 @@ cdef class Segment:
             munmap(self.base, self.nbytes)
 
     cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0:
-        """First fit. Returns the offset of `nbytes` in the segment; both they and the offset are multiples of `alignment`."""
+        """First fit. Returns the offset of `nbytes` in the segment, a multiple of `alignment`."""
         holes = self.holes
         for i, (begin, size) in enumerate(holes):
             offset = (begin + alignment - 1) // alignment * alignment
@@ -101,10 +101,10 @@ cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
     """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it is refused, small pages do."""
     cdef size_t offset = 0
     with nogil:  # zeroes the memory, which takes a while
-        while offset < nbytes:
+        while offset + HUGE_PAGE <= nbytes:  # the rest keeps small pages
             memory[offset] = 0  # the kernel collapses only what has a page
             offset += HUGE_PAGE
-        madvise(memory, nbytes, MADV_COLLAPSE)
+        madvise(memory, offset, MADV_COLLAPSE)
 
 
 cdef class Block:
@@ -112,7 +112,7 @@ cdef class Block:
 
     def __cinit__(self, Segment segment, size_t nbytes):
         cdef size_t alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
-        self.nbytes = (nbytes + alignment - 1) // alignment * alignment
+        self.nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
         self.offset = segment.allocate(self.nbytes, alignment)
         self.segment = segment
         self.generation = n_forks

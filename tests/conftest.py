@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from ranks import TRANSPORTS, Ranks
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,14 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[str]:
+    """Runs the test over every transport, one after the other."""
+    ranks.transport = request.param
+    yield request.param
+    ranks.transport = "shm"
 
 
 # Every parameter of the tests' models in one bucket, and nearly every one in a bucket of its own.

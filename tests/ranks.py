@@ -3,8 +3,9 @@
 A test takes the `ranks` fixture and calls `ranks(2, body, *args)`. `body` is a function of a test module; it runs as
 `body(comm, *args)` on every rank at the same time, and what it returns comes back as a list by rank. `@on_ranks(2)` says the same in
 one line, for tests that are nothing but a body. `fresh_ranks` starts processes for one call only, for tests that kill, fork or fail to
-initialise. Processes come from multiprocessing's fork server, which has torch loaded already, so that a new rank costs a fork instead
-of an import.
+initialise. The `transport` fixture runs a test's ranks over shared memory and over NCCL: the real one where there is a GPU, which all
+ranks share, else its stand-in, for which host memory is the device. Processes come from multiprocessing's fork server, which has torch
+loaded already, so that a new rank costs a fork instead of an import.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from stand_ins import environment, stand_ins
 
+TRANSPORTS = ("shm", "nccl")
 TIME_LIMIT = 60.0
 # Once one rank has failed, the others have this long to answer: they may be waiting for a rank that will never come.
 GRACE = 15.0
@@ -119,10 +122,11 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """A pool of worlds, one per world size, each started at its first use and reused by the tests that follow."""
+    """A pool of worlds, one per transport and world size, each started at its first use and reused by the tests that follow."""
 
     def __init__(self) -> None:
-        self._worlds: dict[int, _World] = {}
+        self.transport = "shm"
+        self._worlds: dict[tuple[str, int], _World] = {}
 
     def __call__(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = TIME_LIMIT) -> list[Any]:
         """Returns what `body(comm, *args)` returned, by rank. Raises RankError with all failures if any rank did not return."""
@@ -155,16 +159,18 @@ class Ranks:
         return [outcome.failure for outcome in outcomes if outcome.failure is not None]
 
     def close(self) -> None:
-        for world_size in list(self._worlds):
-            self._drop(world_size)
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
 
     def _world(self, world_size: int) -> _World:
-        if world_size not in self._worlds:
-            self._worlds[world_size] = _World(world_size)
-        return self._worlds[world_size]
+        key = self.transport, world_size
+        if key not in self._worlds:
+            self._worlds[key] = _World(world_size, transport=self.transport)
+        return self._worlds[key]
 
     def _drop(self, world_size: int) -> None:
-        self._worlds.pop(world_size).close()
+        self._worlds.pop((self.transport, world_size)).close()
 
 
 def fresh_ranks(
@@ -173,6 +179,7 @@ def fresh_ranks(
     *args: Any,
     env: Environment | Sequence[Environment] = NO_VARIABLES,
     pass_comm: bool = False,
+    transport: str = "shm",
     timeout: float = TIME_LIMIT,
 ) -> list[Outcome]:
     """Runs `body(place, *args)`, or `body(comm, *args)` with `pass_comm`, in new processes; returns how it ended, by rank. Never raises.
@@ -180,7 +187,7 @@ def fresh_ranks(
     `env` is set in the ranks (None unsets), one mapping for all or one per rank. The launcher's variables (RANK, MASTER_ADDR, ...) are
     absent unless `env` gives them: see `torchrun_env`.
     """
-    world = _World(world_size, env=env, pass_comm=pass_comm)
+    world = _World(world_size, env=env, pass_comm=pass_comm, transport=transport)
     try:
         outcomes = world.call(body, args, timeout, grace=None)
     finally:
@@ -246,7 +253,13 @@ def gloo() -> Any:
 class _World:
     """The processes of one world and the pipes to them. Owns both, and the directory the ranks meet in."""
 
-    def __init__(self, world_size: int, env: Environment | Sequence[Environment] = NO_VARIABLES, pass_comm: bool = True) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        env: Environment | Sequence[Environment] = NO_VARIABLES,
+        pass_comm: bool = True,
+        transport: str = "shm",
+    ) -> None:
         self._directory = tempfile.mkdtemp(prefix="ranks-")
         self._processes = []
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -255,7 +268,8 @@ class _World:
         for rank in range(world_size):
             place = Place(rank, world_size, f"file://{self._directory}/rendezvous", self._directory)
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, place, dict(environments[rank]), pass_comm), daemon=True)
+            variables = {**environment_of(transport, rank), **environments[rank]}
+            process = context.Process(target=_serve, args=(theirs, place, variables, transport if pass_comm else None), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -332,6 +346,26 @@ class _World:
             process.join(10)
 
 
+def environment_of(transport: str, rank: int) -> dict[str, str]:
+    """The variables a rank needs so that fastcomm.init(transport) works where the tests run."""
+    import torch
+
+    if transport != "nccl":
+        return {}
+    if not torch.cuda.is_available():
+        return environment(stand_ins())
+    # Several ranks on one GPU. NCCL before 2.30 must take them for ranks of different hosts; later ones want to be told.
+    sharing = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    # Kernels of different ranks wait for each other on the same multiprocessors: few blocks, nothing that is loaded or chosen late.
+    return sharing | {
+        "NCCL_MAX_CTAS": "1",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+        "NCCL_NVLS_ENABLE": "0",
+        "CUDA_MODULE_LOADING": "EAGER",
+    }
+
+
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # The modules most bodies need, so that ranks find them loaded; none of them starts threads.
@@ -339,8 +373,8 @@ def _fork_server() -> Any:
     return context
 
 
-def _serve(pipe: multiprocessing.connection.Connection, place: Place, env: Environment, pass_comm: bool) -> None:
-    """The life of a rank: answers calls until the pipe closes."""
+def _serve(pipe: multiprocessing.connection.Connection, place: Place, env: Environment, transport: str | None) -> None:
+    """The life of a rank: answers calls until the pipe closes. Bodies get a communicator over `transport`; None: they get the place."""
     global _place
     _place = place
     _settle(env)
@@ -348,9 +382,9 @@ def _serve(pipe: multiprocessing.connection.Connection, place: Place, env: Envir
     for work in _incoming(pipe):
         try:
             body, args = pickle.loads(work)
-            if pass_comm and comm is None:
-                comm = _communicator()
-            value = body(comm if pass_comm else place, *args)
+            if transport is not None and comm is None:
+                comm = _communicator(transport)
+            value = body(place if comm is None else comm, *args)
             answer = pickle.dumps(("returned", value))
             del value
         except SystemExit:
@@ -385,10 +419,14 @@ def _settle(env: Environment) -> None:
     gc.freeze()
 
 
-def _communicator() -> Any:
+def _communicator(transport: str) -> Any:
+    import torch
+
     import fastcomm
 
-    return fastcomm.init("shm", init_method=_place.init_method, rank=_place.rank, world_size=_place.world_size)
+    comm = fastcomm.init(transport, init_method=_place.init_method, rank=_place.rank, world_size=_place.world_size)
+    torch.set_default_device(comm.device)  # what bodies make is made there
+    return comm
 
 
 def _incoming(pipe: multiprocessing.connection.Connection) -> Iterator[bytes]:

@@ -139,15 +139,6 @@ static void pieces(struct rank *me) {
     }
 }
 
-static void flags_are_united(struct rank *me) {
-    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, 3000, me->shared);
-    q.descriptor.flags = me->rank < 31 ? 1u << me->rank : 0;
-    uint32_t seq = post(me, &q);
-    CHECK(wait_for(me, seq) == SHM_OK, "all_reduce with flags");
-    CHECK(shm_result_flags(me->comm, seq) == (1u << me->world_size) - 1, "flags %x", shm_result_flags(me->comm, seq));
-    verify(me, &q);
-}
-
 /* The last rank wants something else. Every rank must hear of it, from every path to every other, and then go on as before. */
 static void mismatches(struct rank *me) {
     const struct shm_descriptor usual[] = {
@@ -333,7 +324,6 @@ const struct scenario scenarios[] = {
     {"many_chunks", many_chunks, ALWAYS},
     {"many_under_way", many_under_way, ALWAYS},
     {"pieces", pieces, ALWAYS},
-    {"flags_are_united", flags_are_united, ALWAYS},
     {"mismatches", mismatches, ALWAYS},
     {"mismatch_under_way", mismatch_under_way, ALWAYS},
     {"late_rank", late_rank, ALWAYS},

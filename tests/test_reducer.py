@@ -25,6 +25,8 @@ from ranks import on_ranks
 
 import fastcomm
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # Plain backwards
 
 

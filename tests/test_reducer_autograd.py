@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastcomm
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # Checkpointing
 
 

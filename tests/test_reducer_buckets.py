@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 
+import pytest
 import torch
 from models import (
     backward,
@@ -14,6 +15,8 @@ from ranks import on_ranks
 from torch import nn
 
 import fastcomm
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 # Buckets
 
@@ -101,7 +104,10 @@ def test_gradients_return_to_their_memory_after_they_were_none(comm, buckets):
 
 
 def _memory_of_training(comm, set_to_none):
-    """What training with a reducer adds to this rank's memory, per byte of gradients: when backward is nearly through, and after it."""
+    """What training with a reducer adds to a rank's memory, per byte of gradients: when backward is nearly through, and after it.
+
+    The mean over the ranks: which of them is charged for a page that they share depends on which of them has touched it.
+    """
     model = _layers(16, size=1024)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     comm.barrier()
@@ -115,7 +121,9 @@ def _memory_of_training(comm, set_to_none):
         _backward_of_layers(model, comm.rank)
     after = _resident_bytes()
     reducer.detach()
-    return [(grown - before) / nbytes for grown in (at_the_end_of_backward[-1], after)]
+    grown = torch.tensor([(then - before) / nbytes for then in (at_the_end_of_backward[-1], after)])
+    comm.all_reduce(grown, "mean")
+    return grown.tolist()
 
 
 def _resident_bytes():

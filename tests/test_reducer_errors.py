@@ -7,12 +7,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from models import Fail, Heads, assert_gradients, backward, loss_of, mean_gradients, mlp
+from models import Fail, Heads, assert_gradients, backward, check_gradients, loss_of, mean_gradients, mlp
 from ranks import fresh_ranks, on_ranks
 from torch import nn
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 BAD_INPUT = (FastcommError, ValueError, TypeError)
 
@@ -185,18 +187,15 @@ def test_ranks_whose_buffers_differ_are_told(comm):
         fastcomm.Reducer(comm).attach(model)
 
 
-def _backward_with_other_options(comm, option, values):
-    model = mlp()
-    fastcomm.Reducer(comm, **{option: values[comm.rank]}).attach(model)
-    backward(model, comm.rank)
-
-
 @pytest.mark.parametrize(
     "option, values",
     [("first_bucket_cap_mb", (1, 0.0001)), ("op", ("mean", "sum")), ("wire_dtype", (None, torch.bfloat16))],
 )
-def test_ranks_whose_options_differ_are_told_by_the_first_backward(ranks, option, values):
-    ranks.raises(2, MismatchError, _backward_with_other_options, option, values)
+@on_ranks(2)
+def test_ranks_whose_options_differ_are_told_when_they_attach(comm, option, values):
+    with pytest.raises(MismatchError, match=option):
+        fastcomm.Reducer(comm, **{option: values[comm.rank]}).attach(mlp())
+    check_gradients(comm, mlp(), backward)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
+import pytest
 import torch
 from models import (
     assert_gradients,
@@ -20,6 +21,8 @@ from ranks import on_ranks
 from torch import nn
 
 import fastcomm
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 # Kinds of parameters
 

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 
 import fastcomm
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # Attach
 
 

@@ -1,0 +1,169 @@
+# cython: language_level=3
+"""The few CUDA driver calls that the hot path makes: launch, event record, stream wait, event query.
+
+The driver is opened at run time, so the same build works on machines with and without CUDA. Owns streams and events; knows neither
+tensors nor NCCL.
+"""
+
+import os
+
+import torch
+
+from fastcomm.errors import FastcommError, InitError
+
+from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
+from posix.unistd cimport getpid
+
+
+cdef void *library = NULL
+
+
+def load():
+    """Opens the driver: FASTCOMM_CUDA_LIBRARY if that is set, else libcuda.so.1. Returns its version, 13000 for 13.0.
+
+    Raises InitError: there is no driver, it is too old to have a call that is needed, or it does not start.
+    """
+    global library
+    cdef int version = 0
+    if library == NULL:
+        path = os.environ.get("FASTCOMM_CUDA_LIBRARY", "libcuda.so.1")
+        handle = dlopen(path.encode(), RTLD_NOW | RTLD_LOCAL)
+        if handle == NULL:
+            raise InitError(f"there is no CUDA driver on this machine: {dlerror().decode()}")
+        _find_symbols(handle)
+        code = driver.init(0)
+        if code != CUDA_SUCCESS:
+            raise InitError(f"the CUDA driver does not start: cuInit: {describe(code)}")
+        library = handle
+    check(driver.version(&version), b"cuDriverGetVersion")
+    return version
+
+
+cdef int _find_symbols(void *handle) except -1:
+    _find(<void **>&driver.init, handle, b"cuInit")
+    _find(<void **>&driver.version, handle, b"cuDriverGetVersion")
+    _find(<void **>&driver.error_name, handle, b"cuGetErrorName")
+    _find(<void **>&driver.error_string, handle, b"cuGetErrorString")
+    _find(<void **>&driver.device_count, handle, b"cuDeviceGetCount")
+    _find(<void **>&driver.device_get, handle, b"cuDeviceGet")
+    _find(<void **>&driver.device_attribute, handle, b"cuDeviceGetAttribute")
+    _find(<void **>&driver.retain_primary_context, handle, b"cuDevicePrimaryCtxRetain")
+    _find(<void **>&driver.get_context, handle, b"cuCtxGetCurrent")
+    _find(<void **>&driver.set_context, handle, b"cuCtxSetCurrent")
+    _find(<void **>&driver.synchronize, handle, b"cuCtxSynchronize")
+    _find(<void **>&driver.load_module, handle, b"cuModuleLoadData")
+    _find(<void **>&driver.get_function, handle, b"cuModuleGetFunction")
+    _find(<void **>&driver.launch, handle, b"cuLaunchKernel")
+    _find(<void **>&driver.resident_blocks, handle, b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
+    _find(<void **>&driver.priority_range, handle, b"cuCtxGetStreamPriorityRange")
+    _find(<void **>&driver.create_stream, handle, b"cuStreamCreateWithPriority")
+    _find(<void **>&driver.destroy_stream, handle, b"cuStreamDestroy_v2")
+    _find(<void **>&driver.wait_event, handle, b"cuStreamWaitEvent")
+    _find(<void **>&driver.capture_info, handle, b"cuStreamGetCaptureInfo_v2")
+    _find(<void **>&driver.exchange_capture_mode, handle, b"cuThreadExchangeStreamCaptureMode")
+    _find(<void **>&driver.create_event, handle, b"cuEventCreate")
+    _find(<void **>&driver.record_event, handle, b"cuEventRecord")
+    _find(<void **>&driver.query_event, handle, b"cuEventQuery")
+    _find(<void **>&driver.destroy_event, handle, b"cuEventDestroy_v2")
+    _find(<void **>&driver.create_user_object, handle, b"cuUserObjectCreate")
+    _find(<void **>&driver.retain_user_object, handle, b"cuGraphRetainUserObject")
+    return 0
+
+
+cdef int _find(void **symbol, void *handle, const char *name) except -1:
+    symbol[0] = dlsym(handle, name)
+    if symbol[0] == NULL:
+        raise InitError(f"the CUDA driver is too old: it has no {name.decode()}; CUDA 11.4 (driver 470) is the oldest that will do")
+    return 0
+
+
+cdef str describe(int code):
+    """A status code in words."""
+    cdef const char *name = NULL
+    cdef const char *text = NULL
+    driver.error_name(code, &name)
+    driver.error_string(code, &text)
+    return f"{name.decode()} ({text.decode()})" if name != NULL and text != NULL else f"error {code}"
+
+
+cdef int check(int code, const char *call) except -1 nogil:
+    if code == CUDA_SUCCESS:
+        return 0
+    with gil:
+        raise FastcommError(f"{call.decode()} failed: {describe(code)}")
+
+
+cdef class Event:
+    """A CUDA event without timing. Belongs to the process that made it."""
+
+    def __cinit__(self):
+        self.pid = getpid()
+        check(driver.create_event(&self.handle, CU_EVENT_DISABLE_TIMING), b"cuEventCreate")
+
+    def __dealloc__(self):
+        if self.handle != NULL and self.pid == getpid():
+            driver.destroy_event(self.handle)
+
+
+cdef class Stream:
+    """A CUDA stream of the highest priority, which does not wait for the legacy default stream. Belongs to the process that made it."""
+
+    def __cinit__(self):
+        cdef int least = 0, greatest = 0
+        self.pid = getpid()
+        check(driver.priority_range(&least, &greatest), b"cuCtxGetStreamPriorityRange")
+        check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest), b"cuStreamCreateWithPriority")
+
+    def __dealloc__(self):
+        if self.handle != NULL and self.pid == getpid():
+            driver.destroy_stream(self.handle)
+
+
+cdef class Device:
+    """A CUDA device and its primary context, which torch and NCCL use as well.
+
+    device: a torch.device. One of type "cpu" stands for host memory in the place of device memory, with one stream: what the tests'
+    stand-in for the driver works on. Raises InitError where there is no such device.
+    """
+
+    def __cinit__(self, device):
+        cdef int count = 0, number = 0
+        load()
+        if device.type != "cuda" and "FASTCOMM_CUDA_LIBRARY" not in os.environ:
+            raise InitError(f"NCCL reduces on CUDA devices, not on {device}")
+        self.device = device
+        self.index = device.index or 0
+        code = driver.device_count(&count)
+        if code != CUDA_SUCCESS or not 0 <= self.index < count:
+            raise InitError(f"there is no CUDA device {self.index}: the driver knows {count} (is CUDA_VISIBLE_DEVICES set?)")
+        check(driver.device_get(&number, self.index), b"cuDeviceGet")
+        check(driver.device_attribute(&self.n_multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number), b"cuDeviceGetAttribute")
+        check(driver.retain_primary_context(&self.context, number), b"cuDevicePrimaryCtxRetain")
+        self.raw_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None
+        self.enter()
+
+    cdef CUstream current_stream(self) except? NULL:
+        """The stream that torch launches this thread's work on."""
+        return NULL if self.raw_stream is None else <CUstream><size_t>self.raw_stream(self.index)
+
+    cdef CUcontext enter(self) except? NULL nogil:
+        """Makes this device's context the thread's. Returns the one it had, for `leave`."""
+        cdef CUcontext before = NULL
+        check(driver.get_context(&before), b"cuCtxGetCurrent")
+        if before != self.context:
+            check(driver.set_context(self.context), b"cuCtxSetCurrent")
+        return before
+
+    cdef void leave(self, CUcontext before) noexcept nogil:
+        """A thread that had another device's context gets it back; one that had none keeps ours."""
+        if before != self.context and before != NULL:
+            driver.set_context(before)
+
+    def synchronize(self):
+        """Blocks until all that was launched on the device is done."""
+        cdef CUcontext before = self.enter()
+        try:
+            with nogil:
+                check(driver.synchronize(), b"cuCtxSynchronize")
+        finally:
+            self.leave(before)

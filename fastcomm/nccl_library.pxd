@@ -1,0 +1,65 @@
+# NCCL's types and calls, declared by hand: no NCCL header is needed to build. Layouts as in nccl.h 2.32.
+
+ctypedef void *ncclComm_t
+ctypedef void *ncclWindow_t
+
+cdef enum:
+    ncclSuccess = 0
+    ncclInternalError = 3
+    ncclRemoteError = 6
+    ncclInProgress = 7
+    NCCL_CONFIG_MAGIC = 0xcafebeef
+    NCCL_CONFIG_UNDEF_INT = -2147483648
+    NCCL_WIN_COLL_SYMMETRIC = 1
+
+cdef struct ncclUniqueId:
+    char internal[128]
+
+# A newer library fills in what it knows more of, an older one reads no further than it knows: one layout does for all from 2.18 on.
+cdef struct ncclConfig_t:
+    size_t size
+    unsigned int magic, version
+    int blocking, cgaClusterSize, minCTAs, maxCTAs
+    const char *netName
+    int splitShare, trafficClass
+    const char *commName
+    int collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs
+    int nChannelsPerNetPeer, nvlinkCentricSched
+    int graphUsageMode, numRmaCtx
+    int maxP2pPeers, graphStreamOrdering
+    int launchOrderImplicit, numRmaSig, rmaEagerInit, hostCftMode, nvlsHostMode
+
+# All of NCCL that fastcomm calls. What came after 2.18 is NULL in a library that lacks it.
+cdef struct Nccl:
+    int (*get_version)(int *version) noexcept nogil
+    int (*get_unique_id)(ncclUniqueId *identifier) noexcept nogil
+    const char *(*error_string)(int code) noexcept nogil
+    const char *(*last_error)(ncclComm_t comm) noexcept nogil
+    int (*init_rank)(ncclComm_t *comm, int world_size, ncclUniqueId identifier, int rank, ncclConfig_t *config) noexcept nogil
+    int (*split)(ncclComm_t comm, int color, int key, ncclComm_t *part, ncclConfig_t *config) noexcept nogil
+    int (*finalize)(ncclComm_t comm) noexcept nogil
+    int (*destroy)(ncclComm_t comm) noexcept nogil
+    int (*abort)(ncclComm_t comm) noexcept nogil
+    int (*async_error)(ncclComm_t comm, int *code) noexcept nogil
+    int (*all_reduce)(const void *inp, void *out, size_t numel, int dtype, int op, ncclComm_t comm, void *stream) noexcept nogil
+    int (*broadcast)(const void *inp, void *out, size_t numel, int dtype, int root, ncclComm_t comm, void *stream) noexcept nogil
+    int (*all_gather)(const void *inp, void *out, size_t numel, int dtype, ncclComm_t comm, void *stream) noexcept nogil
+    int (*reduce_scatter)(const void *inp, void *out, size_t numel, int dtype, int op, ncclComm_t comm, void *stream) noexcept nogil
+    int (*group_start)() noexcept nogil
+    int (*group_end)() noexcept nogil
+    int (*mem_alloc)(void **memory, size_t nbytes) noexcept nogil  # 2.19
+    int (*mem_free)(void *memory) noexcept nogil
+    int (*register_memory)(ncclComm_t comm, void *memory, size_t nbytes, void **handle) noexcept nogil
+    int (*deregister_memory)(ncclComm_t comm, void *handle) noexcept nogil
+    int (*revoke)(ncclComm_t comm, int flags) noexcept nogil  # 2.28.7
+    int (*register_window)(ncclComm_t comm, void *memory, size_t nbytes, ncclWindow_t *window, int flags) noexcept nogil  # 2.27
+    int (*deregister_window)(ncclComm_t comm, ncclWindow_t window) noexcept nogil
+
+
+cdef Nccl nccl
+cdef int version  # 22907 is 2.29.7
+
+# Turns a status code into NcclError, naming the call.
+cdef int check(int code, const char *call) except -1 nogil
+cdef object error_of(int code, const char *call)
+cdef void fill_config(ncclConfig_t *config) noexcept nogil

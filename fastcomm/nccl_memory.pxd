@@ -1,0 +1,28 @@
+from fastcomm.cuda cimport Device
+from fastcomm.nccl_lane cimport Lane
+from fastcomm.nccl_library cimport ncclComm_t, ncclWindow_t
+
+
+# One ncclMemAlloc. `is_freed` is set by whoever drops the tensor, on any thread; the rest belongs to the pool.
+cdef struct Allocation:
+    void *memory
+    size_t nbytes
+    int is_freed
+    ncclComm_t comm  # with which it is registered, or NULL
+    void *handle
+    ncclWindow_t window
+    Allocation *next
+
+
+cdef class Pool:
+    cdef Device device
+    cdef object lock  # a watchdog forgets, too
+    cdef Allocation *first
+    cdef object allocate(self, size_t nbytes)
+    cdef int collect(self) except -1
+    cdef int register(self, const void *data, Lane lane, bint as_window) except -1
+    cdef int _register(self, const void *data, ncclComm_t comm, bint as_window) except -1
+    cdef int forget(self, ncclComm_t comm, bint deregister) except -1
+
+
+cdef Pool pool_of(Device device)

@@ -1,0 +1,239 @@
+"""Watchdog: a thread that notices when collectives on a GPU will never end, says why, and ends them.
+
+NCCL waits for ever for a rank that died, closed its communicator, left a backward by an exception or calls something else, and the host
+that launched the collective does not wait at all. So each rank's watchdog looks at what is unfinished, at its peers' processes, and at
+short notes the ranks leave each other in the store they met at. It owns no communicator and knows nothing of CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fastcomm.errors import FastcommError, MismatchError, NcclError, PeerLostError, TimeoutError
+
+TICK_S = 0.1
+STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the peers' notes
+LOOK_S = 1.0  # how often it reads them when nothing is amiss
+COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
+ANSWER_S = 2.5  # how long the ranks have to say where they are once one has given up: longer than LOOK_S
+
+_KINDS = {kind.__name__: kind for kind in (FastcommError, MismatchError, NcclError, PeerLostError, TimeoutError)}
+
+
+class Notes(Protocol):
+    """What the ranks tell each other: a key and a value each, kept by the store they met at. Raises RuntimeError when that is gone."""
+
+    def write(self, key: str, value: str) -> None: ...
+    def write_once(self, key: str, value: str) -> str: ...
+    def read(self, key: str) -> str | None: ...
+
+
+class Watched(Protocol):
+    """The communicator, as its watchdog sees it. `number` counts its collectives; `epoch` how often the ranks have met anew."""
+
+    rank: int
+    world_size: int
+    pids: tuple[int, ...]
+    number: int
+    epoch: int
+
+    def _oldest_unfinished(self) -> tuple[int, float, str] | None:
+        """Of the oldest collective that has not ended: number, seconds without progress, description."""
+
+    def _asynchronous_error(self) -> FastcommError | None: ...
+    def _fail(self, error: FastcommError) -> None: ...
+    def _interrupt(self, error: FastcommError, epoch: int) -> None: ...
+    def _enter_thread(self) -> None: ...
+
+
+class Watchdog:
+    """Watches one communicator of one rank until `stop`, or until the communicator is gone."""
+
+    def __init__(self, comm: Watched, notes: Notes, timeout_s: float, peers: Sequence[int]) -> None:
+        """peers: the ranks on this host, whose processes can be watched. Raises PeerLostError if one of them is gone already."""
+        self._comm = weakref.ref(comm)
+        self._notes = notes
+        self._timeout_s = timeout_s
+        self._lifelines: dict[int, int] = {}
+        for rank in peers:
+            if rank != comm.rank:
+                self._lifelines[rank] = _open_lifeline(comm, rank)
+        self._stopped = threading.Event()
+        self._last_look = 0.0
+        self._published: tuple[int, int] | None = None
+        self._thread = threading.Thread(target=self._run, name="fastcomm watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the watchdog looks no more."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        is_new = True
+        while not self._stopped.wait(TICK_S):
+            comm = self._comm()
+            if comm is None:
+                break
+            try:
+                if is_new:
+                    comm._enter_thread()
+                    is_new = False
+                self._tick(comm)
+            except FastcommError as error:  # the device itself is out of order
+                self.give_up(comm, error)
+            del comm
+        for lifeline in self._lifelines.values():
+            os.close(lifeline)
+
+    def _tick(self, comm: Watched) -> None:
+        error = comm._asynchronous_error()
+        if error is not None:
+            self.give_up(comm, error)
+            return
+        unfinished = comm._oldest_unfinished()
+        stalled = unfinished if unfinished is not None and unfinished[1] > STALLED_S else None
+        now = time.monotonic()
+        if stalled is None and now - self._last_look < LOOK_S:
+            return
+        self._last_look = now
+        try:
+            self._read_notes(comm, unfinished)
+            if stalled is not None:
+                self._judge(comm, *stalled)
+        except FastcommError:
+            raise
+        except RuntimeError as trouble:  # torch's stores have no better one
+            if stalled is not None:
+                self._look_at_processes(comm, stalled[2])
+                self.give_up(comm, PeerLostError(f"the store the ranks met at is gone; did rank 0's process end? ({trouble})"))
+
+    def _read_notes(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
+        """Does what another rank has found necessary."""
+        failure = self._notes.read("failure")
+        if failure is not None:
+            self._publish(comm, unfinished)
+            comm._fail(_failure_of(failure))
+            self._stopped.set()
+            return
+        if self._notes.read("question") is not None:
+            self._publish(comm, unfinished)
+        epoch = comm.epoch
+        abandoned = self._notes.read(f"abandoned/{epoch}")
+        if abandoned is not None:
+            comm._interrupt(FastcommError(abandoned), epoch)
+
+    def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
+        """Something has not ended for a while: finds out whether it ever will."""
+        if self._stopped.is_set():
+            return
+        self._look_at_processes(comm, what)
+        for rank in range(comm.world_size):
+            closed = None if rank == comm.rank else self._notes.read(f"closed/{rank}")
+            if closed is not None and json.loads(closed) < [comm.epoch, number]:
+                self.give_up(comm, PeerLostError(f"{_of(comm, rank)} closed its communicator; {_position(comm.rank, number, what)}"))
+                return
+        if age > COMPARE_S:
+            self._publish(comm, (number, age, what))
+            self._compare(comm, number, what)
+        if age > self._timeout_s:
+            self._time_out(comm, number, what)
+
+    def _look_at_processes(self, comm: Watched, what: str) -> None:
+        ready = select.poll()
+        for lifeline in self._lifelines.values():
+            ready.register(lifeline, select.POLLIN)
+        ended = {fd for fd, _ in ready.poll(0)}
+        dead = [rank for rank, lifeline in self._lifelines.items() if lifeline in ended]
+        if dead:
+            self.give_up(comm, PeerLostError(f"{', '.join(_of(comm, rank) for rank in dead)} died; rank {comm.rank} waits for {what}"))
+
+    def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
+        """Says where this rank stands: once for each place it stalls at."""
+        number, what = (comm.number, "nothing unfinished") if unfinished is None else (unfinished[0], unfinished[2])
+        if self._published != (comm.epoch, number):
+            self._published = comm.epoch, number
+            with contextlib.suppress(RuntimeError):
+                self._notes.write(f"position/{comm.epoch}/{comm.rank}", json.dumps([number, what]))
+
+    def _compare(self, comm: Watched, number: int, what: str) -> None:
+        """With rank 0, so that no store has to answer every rank's question about every other."""
+        first = self._position_of(comm, 0)
+        if first is not None and first[0] == number and first[1] != what:
+            message = (
+                f"the ranks call different collectives (number {number} on this communicator): rank 0: {first[1]}; rank {comm.rank}: {what}"
+            )
+            self.give_up(comm, MismatchError(message))
+
+    def _position_of(self, comm: Watched, rank: int) -> list[Any] | None:
+        note = self._notes.read(f"position/{comm.epoch}/{rank}")
+        return None if note is None else json.loads(note)
+
+    def _time_out(self, comm: Watched, number: int, what: str) -> None:
+        self._publish(comm, (number, self._timeout_s, what))  # others time out, too, and ask
+        with contextlib.suppress(RuntimeError):
+            others = self._ask_around(comm)
+            late = [rank for rank, position in others.items() if position is None or position[0] < number or position[1] != what]
+            where = "; ".join(f"{_of(comm, rank)}: {_last_words(others[rank])}" for rank in late)
+            self.give_up(
+                comm, TimeoutError(f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; missing: {where or 'no rank'}")
+            )
+            return
+        self.give_up(comm, TimeoutError(f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; the store is gone, too"))
+
+    def _ask_around(self, comm: Watched) -> dict[int, list[Any] | None]:
+        """Where the other ranks stand. Those that are not stalled themselves answer as soon as they read the notes."""
+        self._notes.write_once("question", "where are you?")
+        deadline = time.monotonic() + ANSWER_S
+        others: dict[int, list[Any] | None] = dict.fromkeys(rank for rank in range(comm.world_size) if rank != comm.rank)
+        while None in others.values() and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+            others = {rank: position or self._position_of(comm, rank) for rank, position in others.items()}
+        return others
+
+    def give_up(self, comm: Watched, error: FastcommError) -> None:
+        """Ends the communicator here and tells the others why. What another rank has said first is what all raise."""
+        if self._stopped.is_set():
+            return
+        with contextlib.suppress(RuntimeError):
+            error = _failure_of(self._notes.write_once("failure", failure_note(type(error).__name__, str(error))))
+        self._stopped.set()
+        comm._fail(error)
+
+
+def failure_note(kind: str, message: str) -> str:
+    """What the note "failure" says. kind: the name of one of fastcomm's errors, which every rank raises when it reads the note."""
+    return json.dumps([kind, message])
+
+
+def _failure_of(note: str) -> FastcommError:
+    kind, message = json.loads(note)
+    return _KINDS[kind](message)
+
+
+def _open_lifeline(comm: Watched, rank: int) -> int:
+    try:
+        return os.pidfd_open(comm.pids[rank])
+    except ProcessLookupError as error:
+        raise PeerLostError(f"{_of(comm, rank)} died while the ranks met") from error
+
+
+def _of(comm: Watched, rank: int) -> str:
+    return f"rank {rank} (pid {comm.pids[rank]})"
+
+
+def _position(rank: int, number: int, what: str) -> str:
+    return f"rank {rank} waits for collective number {number}, {what}"
+
+
+def _last_words(position: list[Any] | None) -> str:
+    return "does not answer" if position is None else f"is at number {position[0]}, {position[1]}"
