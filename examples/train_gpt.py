@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="rounds of the comparison with DDP (default: %(default)s)")
     options = parser.parse_args()
 
-    with fastcomm.init() as comm:
+    with fastcomm.init("shm") as comm:  # on the CPU, GPU or not: it is compared with DDP there
         text = standard_library()
         torch.manual_seed(0)
         make_model = partial(GPT, options.layers, options.width)

@@ -276,7 +276,7 @@ cdef class NcclBucket:
             values = [present * (self.comm.world_size if op == "mean" else 1)] * len(self.views)  # the flattening divides
             for i in missing:
                 values[i] = absent
-            host = torch.tensor(values, dtype=self.flat.dtype, pin_memory=self.flat.is_cuda)
+            host = torch.tensor(values, dtype=self.flat.dtype, device="cpu", pin_memory=self.flat.is_cuda)
             token = self.tokens[op, missing] = host.to(self.flat.device, non_blocking=True)
         return token
 
@@ -432,7 +432,11 @@ cdef class NcclCommunicator:
             raise type(self.failure)(*self.failure.args)
 
     cdef Ticket _new_ticket(self):
-        ticket = Ticket()
+        cdef CUcontext before = self.cuda.enter()
+        try:
+            ticket = Ticket()
+        finally:
+            self.cuda.leave(before)
         self.tickets.add(ticket)
         return ticket
 

@@ -67,8 +67,13 @@ class Heads(nn.Module):
 
 def batch(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
     """Inputs of 4 x 8 and targets of 4 x 4, others for every rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    return _here(torch.randn(4, 8, generator=generator, device="cpu"), torch.randn(4, 4, generator=generator, device="cpu"))
+
+
+def _here(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Moved to where the ranks of this test have their tensors; made on the CPU, so that they are the same everywhere."""
+    return tuple(tensor.to(torch.get_default_device()) for tensor in tensors)
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0, *extra: int) -> Tensor:
@@ -81,13 +86,14 @@ def backward(model: nn.Module, rank: int, step: int = 0) -> None:
 
 
 def image_backward(model: nn.Module, rank: int, step: int = 0) -> None:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    images, classes = torch.randn(4, 3, 12, 12, generator=generator), torch.randint(4, (4,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    images = torch.randn(4, 3, 12, 12, generator=generator, device="cpu")
+    images, classes = _here(images, torch.randint(4, (4,), generator=generator, device="cpu"))
     F.cross_entropy(model(images), classes).backward()
 
 
 def text_backward(model: nn.Module, rank: int, step: int = 0) -> None:
-    tokens = torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(1000 * step + rank))
+    (tokens,) = _here(torch.randint(32, (4, 17), generator=torch.Generator("cpu").manual_seed(1000 * step + rank), device="cpu"))
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 

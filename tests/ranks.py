@@ -362,6 +362,7 @@ def environment_of(transport: str, rank: int) -> dict[str, str]:
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
         "NCCL_NVLS_ENABLE": "0",
+        "NCCL_WIN_ENABLE": "0",
         "CUDA_MODULE_LOADING": "EAGER",
     }
 
