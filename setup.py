@@ -23,7 +23,10 @@ def extension(name: str) -> Extension:
     )
 
 
-EXTENSIONS = ("shm_memory", "shm", "cuda", "multi_tensor", "nccl_library", "nccl_memory", "nccl_lane", "nccl")
+EXTENSIONS = (
+    *("shm_memory", "shm"),
+    *("cuda", "multi_tensor", "nccl_library", "nccl_memory", "nccl_lane", "nccl_link", "nccl_bucket", "nccl"),
+)
 
 
 class BuildExtensionsAndKernels(build_ext):

@@ -63,3 +63,5 @@ cdef int version  # 22907 is 2.29.7
 cdef int check(int code, const char *call) except -1 nogil
 cdef object error_of(int code, const char *call)
 cdef void fill_config(ncclConfig_t *config) noexcept nogil
+cdef int dtype_number(dtype) except -1
+cdef int op_number(str op) except -1

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-import torch  # first of all: its CUDA builds bring NCCL with them  # no-cython-lint
+import torch  # first of all: its CUDA builds bring NCCL with them
 
 from fastcomm.errors import InitError, NcclError
 
@@ -19,7 +19,9 @@ from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 
 cdef extern from *:
     """
+    #ifndef _GNU_SOURCE
     #define _GNU_SOURCE
+    #endif
     #include <dlfcn.h>
     static const char *fastcomm_file_of(void *symbol) {
         Dl_info info;
@@ -175,3 +177,27 @@ def unique_id():
     with nogil:
         check(nccl.get_unique_id(&identifier), b"ncclGetUniqueId")
     return identifier.internal[:128].hex()
+
+
+# ---- what NCCL calls torch's dtypes and ops ------------------------------------------------------------------------------------------
+
+DTYPES = {
+    torch.float32: 7, torch.float64: 8, torch.float16: 6, torch.bfloat16: 9, torch.int32: 2, torch.int64: 4, torch.uint8: 1,
+    torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
+}
+FIRST_WITH_FP8 = 22400
+OPS = {"sum": 0, "mean": 0, "prod": 1, "max": 2, "min": 3}  # a mean is a scaled sum: ncclAvg would turn NVLink SHARP off
+
+
+cdef int dtype_number(dtype) except -1:
+    """Raises TypeError for what this NCCL cannot reduce."""
+    number = DTYPES.get(dtype)
+    if number is None:
+        raise TypeError(f"dtype must be one of {', '.join(str(known).removeprefix('torch.') for known in DTYPES)}; got {dtype}")
+    if number >= DTYPES[torch.float8_e4m3fn] and version < FIRST_WITH_FP8:
+        raise TypeError(f"{dtype} needs NCCL 2.24 or newer; this is {version_text(version)}")
+    return number
+
+
+cdef int op_number(str op) except -1:
+    return OPS[op]

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fastcomm.errors import FastcommError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm.errors import FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
 
 TICK_S = 0.1
 STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the peers' notes
@@ -25,7 +25,7 @@ LOOK_S = 1.0  # how often it reads them when nothing is amiss
 COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
 ANSWER_S = 2.5  # how long the ranks have to say where they are once one has given up: longer than LOOK_S
 
-_KINDS = {kind.__name__: kind for kind in (FastcommError, MismatchError, NcclError, PeerLostError, TimeoutError)}
+_KINDS = {kind.__name__: kind for kind in (FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError)}
 
 
 class Notes(Protocol):

@@ -18,6 +18,8 @@ FLOORS = (
     ("communicator", "multi_tensor", "nccl_library", "watchdog"),
     ("nccl_lane",),
     ("nccl_memory",),
+    ("nccl_link",),
+    ("nccl_bucket",),
     ("shm", "nccl", "hosted"),
     ("rendezvous",),
     ("bucket",),

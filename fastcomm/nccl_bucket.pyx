@@ -1,0 +1,252 @@
+# cython: language_level=3
+"""NcclBucket: a flat buffer and its way over NCCL, from the gradients where autograd has put them and back, launched in one call."""
+
+import torch
+
+from fastcomm.communicator import BoundBucket, BucketWork, presence_values
+from fastcomm.errors import FastcommError
+
+cimport cython
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport free, malloc
+
+from fastcomm.cuda cimport CUcontext, CUstream, Event, check, driver
+from fastcomm.multi_tensor cimport MultiTensor
+from fastcomm.nccl_lane cimport ALL_REDUCE, Lane, Ticket
+from fastcomm.nccl_library cimport dtype_number, nccl, ncclInternalError, ncclSuccess, op_number
+from fastcomm.nccl_link cimport Link, Range
+
+
+@cython.freelist(8)
+cdef class NcclBucketWork:
+    """A bucket under way."""
+
+    cdef NcclBucket bucket
+    cdef object op
+    cdef int epoch
+    cdef bint is_captured
+
+    def wait(self):
+        """As NcclWork.wait."""
+        self.bucket.comm._check_work(self.epoch)
+        self.bucket.last_waited_on = self.bucket.comm._order_current_after(self.bucket.ticket.done)
+
+    def is_completed(self):
+        """Whether the result is in place."""
+        return self.bucket.comm._is_over(self.bucket.ticket.done)
+
+    def present(self):
+        """See BucketWork.present. Waits for the device; while a CUDA graph is captured all parameters count as present."""
+        if self.is_captured:
+            return [True] * len(self.bucket.views)
+        absent, _ = presence_values(self.op)
+        present = (self.bucket.presence.float() != absent).tolist()
+        self.bucket.comm._check_work(self.epoch)
+        return present
+
+
+@cython.no_gc_clear  # __dealloc__ needs the communicator
+cdef class NcclBucket:
+    """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of the host's per round."""
+
+    cdef Link comm
+    cdef object __weakref__
+    cdef Lane lane
+    cdef Ticket ticket
+    cdef object flat, wire, presence
+    cdef list views, kept
+    cdef MultiTensor gathering, scattering, measuring
+    cdef char *base
+    cdef size_t nbytes, numel
+    cdef Range *range
+    cdef int dtype
+    cdef set streams  # on which gradients of this round were produced
+    cdef CUstream last_waited_on
+    cdef dict tokens  # by op: what the presence of all parameters looks like, on the device
+    cdef Event side
+    cdef object token  # what last round has left in the wire
+    cdef bint is_moved, was_captured
+
+    def __cinit__(self, Link comm, flat, list views, list offsets, wire, uint32_t label, int lane):
+        cdef size_t n = len(views)
+        self.comm, self.flat, self.wire, self.views = comm, flat, wire, views
+        self.lane = comm._lane(lane)
+        self.ticket = comm._new_ticket()
+        self.ticket.kind, self.ticket.dtype, self.ticket.numel, self.ticket.label = ALL_REDUCE, wire.dtype, wire.numel(), label
+        self.base, self.nbytes = <char *><size_t>flat.data_ptr(), flat.numel() * flat.element_size()
+        self.dtype, self.numel = dtype_number(wire.dtype), wire.numel()
+        self.presence = wire[wire.numel() - n:]
+        numels = [view.numel() for view in views]
+        self.gathering = MultiTensor([*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, comm.cuda)
+        self.scattering = None if wire is flat else MultiTensor(numels, offsets, flat.dtype, wire.dtype, comm.cuda)
+        self.streams, self.tokens, self.kept, self.side = set(), {}, [], Event()
+        for i in range(n):
+            self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
+            if self.scattering is not None:
+                self.scattering.addresses[i] = self.gathering.addresses[i]
+        comm._register(self.lane, wire, label)
+        self._claim_memory()
+        comm.buckets.add(self)
+
+    def register_memory(self):
+        """Anew, with this rank's NCCL alone."""
+        self.comm.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, False)
+
+    cdef int _claim_memory(self) except -1:
+        self.range = <Range *>malloc(sizeof(Range))
+        if self.range == NULL:
+            raise MemoryError("out of memory")
+        self.range[0] = Range(self.base, self.nbytes, self.comm.ranges)
+        self.comm.ranges = self.range
+        return 0
+
+    def __dealloc__(self):
+        cdef Range **link
+        if self.range != NULL:
+            link = &self.comm.ranges
+            while link[0] != self.range:
+                link = &link[0].next
+            link[0] = self.range.next
+            free(self.range)
+
+    cdef bint _is_another_gradient(self, char *source) noexcept:
+        """Whether it lies in a flat buffer, this one or another bucket's, whose contents change at times of their own."""
+        cdef Range *candidate = self.comm.ranges
+        while candidate != NULL:
+            if <size_t>(source - candidate.base) < candidate.nbytes:
+                return True
+            candidate = candidate.next
+        return False
+
+    def note_stream(self):
+        """A gradient has been produced on the current stream."""
+        self.streams.add(<size_t>self.comm.cuda.current_stream())
+
+    def gather(self, list parameters):
+        """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
+        cdef list left = []
+        cdef char *source
+        self.is_moved = False
+        self.kept = []
+        for i in range(len(parameters)):
+            parameter, view = parameters[i], self.views[i]
+            self.gathering.addresses[i] = place = <void *><size_t>view.data_ptr()
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                left.append(i)
+                continue
+            if gradient is view:
+                continue
+            if gradient.layout is not torch.strided:
+                raise RuntimeError("sparse gradients cannot be gathered")
+            source = <char *><size_t>gradient.data_ptr()
+            if source != place and self._is_another_gradient(source):
+                raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+            if gradient.dtype is not view.dtype or gradient.stride() != view.stride():
+                view.copy_(gradient.clone() if source == place else gradient)
+            else:
+                self.gathering.addresses[i] = source
+                self.kept.append(gradient)
+                self.is_moved = True
+            parameter.grad = view
+        return left
+
+    def launch(self, str op, list missing):
+        """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the lane's."""
+        cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
+        cdef Link comm = self.comm
+        cdef double scale = 1.0 / comm.world_size if op == "mean" else 1.0
+        cdef int code = ncclInternalError
+        comm._check_usable()
+        cdef CUstream current = comm.cuda.current_stream()
+        cdef CUcontext before = comm.cuda.enter()
+        try:
+            work.is_captured = comm._note_capture(current)
+            token = self._token(op, () if work.is_captured else tuple(missing))
+            self.gathering.addresses[len(self.views)] = <void *><size_t>token.data_ptr()
+            self._order(current, work.is_captured)
+            # Where nothing moves and nothing is scaled, last round's presence still stands in the wire: see presence_values.
+            flattens = bool(missing) or self.is_moved or scale != 1 or self.wire is not self.flat or token is not self.token
+            comm._begin(self.lane, self.ticket, op)
+            try:
+                code = self._launch_on(current, scale, flattens, op_number(op))
+            finally:
+                comm._end(self.lane, self.ticket, work.is_captured)
+            if code != ncclSuccess:
+                raise comm._reason(comm._error(code, b"ncclAllReduce"))
+        finally:
+            comm.cuda.leave(before)
+        self.token, self.was_captured = token, work.is_captured
+        self._release(current)
+        work.bucket, work.op, work.epoch = self, op, comm.epoch
+        return work
+
+    cdef int _launch_on(self, CUstream current, double scale, bint flattens, int op) except -1:
+        """The whole way of a bucket, in one release of the GIL. Returns NCCL's code."""
+        cdef void *wire = <void *><size_t>self.wire.data_ptr()
+        cdef bint scatters = self.scattering is not None
+        cdef CUstream stream = self.lane.stream.handle
+        cdef int code
+        with nogil:  # may wait inside NCCL, which connects at the first collective
+            if flattens:
+                self.gathering.flatten_on(current, wire, scale)
+            check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
+            check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
+            code = nccl.all_reduce(wire, wire, self.numel, self.dtype, op, self.lane.comm, stream)
+            if code != ncclSuccess:
+                return code
+            if scatters:
+                self.scattering.unflatten_on(stream, wire, 1, True)
+            check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
+        return ncclSuccess
+
+    cdef _token(self, str op, tuple missing):
+        """What travels behind the gradients: for each parameter whether this rank has a gradient of it. On the device, kept for reuse."""
+        token = self.tokens.get((op, missing))
+        if token is None:
+            absent, present = presence_values(op)
+            values = [present * (self.comm.world_size if op == "mean" else 1)] * len(self.views)  # the flattening divides
+            for i in missing:
+                values[i] = absent
+            host = torch.tensor(values, dtype=self.flat.dtype, device="cpu", pin_memory=self.flat.is_cuda)
+            token = self.tokens[op, missing] = host.to(self.flat.device, non_blocking=True)
+        return token
+
+    cdef int _order(self, CUstream current, bint is_captured) except -1:
+        """The flattening comes after the gradients, whatever streams they were produced on, and after the last round's results."""
+        cdef CUstream other
+        for stream in self.streams:
+            other = <CUstream><size_t>stream
+            if other != current:
+                check(driver.record_event(self.side.handle, other), b"cuEventRecord")
+                check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
+        # A capture takes no events from outside, and none of its own out; the caller synchronises around it.
+        if self.ticket.number and current != self.last_waited_on and not is_captured and not self.was_captured:
+            check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
+        return 0
+
+    cdef _release(self, CUstream current):
+        """The gradients have been read when the current stream comes this far: their memory may be used for what it does next."""
+        if self.streams - {<size_t>current}:
+            for gradient in self.kept:  # but they belong to other streams
+                gradient.record_stream(torch.cuda.current_stream(self.flat.device))
+        self.kept = []
+        self.streams.clear()
+
+    def statistics(self, *, bint is_changed):
+        """See BoundBucket.statistics. Found on the way where gradients are cast back; else by one pass over the flat buffer."""
+        counted = self.scattering
+        if counted is None or is_changed:
+            counted = self._measuring()
+            counted.norm(self.views)
+        return counted.square_sum, counted.n_nonfinite
+
+    cdef object _measuring(self):
+        if self.measuring is None:
+            numels = [view.numel() for view in self.views]
+            self.measuring = MultiTensor(numels, self.gathering.offsets[:-1], self.flat.dtype, self.flat.dtype, self.comm.cuda)
+        return self.measuring
+
+
+BoundBucket.register(NcclBucket)
+BucketWork.register(NcclBucketWork)
