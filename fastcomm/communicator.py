@@ -103,6 +103,10 @@ class Communicator(abc.ABC):
         """Copies rank `src`'s `tensor` into every other rank's."""
 
     @abc.abstractmethod
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
+        """As `broadcast`, of many tensors, at once where the transport can."""
+
+    @abc.abstractmethod
     def all_gather_single(self, out: Tensor, inp: Tensor) -> None:
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements."""
 

@@ -17,6 +17,7 @@ from fastcomm.nccl_bucket import NcclBucket
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint32_t
+from libc.stdlib cimport free, malloc
 
 from fastcomm.cuda cimport CUcontext, CUstream, check, driver
 from fastcomm.nccl_lane cimport ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket
@@ -28,6 +29,12 @@ cdef object TENSOR = torch.Tensor
 cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 cdef tuple CALLS = (b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"ncclReduceScatter")
 cdef double POLL_S = 50e-6
+cdef int UINT8 = dtype_number(torch.uint8)
+
+
+cdef struct Bytes:
+    void *data
+    size_t nbytes
 
 
 @cython.freelist(8)
@@ -131,6 +138,55 @@ cdef class NcclCommunicator(Link):
         if not 0 <= src < self.world_size:
             raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
         self._collective(BROADCAST, tensor, tensor, None, src, False, None)
+
+    def broadcast_all(self, list tensors, int src=0):
+        """As broadcast, of many tensors of any dtype, in one launch."""
+        for tensor in tensors:
+            self._check(tensor)
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
+        cdef Lane lane = self.lanes[0]
+        cdef Ticket ticket = lane.ticket
+        cdef CUcontext before = self.cuda.enter()
+        cdef int code = ncclInternalError
+        ticket.kind, ticket.dtype, ticket.numel, ticket.root = BROADCAST, torch.uint8, sum([t.nbytes for t in tensors]), src
+        try:
+            self._begin(lane, ticket, None)
+            try:
+                code = self._launch_group(lane, [(t.data_ptr(), t.nbytes) for t in tensors if t.nbytes], src)
+            finally:
+                self._end(lane, ticket, False)
+            if code != ncclSuccess:
+                raise self._error(code, CALLS[BROADCAST])
+        except FastcommError as error:
+            raise self._reason(error) from error
+        finally:
+            self.cuda.leave(before)
+        self._order_current_after(ticket.done)
+
+    cdef int _launch_group(self, Lane lane, list places, int root) except -1:
+        """Broadcasts of (address, bytes). Returns NCCL's code: the first that is not success, but the group is ended in any case."""
+        cdef CUstream current = self.cuda.current_stream(), stream = lane.stream.handle
+        cdef size_t n = len(places), i
+        cdef Bytes *pieces = <Bytes *>malloc((n + 1) * sizeof(Bytes))
+        cdef int code, end
+        if pieces == NULL:
+            raise MemoryError("out of memory")
+        for i in range(n):
+            pieces[i] = Bytes(<void *><size_t>places[i][0], places[i][1])
+        try:
+            with nogil:  # may wait inside NCCL, which connects at the first collective
+                check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
+                check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
+                code = nccl.group_start()
+                for i in range(n):
+                    if code == ncclSuccess:
+                        code = nccl.broadcast(pieces[i].data, pieces[i].data, pieces[i].nbytes, UINT8, root, lane.comm, stream)
+                end = nccl.group_end()
+                check(driver.record_event(lane.ticket.done.handle, stream), b"cuEventRecord")
+        finally:
+            free(pieces)
+        return code if code != ncclSuccess else end
 
     def all_gather_single(self, out, inp):
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""

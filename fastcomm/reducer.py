@@ -8,7 +8,6 @@ section 3.2; where it departs from DistributedDataParallel, the departure is sai
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 import weakref
@@ -114,8 +113,7 @@ class Reducer:
         named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         self._verify(named, buffers)
-        for tensor in itertools.chain((p for _, p in named), (b for _, b in buffers)):
-            _broadcast(self.comm, tensor.detach(), 0)
+        _broadcast(self.comm, [tensor.detach() for _, tensor in (*named, *buffers)], 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self._frozen = [(name, weakref.ref(p)) for name, p in named if not p.requires_grad]
         try:
@@ -402,8 +400,7 @@ class Reducer:
         """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective; never done behind your back."""
         model = self._attached_model()
         if isinstance(model, nn.Module):
-            for buffer in model.buffers():
-                _broadcast(self.comm, buffer, src)
+            _broadcast(self.comm, list(model.buffers()), src)
 
 
 class _EndOfBackward:
@@ -454,12 +451,13 @@ def _enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
     return n_backwards > 1, None
 
 
-def _broadcast(comm: Communicator, tensor: Tensor, src: int) -> None:
-    """Copies rank src's `tensor`, of any strides and dtype, to the others: as bytes."""
-    flat = tensor.contiguous().reshape(-1)
-    comm.broadcast(flat.view(torch.uint8), src)
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+def _broadcast(comm: Communicator, tensors: list[Tensor], src: int) -> None:
+    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes."""
+    flats = [tensor.contiguous().reshape(-1) for tensor in tensors]
+    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src)
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
 
 
 def _signature(kind: str, name: str, tensor: Tensor) -> tuple[str, str, dict[str, Any]]:

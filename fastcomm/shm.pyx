@@ -390,6 +390,11 @@ cdef class ShmCommunicator:
         d.root = src
         self._collective(&d, tensor, data, tensor, data, False)
 
+    def broadcast_all(self, list tensors, int src=0):
+        """As broadcast, of one tensor after the other."""
+        for tensor in tensors:
+            self.broadcast(tensor, src)
+
     def all_gather_single(self, out, inp):
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""
         cdef shm_descriptor d = _descriptor(SHM_ALL_GATHER, SHM_SUM)
