@@ -1,8 +1,10 @@
-"""All-reduce by size: fastcomm beside Gloo, MPI and the streaming bound of the machine, all measured in one run.
+"""All-reduce by size: fastcomm beside Gloo, MPI and the streaming bound of the machine, or beside torch.distributed over NCCL, in one run.
 
     python bench/allreduce.py                        1 KiB to 256 MiB, 2 ranks, tensors in shared memory
     python bench/allreduce.py --tensors ordinary     the same on ordinary tensors
     python bench/allreduce.py --ranks 4 -e 64M
+    python bench/allreduce.py --device cuda          a rank for each GPU
+    python bench/allreduce.py --device cuda --share --ranks 2    both on one GPU: are results right? times mean nothing
 
 Flags and table are those of nccl-tests (https://github.com/NVIDIA/nccl-tests), with columns for the peers on the right; sizes are in
 bytes, algbw = bytes / time, busbw = algbw * 2 (n - 1) / n. A time is the median over calls made one after the other from Python, host
@@ -12,6 +14,9 @@ own two-buffer call.
 Peers take turns within every size, ROUNDS times; those that are not measured sleep. The bound is the time that all ranks at once need
 to read n private shards of 1 / n of the size, reduce them and write the result into each: the memory traffic of an all-reduce, and
 nothing else.
+
+On GPUs a time is what passes between two events around calls made back to back, the host's part included where that is longer; fastcomm
+has its tensors in comm.empty and, as a peer of its own, in torch.empty. One rank alone has nothing to reduce: what is left is the call.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cuda_clock
 import launch
 import machine
+import torch
 
 RANK_SCRIPT = Path(__file__).resolve().with_name("allreduce_rank.py")
 RESULTS = Path(__file__).resolve().with_name("results")
@@ -40,6 +47,7 @@ ROUNDS = 5
 TURN_SECONDS = 0.1
 FEWEST, MOST = 2, 2000
 
+PEERS = ("gloo", "mpi", "ordinary", "nccl")
 PLACEMENTS = ("out_of_place", "in_place")
 # nccl-tests' names. MPI has no 16-bit floating-point types.
 DTYPES = {
@@ -91,11 +99,15 @@ class Row:
 
 def main() -> int:
     options = parse_options()
+    reason = cuda_clock.why_not() if options.device == "cuda" else None
+    if reason is not None:
+        print(f"bench/allreduce.py --device cuda needs a GPU, and {reason}", file=sys.stderr)
+        return 2
     launch.exit_on_sigterm()
     missing: dict[str, str] = {}
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
-        contenders = start(options, stack, missing)
+        contenders = (start_on_gpus if options.device == "cuda" else start)(options, stack, missing)
         print_head(options, contenders, missing)
         for nbytes in sizes(options):
             row = measure_size(contenders, max(1, nbytes // NBYTES[options.d]), options)
@@ -103,6 +115,8 @@ def main() -> int:
             rows.append(row)
     print_tail(rows, options.ranks)
     write_results(rows, missing, options)
+    if options.device == "cuda":
+        print_headline(rows[-1])
     return 1 if any(sum(row.wrong.values()) for row in rows) else 0
 
 
@@ -121,9 +135,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("-c", type=int, choices=(0, 1), default=1, help="whether to check the results (1)")
     parser.add_argument("-d", choices=tuple(DTYPES), default="float", help="dtype (float)")
     parser.add_argument("-o", choices=tuple(OPS), default="sum", help="operation (sum)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (cpu)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks, on this machine (2; on GPUs as many as there are)")
+    parser.add_argument("--share", action="store_true", help="on a GPU: all ranks use the first one, to see that results are right")
     parser.add_argument(
-        "--peers", type=parse_peers, default="gloo,mpi", help='what to compare with: gloo, mpi, both separated by a comma, or ""'
+        "--peers", type=parse_peers, default="gloo,mpi", help='what to compare with: gloo, mpi, both separated by a comma, or "" (CPU)'
     )
     parser.add_argument(
         "--tensors", choices=("comm", "ordinary"), default="comm", help="fastcomm's tensors: comm.empty or torch.empty (comm)"
@@ -131,6 +147,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (in the source tree: bench/results/)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time over size")
     options = parser.parse_args()
+    if options.ranks is None:
+        options.ranks = max(1, cuda_clock.device_count()) if options.device == "cuda" and not options.share else 2
+    if options.share and options.device != "cuda":
+        parser.error("--share is for --device cuda")
+    if options.device == "cuda" and not options.share and options.ranks > max(1, cuda_clock.device_count()):
+        parser.error(
+            f"there are {cuda_clock.device_count()} GPUs for {options.ranks} ranks; --share lets them use one, for correctness only"
+        )
     if options.i is not None and options.f is not None:
         parser.error("sizes grow by a factor (-f) or by an increment (-i), not by both")
     if options.i is None and options.f is None:
@@ -196,6 +220,13 @@ def start(options: argparse.Namespace, stack: contextlib.ExitStack, missing: dic
     return contenders
 
 
+def start_on_gpus(options: argparse.Namespace, stack: contextlib.ExitStack, missing: dict[str, str]) -> dict[str, launch.Ranks]:
+    """As start. fastcomm on ordinary tensors is a contender of its own."""
+    arguments = ["cuda", "--dtype", DTYPES[options.d], "--op", OPS[options.o], "--tensors", options.tensors]
+    ranks = stack.enter_context(launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments + ["--share"] * options.share))
+    return {"fastcomm": ranks, "ordinary": ranks, "nccl": ranks}
+
+
 def why_no_mpi(dtype: str) -> str | None:
     if dtype in ("half", "bfloat16"):
         return f"MPI has no {dtype}"
@@ -249,10 +280,14 @@ def print_head(options: argparse.Namespace, contenders: dict[str, launch.Ranks],
     print(f"# {machine.summary(machine.describe())}")
     print("# Collective test starting: all_reduce_perf")
     print(
-        f"# nThread 1 nGpus 0 minBytes {options.b} maxBytes {options.e} step: {step} "
+        f"# nThread 1 nGpus {int(options.device == 'cuda')} minBytes {options.b} maxBytes {options.e} step: {step} "
         f"warmup iters: {options.w} iters: {calls} agg iters: 1 validation: {options.c} graph: 0 unalign: 0"
     )
     print(f"# {options.ranks} ranks, tensors: {'comm.empty' if options.tensors == 'comm' else 'torch.empty'}")
+    if options.device == "cuda":
+        print(f"# NCCL {machine.nccl_version()}; torch was built with {torch_nccl_version()}")
+    if options.share:
+        print("# The ranks share one GPU: this is for correctness only, the times mean nothing.")
     if options.ranks > machine.cores():
         print(f"# More ranks than cores ({machine.cores()}): the ranks share cores, and times say how well they do.")
     for peer, reason in missing.items():
@@ -268,6 +303,10 @@ def print_head(options: argparse.Namespace, contenders: dict[str, launch.Ranks],
         units += f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>6}"
     print(names + "".join(f"  {peer:>8}  {'ratio':>6}" for peer in beside))
     print(units + "".join(f"  {'(us)':>8}  {'':>6}" for _ in beside), flush=True)
+
+
+def torch_nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
 
 
 def format_row(row: Row, options: argparse.Namespace, contenders: list[str]) -> str:
@@ -311,10 +350,15 @@ def print_tail(rows: list[Row], ranks: int) -> None:
     print("#\n# Collective test concluded: all_reduce_perf")
 
 
+def print_headline(row: Row) -> None:
+    times = ", ".join(f"{peer} {row.time(peer):.1f} us" for peer in ("fastcomm", "ordinary", "nccl"))
+    print(f"# {short_size(row.nbytes)} in place: {times}")
+
+
 def write_results(rows: list[Row], missing: dict[str, str], options: argparse.Namespace) -> None:
     path = options.json
     if path is None and RESULTS.is_dir():
-        path = RESULTS / f"allreduce-{options.ranks}ranks-{options.tensors}.json"
+        path = RESULTS / f"allreduce-{'cuda-' if options.device == 'cuda' else ''}{options.ranks}ranks-{options.tensors}.json"
     if path is not None:
         path.write_text(json.dumps(as_json(rows, missing, options), indent=1) + "\n")
         print(f"# Results: {os.path.relpath(path)}")
@@ -327,6 +371,8 @@ def as_json(rows: list[Row], missing: dict[str, str], options: argparse.Namespac
     return {
         "benchmark": "allreduce",
         "machine": machine.describe(),
+        "device": options.device,
+        "ranks_share_a_gpu": options.share,
         "ranks": options.ranks,
         "tensors": options.tensors,
         "dtype": DTYPES[options.d],
@@ -347,8 +393,9 @@ def row_as_json(row: Row, ranks: int) -> dict[str, Any]:
             "busbw_gbs": round(busbw, 4),
             "wrong": row.wrong.get((peer, placement)),
         }
-    ratios = {f"{peer}/fastcomm": row.ratio(peer, "fastcomm") for peer in ("gloo", "mpi") if row.has(peer)}
-    ratios["fastcomm/bound"] = row.ratio("fastcomm", "bound")
+    ratios = {f"{peer}/fastcomm": row.ratio(peer, "fastcomm") for peer in PEERS if row.has(peer)}
+    if row.has("bound"):
+        ratios["fastcomm/bound"] = row.ratio("fastcomm", "bound")
     return {"nbytes": row.nbytes, "count": row.count, "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()}, **peers}
 
 
@@ -360,6 +407,7 @@ def plot(rows: list[Row], options: argparse.Namespace) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     styles = {"gloo": ("Gloo", "tab:orange", "-"), "mpi": ("MPI", "tab:green", "-"), "fastcomm": ("fastcomm", "tab:blue", "-")}
+    styles |= {"ordinary": ("fastcomm, torch.empty", "tab:cyan", "-"), "nccl": ("torch.distributed NCCL", "tab:red", "-")}
     styles["bound"] = ("streaming bound", "gray", ":")
     for peer, (label, color, line) in styles.items():
         if rows[0].has(peer):

@@ -1,7 +1,8 @@
 """One rank of bench/allreduce.py: the all-reduces that are measured, their timing and the check of their results.
 
 Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo (torch.distributed) and of the streaming bound;
-`mpi`, under mpirun, makes one of MPI. Every peer is called from Python, on tensors of its own.
+`mpi`, under mpirun, makes one of MPI; `cuda` one of fastcomm and of torch.distributed, both over NCCL. Every peer is called from Python,
+on tensors of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import cuda_clock
 import launch
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ class Settings:
     dtype: torch.dtype
     op: str
     tensors: str
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -49,30 +52,45 @@ class Prepared:
 
 
 class Fastcomm:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, backend: str) -> None:
         import fastcomm
 
         self.settings = settings
         self.comm = fastcomm.init(
-            "shm",
+            backend,
             init_method=f"file://{launch.scratch()}/fastcomm",
             rank=settings.rank,
             world_size=settings.world_size,
+            device=settings.device,
             timeout=TIMEOUT,
         )
         self.barrier = self.comm.barrier
         self.close = self.comm.close
 
     def prepare(self, count: int) -> Prepared:
-        dtype, op = self.settings.dtype, self.settings.op
-        inp = torch.empty(count, dtype=dtype)
-        out = self.comm.empty(count, dtype=dtype) if self.settings.tensors == "comm" else torch.empty(count, dtype=dtype)
+        return self.prepare_in(self.settings.tensors, count)
+
+    def prepare_in(self, tensors: str, count: int) -> Prepared:
+        dtype, op, device = self.settings.dtype, self.settings.op, self.settings.device
+        inp = torch.empty(count, dtype=dtype, device=device)
+        out = self.comm.empty(count, dtype=dtype) if tensors == "comm" else torch.empty_like(inp)
 
         def out_of_place() -> None:
             out.copy_(inp)
             self.comm.all_reduce(out, op)
 
         return Prepared(inp, out, functools.partial(self.comm.all_reduce, out, op), out_of_place)
+
+
+class Ordinary:
+    """fastcomm's communicator on tensors it knows nothing of."""
+
+    def __init__(self, peer: Fastcomm) -> None:
+        self.barrier = peer.barrier
+        self.prepare = functools.partial(peer.prepare_in, "ordinary")
+
+    def close(self) -> None:
+        pass
 
 
 class Bound:
@@ -96,16 +114,16 @@ class Bound:
         pass
 
 
-class Gloo:
-    """torch.distributed's Gloo group. It has no mean: what DDP does, sum and divide, takes its place."""
+class TorchDistributed:
+    """torch.distributed's Gloo or NCCL group. Gloo has no mean: what DDP does, sum and divide, takes its place."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, backend: str) -> None:
         import torch.distributed as dist
 
         self.settings = settings
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{launch.scratch()}/gloo",
+            backend,
+            init_method=f"file://{launch.scratch()}/{backend}",
             rank=settings.rank,
             world_size=settings.world_size,
             timeout=TIMEOUT,
@@ -122,7 +140,7 @@ class Gloo:
         self._all_reduce = functools.partial(dist.all_reduce, op=ops[settings.op])
 
     def prepare(self, count: int) -> Prepared:
-        inp, out = (torch.empty(count, dtype=self.settings.dtype) for _ in range(2))
+        inp, out = (torch.empty(count, dtype=self.settings.dtype, device=self.settings.device) for _ in range(2))
         reduce = functools.partial(self._all_reduce, out)
 
         def mean() -> None:
@@ -216,6 +234,22 @@ class Methods:
         return count_wrong(prepared.out, expected(self.settings), tolerance(self.settings))
 
 
+class CudaMethods(Methods):
+    def measure(self, peer: str, placement: str, warmup: int, iterations: int) -> list[int]:
+        """As on the CPU, by events: the mean of all calls stands for each."""
+        call = getattr(self.prepared[peer], placement)
+        self.peers[peer].barrier()
+        for _ in range(warmup):
+            call()
+        gc.disable()
+        with cuda_clock.Span() as span:
+            for _ in range(iterations):
+                call()
+        gc.enable()
+        # At least one: calls that take nothing would be planned without end.
+        return [max(1, round(1e3 * span.microseconds() / iterations))] * iterations
+
+
 def contribution(rank: int, op: str) -> Tensor:
     """One period of a rank's input. Small whole numbers: their sum over 64 ranks, and their product, are exact in every dtype."""
     index = torch.arange(PATTERN)
@@ -237,12 +271,14 @@ def tolerance(settings: Settings) -> float:
 
 
 def fill(buffer: Tensor, period: Tensor) -> None:
+    period = period.to(buffer.device)
     for part in buffer.split(PATTERN):
         part.copy_(period[: part.numel()])
 
 
 def count_wrong(buffer: Tensor, period: Tensor, relative: float) -> int:
     wrong = 0
+    period = period.to(buffer.device)
     for part in buffer.split(PATTERN):
         want = period[: part.numel()]
         # Not "how many are off by more": a NaN is wrong too.
@@ -259,26 +295,34 @@ def mpi_rank() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("torch", "mpi"))
+    parser.add_argument("kind", choices=("torch", "mpi", "cuda"))
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--op", required=True)
     parser.add_argument("--tensors", default="ordinary")
     parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--share", action="store_true")
     options = parser.parse_args()
     launch.die_with_parent()
     torch.set_num_threads(1)
 
     rank = mpi_rank() if options.kind == "mpi" else int(os.environ["RANK"])
-    settings = Settings(rank, int(os.environ["WORLD_SIZE"]), getattr(torch, options.dtype), options.op, options.tensors)
+    if options.share:
+        cuda_clock.share_card(rank)
+    device = cuda_clock.use_device(0 if options.share else rank) if options.kind == "cuda" else torch.device("cpu")
+    settings = Settings(rank, int(os.environ["WORLD_SIZE"]), getattr(torch, options.dtype), options.op, options.tensors, device)
     peers: dict[str, Any] = {}
     if options.kind == "mpi":
         peers["mpi"] = Mpi(settings)
+    elif options.kind == "cuda":
+        peers["fastcomm"] = Fastcomm(settings, "nccl")
+        peers["ordinary"] = Ordinary(peers["fastcomm"])
+        peers["nccl"] = TorchDistributed(settings, "nccl" if device.type == "cuda" else "gloo")
     else:
-        peers["fastcomm"] = Fastcomm(settings)
+        peers["fastcomm"] = Fastcomm(settings, "shm")
         peers["bound"] = Bound(settings, peers["fastcomm"].barrier)
         if options.gloo:
-            peers["gloo"] = Gloo(settings)
-    launch.serve(rank, Methods(settings, peers))
+            peers["gloo"] = TorchDistributed(settings, "gloo")
+    launch.serve(rank, (CudaMethods if options.kind == "cuda" else Methods)(settings, peers))
     for peer in peers.values():
         peer.close()
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from fastcomm.nccl_library import load, version_text
+
 
 def describe() -> dict[str, object]:
-    return {
+    description: dict[str, object] = {
         "cpu": cpu_model(),
         "architecture": platform.machine(),
         "simd": torch.backends.cpu.get_cpu_capability(),
@@ -25,6 +27,10 @@ def describe() -> dict[str, object]:
         "fastcomm": fastcomm_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
     }
+    if torch.cuda.is_available():
+        description |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+        description["nccl"] = nccl_version()
+    return description
 
 
 def cores() -> int:
@@ -55,6 +61,12 @@ def fastcomm_version() -> str:
         return "not installed: used from the source tree"
 
 
+def nccl_version() -> str:
+    """Of the library fastcomm has loaded, or would load."""
+    return version_text(load()[0])
+
+
 def summary(machine: dict[str, object]) -> str:
     """One line for the head of a printed result."""
-    return f"{machine['cpu']}, {machine['cores']} cores, fastcomm {machine['fastcomm']}, torch {machine['torch']}"
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+    return f"{gpu}{machine['cpu']}, {machine['cores']} cores, fastcomm {machine['fastcomm']}, torch {machine['torch']}"

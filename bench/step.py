@@ -1,6 +1,7 @@
-"""One training step without communication, with fastcomm, and with torch DDP over Gloo (with and without bucket views), in one run.
+"""One training step without communication, with fastcomm, and with torch DDP (with and without bucket views), in one run.
 
-    python bench/step.py                       all four models, 2 ranks, 1 thread each
+    python bench/step.py                       over shared memory and Gloo: four models, 2 ranks, 1 thread each
+    python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
 
@@ -8,6 +9,9 @@ Every way has a model and an SGD optimizer of its own, and the same batch. The w
 all ranks at once, in an order that changes from round to round. "local" is the step without any communication, with all ranks at work,
 so that it meets the same contention for memory. A step's time is that of the slowest rank; the overhead is the median over rounds of
 (way - local), so that what slows a whole round does not count.
+
+On a GPU a time is what passes between two events around the steps of a turn, and both sides also send bfloat16: fastcomm by wire_dtype,
+DDP by its hook bf16_compress_hook. On one card alone NCCL moves nothing: the overhead is what the reducers do themselves.
 """
 
 from __future__ import annotations
@@ -15,59 +19,83 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cuda_clock
 import machine
 import torch
 import torch.distributed as dist
-from models import CASES, Case
+from models import CASES, CUDA_CASES, Case
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 
 WAYS = ("local", "fastcomm", "ddp", "ddp_views")
+CUDA_WAYS = (*WAYS, "fastcomm_bf16", "ddp_bf16")
+SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
 RESULTS = Path(__file__).resolve().parent / "results"
 # DDP plans its buckets anew after its first step, and the allocator settles.
 WARM_UP_STEPS = 3
 TINY_PARAMETERS = 2000
 
 
-def main() -> None:
+def main() -> int:
     options = parse_options()
+    is_cuda = options.device == "cuda"
+    reason = cuda_clock.why_not() if is_cuda else None
+    if reason is not None:
+        print(f"bench/step.py --device cuda needs a GPU, and {reason}", file=sys.stderr)
+        return 2
     if "RANK" not in os.environ:
-        launch(options.ranks)
+        launch(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
     torch.set_num_threads(1)
-    with fastcomm.init() as comm:
-        dist.init_process_group("gloo")
+    device = cuda_clock.use_device(int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    with fastcomm.init("nccl" if is_cuda else "shm", device=device) as comm:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if options.hook_cost:
             report_hook_cost(comm)
         else:
-            results = {name: measure(comm, CASES[name], options) for name in options.models}
+            cases = CUDA_CASES if is_cuda else CASES
+            results = {name: measure(comm, cases[name], options) for name in options.models or cases}
             if comm.rank == 0:
                 write_results(results, comm.world_size, options)
+                if is_cuda:
+                    print_bars(results)
         comm.barrier()
         dist.destroy_process_group()
+    return 0
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (cpu)")
     parser.add_argument(
-        "--models", nargs="+", choices=tuple(CASES), default=list(CASES), metavar="MODEL", help=f"of {', '.join(CASES)} (all)"
+        "--models",
+        nargs="+",
+        choices=tuple(CASES | CUDA_CASES),
+        metavar="MODEL",
+        help=f"of {', '.join(CASES)}; on a GPU of {', '.join(CUDA_CASES)} (all)",
     )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks, on this machine (2; on GPUs as many as there are)")
     parser.add_argument("--rounds", type=int, default=16, help="rounds, in each of which every way has its turn (16)")
     parser.add_argument("--steps", type=int, default=3, help="steps of each turn (3)")
     parser.add_argument("--hook-cost", action="store_true", help="measure the reducer's Python, not steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (in the source tree: bench/results/)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
+    if unknown:
+        parser.error(f"--device {options.device} has no model {', '.join(sorted(unknown))}")
+    return options
 
 
 def launch(ranks: int) -> None:
@@ -83,30 +111,49 @@ def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any
     for step in steps.values():
         for _ in range(WARM_UP_STEPS):
             step()
-    seconds = torch.zeros(options.rounds, len(WAYS), options.steps, dtype=torch.float64)
+    take_turn = turn_on_the_device if options.device == "cuda" else turn_on_the_host
+    ways = tuple(steps)
+    seconds = torch.zeros(options.rounds, len(ways), options.steps, dtype=torch.float64)
     for number in range(options.rounds):
-        for turn in range(len(WAYS)):
-            way = (turn + number) % len(WAYS)
+        for turn in range(len(ways)):
+            way = (turn + number) % len(ways)
             comm.barrier()
-            for i in range(options.steps):
-                start = time.perf_counter()
-                steps[WAYS[way]]()
-                seconds[number, way, i] = time.perf_counter() - start
+            seconds[number, way] = torch.tensor(take_turn(steps[ways[way]], options.steps), dtype=torch.float64)
+    seconds = seconds.to(comm.device)
     comm.all_reduce(seconds, "max")
+    del step
     steps.clear()
     gc.collect()
-    result = summarise(case, seconds.median(dim=2).values)
+    result = summarise(case, ways, seconds.cpu().median(dim=2).values)
     if comm.rank == 0:
         print_result(result)
     return result
 
 
+def turn_on_the_host(step: Callable[[], None], n_steps: int) -> list[float]:
+    """Seconds of each step."""
+    stamps = [time.perf_counter()]
+    for _ in range(n_steps):
+        step()
+        stamps.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(stamps)]
+
+
+def turn_on_the_device(step: Callable[[], None], n_steps: int) -> list[float]:
+    """As turn_on_the_host, by events: all steps' mean for each. One step before them lets the host get ahead."""
+    step()
+    with cuda_clock.Span() as span:
+        for _ in range(n_steps):
+            step()
+    return [span.microseconds() / 1e6 / n_steps] * n_steps
+
+
 def make_steps(comm: Any, case: Case) -> dict[str, Callable[[], None]]:
     """For each way, a function that makes one training step."""
     torch.manual_seed(0)
-    original = case.make_model()
+    original = case.make_model().to(comm.device)
     torch.manual_seed(1 + comm.rank)
-    batch = case.make_batch()
+    batch = case.make_batch().to(comm.device)
 
     def training_step(model: nn.Module, keep: object = None) -> Callable[[], None]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -119,23 +166,35 @@ def make_steps(comm: Any, case: Case) -> dict[str, Callable[[], None]]:
         step.keep = keep  # type: ignore[attr-defined]
         return step
 
-    reduced = copy.deepcopy(original)
-    return {
+    def with_fastcomm(**options: Any) -> Callable[[], None]:
+        model = copy.deepcopy(original)
+        return training_step(model, fastcomm.Reducer(comm, **options).attach(model))
+
+    def with_ddp(hook: Callable[..., Any] | None = None, **options: Any) -> Callable[[], None]:
+        model = DistributedDataParallel(copy.deepcopy(original), **options)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        return training_step(model)
+
+    steps = {
         "local": training_step(copy.deepcopy(original)),
-        "fastcomm": training_step(reduced, fastcomm.Reducer(comm).attach(reduced)),
-        "ddp": training_step(DistributedDataParallel(copy.deepcopy(original))),
-        "ddp_views": training_step(DistributedDataParallel(copy.deepcopy(original), gradient_as_bucket_view=True)),
+        "fastcomm": with_fastcomm(),
+        "ddp": with_ddp(),
+        "ddp_views": with_ddp(gradient_as_bucket_view=True),
     }
+    if comm.backend == "nccl":
+        steps |= {"fastcomm_bf16": with_fastcomm(wire_dtype=torch.bfloat16), "ddp_bf16": with_ddp(bf16_compress_hook)}
+    return steps
 
 
-def summarise(case: Case, rounds: torch.Tensor) -> dict[str, Any]:
+def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str, Any]:
     """rounds: seconds [round, way]."""
     model = case.make_model()
     numels = [p.numel() for p in model.parameters()]
     ms = (1e3 * rounds).T.tolist()
-    times = {way: [round(q, 3) for q in statistics.quantiles(ms[i], n=4)] for i, way in enumerate(WAYS)}
-    overhead = {way: statistics.median(a - b for a, b in zip(ms[i], ms[0], strict=True)) for i, way in enumerate(WAYS) if way != "local"}
-    return {
+    times = {way: [round(q, 3) for q in statistics.quantiles(ms[i], n=4)] for i, way in enumerate(ways)}
+    overhead = {way: statistics.median(a - b for a, b in zip(ms[i], ms[0], strict=True)) for i, way in enumerate(ways) if way != "local"}
+    result = {
         "model": case.description,
         "parameters": sum(numels),
         "tensors": len(numels),
@@ -144,24 +203,42 @@ def summarise(case: Case, rounds: torch.Tensor) -> dict[str, Any]:
         "fastcomm_share_of_ddp_overhead": round(overhead["fastcomm"] / overhead["ddp"], 3),
         "fastcomm_share_of_ddp_views_overhead": round(overhead["fastcomm"] / overhead["ddp_views"], 3),
     }
+    if "ddp_bf16" in overhead:
+        result["fastcomm_bf16_share_of_ddp_bf16_overhead"] = round(overhead["fastcomm_bf16"] / overhead["ddp_bf16"], 3)
+    return result
 
 
 def print_result(result: dict[str, Any]) -> None:
     print(f"\n{result['model']}: {result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors")
-    print(f"  {'':10} {'median':>9} {'quartiles':>20} {'over local':>11}   (ms)")
+    width = max(10, *map(len, result["quartiles_ms"]))
+    print(f"  {'':{width}} {'median':>9} {'quartiles':>20} {'over local':>11}   (ms)")
     for way, (low, middle, high) in result["quartiles_ms"].items():
         over = f"{result['overhead_ms'][way]:11.2f}" if way != "local" else ""
-        print(f"  {way:10} {middle:9.2f} {low:9.2f} ..{high:9.2f} {over}")
+        print(f"  {way:{width}} {middle:9.2f} {low:9.2f} ..{high:9.2f} {over}")
     share, share_of_views = result["fastcomm_share_of_ddp_overhead"], result["fastcomm_share_of_ddp_views_overhead"]
     print(f"  fastcomm's overhead is {share:.2f} of DDP's, {share_of_views:.2f} of that with bucket views", flush=True)
+
+
+def print_bars(results: dict[str, dict[str, Any]]) -> None:
+    """Whether fastcomm's overhead is at most half of DDP's; also where both send bfloat16."""
+    n_met = 0
+    for name, result in results.items():
+        overhead = result["overhead_ms"]
+        for own, peer in (("fastcomm", "ddp"), ("fastcomm_bf16", "ddp_bf16")):
+            is_met = overhead[own] <= SHARE_OF_DDP * overhead[peer]
+            n_met += is_met
+            print(f"{'met' if is_met else 'NOT met':>8}  {name}: {own} {overhead[own]:.2f} ms over local, {peer} {overhead[peer]:.2f} ms")
+    print(f"bars: {n_met} of {2 * len(results)} met (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
 
 
 def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespace) -> None:
     description = machine.describe()
     print(f"\n{machine.summary(description)}")
+    if options.device == "cuda":
+        print(f"NCCL {machine.nccl_version()}")
     path = options.json
     if path is None and RESULTS.is_dir():
-        path = RESULTS / f"step-{ranks}ranks.json"
+        path = RESULTS / f"step-{'cuda-' if options.device == 'cuda' else ''}{ranks}ranks.json"
     if path is not None:
         path.write_text(json.dumps({"benchmark": "step", "machine": description, "ranks": ranks, "models": results}, indent=1) + "\n")
         print(f"Results: {os.path.relpath(path)}")
@@ -180,7 +257,7 @@ class TinyParameters(nn.Module):
 
 def report_hook_cost(comm: Any) -> None:
     """CPU time of zero_grad and backward with the reducer, less that without, per parameter. Python and C++ of torch's hooks included."""
-    plain, reduced = TinyParameters(), TinyParameters()
+    plain, reduced = TinyParameters().to(comm.device), TinyParameters().to(comm.device)
     reducer = fastcomm.Reducer(comm).attach(reduced)
     gc.disable()  # a collection now and then is the price of any Python object, and not the reducer's
     differences = []
@@ -200,4 +277,4 @@ def report_hook_cost(comm: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
