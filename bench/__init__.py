@@ -1,1 +1,1 @@
-"""The benchmarks: scripts of their own, `python bench/allreduce.py` and `python bench/step.py`."""
+"""The benchmarks: scripts of their own, `python bench/allreduce.py`, `bench/step.py` and `bench/flatten.py`."""

@@ -23,6 +23,7 @@ _SOURCES = _ROOT / "tests" / "stand_in"
 _KERNELS = _ROOT / "kernels"
 _SHARED = ("-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 _C = (os.environ.get("CC", "gcc"), "-std=gnu11", "-ftree-vectorize", "-ffp-contract=off", "-fvisibility=hidden", *_SHARED)
+_AS_NCCL = "-Wl,-soname,libnccl.so.2"  # what a process that has loaded it finds under NCCL's name
 _CXX = (os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++17", "-DFASTCOMM_HOST", f"-I{_KERNELS}", *_SHARED)
 
 
@@ -41,7 +42,7 @@ def stand_ins() -> StandIns:
     """Compiles all of them, once per process, into a directory that goes with the process."""
     compiling = {
         "cuda": _start("cuda", *_C, *_sources("cuda")),
-        "nccl": _start("nccl", *_C, *_sources("nccl")),
+        "nccl": _start("nccl", *_C, _AS_NCCL, *_sources("nccl")),
         "old_nccl": _start("old_nccl", *_C, "-DTOO_OLD", *_sources("nccl")),
         "kernels": _start("kernels", *_CXX, _KERNELS / "flatten.cu", _KERNELS / "unflatten.cu"),
     }

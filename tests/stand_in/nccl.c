@@ -48,9 +48,15 @@ EXPORT ncclResult_t ncclGetVersion(int *version) {
 
 EXPORT const char *ncclGetErrorString(ncclResult_t code) {
     static const char *const texts[ncclNumResults] = {
-        "no error",       "unhandled cuda error", "unhandled system error",
-        "internal error", "invalid argument",     "invalid usage",
-        "remote error",   "in progress",          "timeout",
+        "no error",
+        "unhandled cuda error",
+        "unhandled system error",
+        "internal error",
+        "invalid argument",
+        "invalid usage",
+        "remote process exited or there was a network error",
+        "NCCL operation in progress",
+        "timeout",
     };
     return (unsigned)code < ncclNumResults ? texts[code] : "unknown result code";
 }
