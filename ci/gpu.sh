@@ -18,6 +18,8 @@ trap 'exit 130' INT TERM
 # Installed or not, it is this tree that is tested.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
+# The tree's own virtual environment where there is one, else what the machine offers.
+if [ -x .venv/bin/python3 ]; then PATH=$PWD/.venv/bin:$PATH; fi
 if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$logs/torch"; then
     echo "ci/gpu.sh needs a GPU, and torch finds none here. $(tail -n 1 "$logs/torch")" >&2
     exit 2

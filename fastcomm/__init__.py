@@ -1,9 +1,21 @@
 """fastcomm: a communication backend for PyTorch data-parallel training. The public names, nothing else."""
 
+from fastcomm.ddp_hook import HookState, all_reduce_hook
 from fastcomm.errors import FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
 from fastcomm.reducer import Reducer
 from fastcomm.rendezvous import init
 
 __version__ = "0.1.0"
 
-__all__ = ["FastcommError", "InitError", "MismatchError", "NcclError", "PeerLostError", "Reducer", "TimeoutError", "init"]
+__all__ = [
+    "FastcommError",
+    "HookState",
+    "InitError",
+    "MismatchError",
+    "NcclError",
+    "PeerLostError",
+    "Reducer",
+    "TimeoutError",
+    "all_reduce_hook",
+    "init",
+]

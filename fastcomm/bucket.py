@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import BucketWork, Communicator
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
+from fastcomm.hook_bucket import HookedBucket, HookedPlace
 from fastcomm.layout import BucketLayout
 
 
@@ -25,6 +26,7 @@ class Bucket:
         comm: Communicator,
         wire_dtype: torch.dtype | None,
         lane: int,
+        hooked: HookedPlace | None,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive; Python could not collect a circle through them.
@@ -40,11 +42,14 @@ class Bucket:
             wire = _zero_(comm.empty(numel, dtype=wire_dtype))
         offsets = [slot.offset for slot in layout.slots]
         self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, own, strict=True)]
-        self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label, lane=lane)
+        self._bound: BoundBucket
+        if hooked is None:
+            self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label, lane=lane)
+        else:
+            self._bound = HookedBucket(comm, hooked, self.flat, self.views)
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
         self._work: BucketWork | None = None
-        self._reduced_versions = -1  # of the gradients when the last round left them; see _versions
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         # The hooks hold `ready` itself. By slot: has this backward produced the gradient; has one under no_sync, since the last reduction.
@@ -113,26 +118,24 @@ class Bucket:
             elif before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
 
-    def statistics(self) -> tuple[Tensor, Tensor] | None:
-        """Sum of squares and number of non-finite elements of the reduced gradients, as scalars on the device, without a launch for each
-        parameter. None where the transport does not count, or a gradient is not in the flat buffer."""
-        if not self._has_streams or any(p is not None and p.grad is not view for p, view in zip(self.parameters, self.views, strict=True)):
-            return None
-        return self._bound.statistics(is_changed=self._versions() != self._reduced_versions)
+    def square_sum(self) -> Tensor | None:
+        """Of all gradients, as a float64 scalar on the device, without a launch for each. None where the transport does not count, or a
+        gradient is not in the flat buffer."""
+        return self._bound.square_sum() if self._holds_all() else None
+
+    def n_nonfinite(self) -> Tensor | None:
+        """How many elements the last round has left infinite or NaN, as an int64 scalar; None as above."""
+        return self._bound.n_nonfinite() if self._holds_all() else None
+
+    def _holds_all(self) -> bool:
+        return self._has_streams and all(p is None or p.grad is view for p, view in zip(self.parameters, self.views, strict=True))
 
     def scale_(self, factor: Tensor) -> None:
         """Multiplies all gradients, which must lie in the flat buffer, by a scalar on the device."""
         self.flat[: -len(self.views)].mul_(factor)
-        self._reduced_versions = -1
-
-    def _versions(self) -> int:
-        """Grows with every operation of torch's on a gradient that lies in the flat buffer."""
-        return sum(view._version for view in self.views)
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
-        if self._has_streams:
-            self._reduced_versions = self._versions()
         self._work = None
         self._untouched.clear()
         n = len(self.views)

@@ -68,11 +68,12 @@ class BoundBucket(abc.ABC):
         """A gradient of this bucket was produced on the current stream. Called for transports that have streams, only."""
 
     @abc.abstractmethod
-    def statistics(self, *, is_changed: bool) -> tuple[Tensor, Tensor] | None:
-        """Sum of squares (float64) and number of non-finite elements (int64) of the views, on their device; None: not counted here.
+    def square_sum(self) -> Tensor | None:
+        """Of the views, as they are now: a float64 scalar on their device. None: torch's own way is as good here."""
 
-        is_changed: the views are no longer what the last reduction has left, so that what was found on the way is of no use.
-        """
+    @abc.abstractmethod
+    def n_nonfinite(self) -> Tensor | None:
+        """How many elements the last reduction has left infinite or NaN: an int64 scalar on their device. None as above."""
 
 
 class Communicator(abc.ABC):
@@ -137,8 +138,9 @@ class Communicator(abc.ABC):
     def abandon(self) -> None:
         """This rank cannot go on with what the ranks were doing: ends all collectives under way, on every rank.
 
-        Blocks until every rank has noticed; on the others the next collective they wait for raises FastcommError, naming this rank.
-        After that all ranks stand at the same place and the communicator is as good as new. `n_abandoned` counts such events.
+        On the others the next collective they wait for, or over NCCL the next call, raises FastcommError, naming this rank. From then on
+        all ranks stand at the same place and the communicator is as good as new: over shared memory when this returns, over NCCL when
+        the ranks have met anew, at their next collective. `n_abandoned` counts such events.
         """
 
     @abc.abstractmethod

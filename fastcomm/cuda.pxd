@@ -41,6 +41,7 @@ cdef struct Driver:
     int (*priority_range)(int *least, int *greatest) noexcept nogil
     int (*create_stream)(CUstream *stream, unsigned int flags, int priority) noexcept nogil
     int (*destroy_stream)(CUstream stream) noexcept nogil
+    int (*synchronize_stream)(CUstream stream) noexcept nogil
     int (*wait_event)(CUstream stream, CUevent event, unsigned int flags) noexcept nogil
     int (*capture_info)(CUstream stream, int *status, unsigned long long *identifier, CUgraph *graph, void *dependencies,
                         size_t *n_dependencies) noexcept nogil

@@ -5,6 +5,7 @@ The driver is opened at run time, so the same build works on machines with and w
 tensors nor NCCL.
 """
 
+import contextlib
 import os
 
 import torch
@@ -29,7 +30,7 @@ def load():
         path = os.environ.get("FASTCOMM_CUDA_LIBRARY", "libcuda.so.1")
         handle = dlopen(path.encode(), RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
-            raise InitError(f"there is no CUDA driver on this machine: {dlerror().decode()}")
+            raise InitError(f"there is no CUDA driver on this machine ({dlerror().decode()}); fastcomm.init('shm') reduces on the CPU")
         _find_symbols(handle)
         code = driver.init(0)
         if code != CUDA_SUCCESS:
@@ -58,6 +59,7 @@ cdef int _find_symbols(void *handle) except -1:
     _find(<void **>&driver.priority_range, handle, b"cuCtxGetStreamPriorityRange")
     _find(<void **>&driver.create_stream, handle, b"cuStreamCreateWithPriority")
     _find(<void **>&driver.destroy_stream, handle, b"cuStreamDestroy_v2")
+    _find(<void **>&driver.synchronize_stream, handle, b"cuStreamSynchronize")
     _find(<void **>&driver.wait_event, handle, b"cuStreamWaitEvent")
     _find(<void **>&driver.capture_info, handle, b"cuStreamGetCaptureInfo_v2")
     _find(<void **>&driver.exchange_capture_mode, handle, b"cuThreadExchangeStreamCaptureMode")
@@ -140,7 +142,6 @@ cdef class Device:
         check(driver.device_attribute(&self.n_multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number), b"cuDeviceGetAttribute")
         check(driver.retain_primary_context(&self.context, number), b"cuDevicePrimaryCtxRetain")
         self.raw_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None
-        self.enter()
 
     cdef CUstream current_stream(self) except? NULL:
         """The stream that torch launches this thread's work on."""
@@ -158,6 +159,15 @@ cdef class Device:
         """A thread that had another device's context gets it back; one that had none keeps ours."""
         if before != self.context and before != NULL:
             driver.set_context(before)
+
+    @contextlib.contextmanager
+    def selected(self):
+        """The device is the thread's own meanwhile. For all that is not on the hot path."""
+        cdef CUcontext before = self.enter()
+        try:
+            yield
+        finally:
+            self.leave(before)
 
     def synchronize(self):
         """Blocks until all that was launched on the device is done."""

@@ -53,8 +53,9 @@ cdef class MultiTensor:
         if self.parts == NULL or self.addresses == NULL:
             raise MemoryError("out of memory")
         self.tables = []
-        for i in range(self.n_parts):
-            self._make_part(i, i * MT_LARGE, min(n, (i + 1) * MT_LARGE))
+        with device.selected():
+            for i in range(self.n_parts):
+                self._make_part(i, i * MT_LARGE, min(n, (i + 1) * MT_LARGE))
         self._make_stats()
 
     def __dealloc__(self):
@@ -69,7 +70,7 @@ cdef class MultiTensor:
         part.first = first
         part.tiles = <const void *><size_t>table.data_ptr()
         part.n_tiles = len(tiles)
-        capacity = MT_SMALL if end - first <= <size_t>MT_SMALL else MT_LARGE
+        capacity = MT_SMALL if <int>(end - first) <= MT_SMALL else MT_LARGE
         grad, wire = NAMES[self.dtype], NAMES[self.flat_dtype]
         part.flatten = self._kernel(part.n_tiles, f"flatten_{grad}_{wire}_{capacity}")
         part.unflatten = self._kernel(part.n_tiles, f"unflatten_{wire}_{grad}_{capacity}")

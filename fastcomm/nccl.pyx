@@ -6,8 +6,6 @@ that a whole training step can be captured in a CUDA graph. What would never end
 How the ranks find each other is rendezvous.py's business: it arrives here as a `bootstrap`.
 """
 
-import time
-
 import torch
 
 from fastcomm.communicator import Communicator, canonical_op
@@ -15,7 +13,6 @@ from fastcomm.errors import FastcommError
 from fastcomm.nccl_bucket import NcclBucket
 
 cimport cython
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free, malloc
 
@@ -28,7 +25,6 @@ from fastcomm.nccl_link cimport Link
 cdef object TENSOR = torch.Tensor
 cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 cdef tuple CALLS = (b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"ncclReduceScatter")
-cdef double POLL_S = 50e-6
 cdef int UINT8 = dtype_number(torch.uint8)
 
 
@@ -101,15 +97,25 @@ cdef class NcclCommunicator(Link):
             raise ValueError(f"numel must not be negative; got {numel}")
         if numel == 0 or nccl.mem_alloc == NULL:
             return torch.empty(numel, dtype=dtype, device=self.device)
+        self._refuse_capture("empty()")
         memory = self.pool.allocate(numel * dtype.itemsize)
         self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
         return memory.view(dtype)
 
     def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label, int lane=0):
-        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows."""
+        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises TypeError for dtypes without a kernel,
+        or that NCCL does not reduce; InitError without kernels."""
         self._check_usable()
         dtype_number(wire.dtype)
-        return NcclBucket(self, flat, views, offsets, wire, label, lane)
+        if wire.dtype in FP8 and wire.is_cuda and torch.cuda.get_device_capability(wire.device) < (9, 0):
+            raise TypeError(f"{wire.dtype} is reduced by GPUs of compute capability 9.0 or newer")
+        with self.cuda.selected():
+            return NcclBucket(self, flat, views, offsets, wire, label, lane)
+
+    cdef int _refuse_capture(self, str what) except -1:
+        if self._note_capture(self.cuda.current_stream()):
+            raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA graph")
+        return 0
 
     # -- collectives --
 
@@ -148,14 +154,16 @@ cdef class NcclCommunicator(Link):
         cdef Lane lane = self.lanes[0]
         cdef Ticket ticket = lane.ticket
         cdef CUcontext before = self.cuda.enter()
+        cdef bint is_captured
         cdef int code = ncclInternalError
         ticket.kind, ticket.dtype, ticket.numel, ticket.root = BROADCAST, torch.uint8, sum([t.nbytes for t in tensors]), src
         try:
+            is_captured = self._note_capture(self.cuda.current_stream())
             self._begin(lane, ticket, None)
             try:
                 code = self._launch_group(lane, [(t.data_ptr(), t.nbytes) for t in tensors if t.nbytes], src)
             finally:
-                self._end(lane, ticket, False)
+                self._end(lane, ticket, is_captured)
             if code != ncclSuccess:
                 raise self._error(code, CALLS[BROADCAST])
         except FastcommError as error:
@@ -217,15 +225,11 @@ cdef class NcclCommunicator(Link):
     def barrier(self):
         """Returns when every rank has called it, and all that was launched on the current stream before is done."""
         self._check_usable()
+        self._refuse_capture("barrier()")
         if self.one is None:
             self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self._collective(ALL_REDUCE, self.one, self.one, "max", 0, False, None)
-        cdef Lane lane = self.lanes[0]
-        while not self._is_over(lane.ticket.done):
-            PyErr_CheckSignals()
-            time.sleep(POLL_S)
-            self._check_alive()
-        self._check_alive()
+        self._wait_for(self.lanes[0])
 
     # -- the way of every collective --
 
@@ -274,8 +278,9 @@ cdef class NcclCommunicator(Link):
         work.comm, work.ticket, work.tensors, work.epoch = self, ticket, (out, inp), self.epoch
         if divided is not None:
             work.tensors, work.divide_by = (divided, out), self.world_size
-        if async_op:
+        if async_op and not is_captured:
             self.in_flight[ticket] = work.tensors  # also of those nobody waits for
+        if async_op:
             return work
         work.wait()
 

@@ -17,6 +17,9 @@ from fastcomm.nccl_library cimport dtype_number, nccl, ncclInternalError, ncclSu
 from fastcomm.nccl_link cimport Link, Range
 
 
+cdef int MAX_TOKENS = 16
+
+
 @cython.freelist(8)
 cdef class NcclBucketWork:
     """A bucket under way."""
@@ -29,7 +32,8 @@ cdef class NcclBucketWork:
     def wait(self):
         """As NcclWork.wait."""
         self.bucket.comm._check_work(self.epoch)
-        self.bucket.last_waited_on = self.bucket.comm._order_current_after(self.bucket.ticket.done)
+        self.bucket.awaited_on = self.bucket.comm._order_current_after(self.bucket.ticket.done)
+        self.bucket.is_awaited = True
 
     def is_completed(self):
         """Whether the result is in place."""
@@ -61,11 +65,11 @@ cdef class NcclBucket:
     cdef Range *range
     cdef int dtype
     cdef set streams  # on which gradients of this round were produced
-    cdef CUstream last_waited_on
+    cdef CUstream awaited_on  # which stream was ordered after the last round, if one was
     cdef dict tokens  # by op: what the presence of all parameters looks like, on the device
     cdef Event side
     cdef object token  # what last round has left in the wire
-    cdef bint is_moved, was_captured
+    cdef bint is_moved, is_captured, was_captured, is_awaited
 
     def __cinit__(self, Link comm, flat, list views, list offsets, wire, uint32_t label, int lane):
         cdef size_t n = len(views)
@@ -79,9 +83,10 @@ cdef class NcclBucket:
         numels = [view.numel() for view in views]
         self.gathering = MultiTensor([*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, comm.cuda)
         self.scattering = None if wire is flat else MultiTensor(numels, offsets, flat.dtype, wire.dtype, comm.cuda)
+        self.measuring = MultiTensor(numels, offsets, flat.dtype, flat.dtype, comm.cuda)
         self.streams, self.tokens, self.kept, self.side = set(), {}, [], Event()
         for i in range(n):
-            self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
+            self.measuring.addresses[i] = self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
             if self.scattering is not None:
                 self.scattering.addresses[i] = self.gathering.addresses[i]
         comm._register(self.lane, wire, label)
@@ -126,6 +131,7 @@ cdef class NcclBucket:
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
         cdef list left = []
         cdef char *source
+        self._order_gathering()
         self.is_moved = False
         self.kept = []
         for i in range(len(parameters)):
@@ -142,7 +148,7 @@ cdef class NcclBucket:
             source = <char *><size_t>gradient.data_ptr()
             if source != place and self._is_another_gradient(source):
                 raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-            if gradient.dtype is not view.dtype or gradient.stride() != view.stride():
+            if gradient.dtype is not view.dtype or not _lies_alike(gradient, view):
                 view.copy_(gradient.clone() if source == place else gradient)
             else:
                 self.gathering.addresses[i] = source
@@ -161,10 +167,9 @@ cdef class NcclBucket:
         cdef CUstream current = comm.cuda.current_stream()
         cdef CUcontext before = comm.cuda.enter()
         try:
-            work.is_captured = comm._note_capture(current)
+            work.is_captured = self.is_captured
             token = self._token(op, () if work.is_captured else tuple(missing))
             self.gathering.addresses[len(self.views)] = <void *><size_t>token.data_ptr()
-            self._order(current, work.is_captured)
             # Where nothing moves and nothing is scaled, last round's presence still stands in the wire: see presence_values.
             flattens = bool(missing) or self.is_moved or scale != 1 or self.wire is not self.flat or token is not self.token
             comm._begin(self.lane, self.ticket, op)
@@ -176,7 +181,7 @@ cdef class NcclBucket:
                 raise comm._reason(comm._error(code, b"ncclAllReduce"))
         finally:
             comm.cuda.leave(before)
-        self.token, self.was_captured = token, work.is_captured
+        self.token, self.was_captured, self.is_awaited = token, work.is_captured, False
         self._release(current)
         work.bucket, work.op, work.epoch = self, op, comm.epoch
         return work
@@ -204,6 +209,10 @@ cdef class NcclBucket:
         """What travels behind the gradients: for each parameter whether this rank has a gradient of it. On the device, kept for reuse."""
         token = self.tokens.get((op, missing))
         if token is None:
+            if missing:
+                self._token(op, ())  # so that it is there when a graph is captured
+            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
+                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
             absent, present = presence_values(op)
             values = [present * (self.comm.world_size if op == "mean" else 1)] * len(self.views)  # the flattening divides
             for i in missing:
@@ -212,8 +221,21 @@ cdef class NcclBucket:
             token = self.tokens[op, missing] = host.to(self.flat.device, non_blocking=True)
         return token
 
-    cdef int _order(self, CUstream current, bint is_captured) except -1:
-        """The flattening comes after the gradients, whatever streams they were produced on, and after the last round's results."""
+    cdef int _order_gathering(self) except -1:
+        """What happens on the current stream from here on comes after the gradients, whatever streams they were produced on, and after the
+        last round's results."""
+        cdef CUstream current = self.comm.cuda.current_stream()
+        cdef CUcontext before
+        self.comm._check_usable()
+        before = self.comm.cuda.enter()
+        try:
+            self.is_captured = self.comm._note_capture(current)
+            self._order(current)
+        finally:
+            self.comm.cuda.leave(before)
+        return 0
+
+    cdef int _order(self, CUstream current) except -1:
         cdef CUstream other
         for stream in self.streams:
             other = <CUstream><size_t>stream
@@ -221,7 +243,8 @@ cdef class NcclBucket:
                 check(driver.record_event(self.side.handle, other), b"cuEventRecord")
                 check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
         # A capture takes no events from outside, and none of its own out; the caller synchronises around it.
-        if self.ticket.number and current != self.last_waited_on and not is_captured and not self.was_captured:
+        is_known = self.is_awaited and current == self.awaited_on
+        if self.ticket.number and not is_known and not self.is_captured and not self.was_captured:
             check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
         return 0
 
@@ -233,19 +256,33 @@ cdef class NcclBucket:
         self.kept = []
         self.streams.clear()
 
-    def statistics(self, *, bint is_changed):
-        """See BoundBucket.statistics. Found on the way where gradients are cast back; else by one pass over the flat buffer."""
-        counted = self.scattering
-        if counted is None or is_changed:
-            counted = self._measuring()
-            counted.norm(self.views)
-        return counted.square_sum, counted.n_nonfinite
+    def square_sum(self):
+        """See BoundBucket.square_sum. One pass over the flat buffer."""
+        self._measure()
+        return self.measuring.square_sum
 
-    cdef object _measuring(self):
-        if self.measuring is None:
-            numels = [view.numel() for view in self.views]
-            self.measuring = MultiTensor(numels, self.gathering.offsets[:-1], self.flat.dtype, self.flat.dtype, self.comm.cuda)
-        return self.measuring
+    def n_nonfinite(self):
+        """See BoundBucket.n_nonfinite. Found on the way where gradients are cast back; else by one pass over the flat buffer."""
+        if self.scattering is not None:
+            return self.scattering.n_nonfinite
+        self._measure()
+        return self.measuring.n_nonfinite
+
+    cdef int _measure(self) except -1:
+        cdef CUcontext before = self.comm.cuda.enter()
+        try:
+            self.measuring.norm_on(self.comm.cuda.current_stream())
+        finally:
+            self.comm.cuda.leave(before)
+        return 0
+
+
+cdef bint _lies_alike(gradient, view) except -1:
+    """Whether both have the same strides, where those of dimensions of size 1 mean nothing."""
+    strides, places = gradient.stride(), view.stride()
+    if strides == places:
+        return True
+    return all([one == other or n == 1 for one, other, n in zip(strides, places, view.shape)])
 
 
 BoundBucket.register(NcclBucket)

@@ -13,7 +13,7 @@ from fastcomm.errors import InitError, TimeoutError
 
 from libc.string cimport memcpy
 
-from fastcomm.cuda cimport Device, Event, Stream
+from fastcomm.cuda cimport Device, Event, Stream, check, driver
 from fastcomm.nccl_library cimport error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId
 
 
@@ -64,14 +64,15 @@ cdef class Lane:
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
 
-    def close(self, double timeout_s):
+    def close(self, double timeout_s, forget):
         """Ends the communicator when all that was launched is done; at once, after an error or when the time is up. Then it raises
-        NcclError or TimeoutError."""
-        cdef _End call = _Close(self.device)
+        NcclError or TimeoutError. `forget(comm)` is called in between, on another thread, to take back what was registered."""
+        cdef _Close call = _Close(self.device)
         cdef ncclComm_t comm = self.comm
         if comm == NULL:
             return
         call.comm, self.comm = comm, NULL
+        call.stream, call.forget = self.stream, forget
         call.start()
         in_time = call.over.wait(timeout_s)
         if in_time and call.code == ncclSuccess:
@@ -82,9 +83,13 @@ cdef class Lane:
 
     def abort(self, double timeout_s):
         """Ends the communicator at once: its kernels leave the device."""
+        cdef _End revocation
         deadline = time.monotonic() + LEAVE_S
         if nccl.revoke != NULL and self.comm != NULL:  # a thread that is inside NCCL should be out before the memory goes
-            nccl.revoke(self.comm, 0)
+            revocation = _Revoke(self.device)
+            revocation.comm = self.comm
+            revocation.start()
+            revocation.over.wait(LEAVE_S)
             while self.in_call and time.monotonic() < deadline:
                 time.sleep(0.001)
         cdef _End call = _Abort(self.device)
@@ -167,10 +172,24 @@ cdef class _End(_Call):
     cdef ncclComm_t comm
 
 
+cdef class _Revoke(_End):
+    def make(self):
+        cdef int code
+        with nogil:  # waits for the kernels to leave
+            code = nccl.revoke(self.comm, 0)
+        self.settle(code, b"ncclCommRevoke")
+
+
 cdef class _Close(_End):
+    cdef Stream stream
+    cdef object forget
+
     def make(self):
         cdef int code
         with nogil:  # waits for the device
+            check(driver.synchronize_stream(self.stream.handle), b"cuStreamSynchronize")
+        self.forget(<size_t>self.comm)
+        with nogil:
             code = nccl.finalize(self.comm)
         self.settle(code, b"ncclCommFinalize")
         if code == ncclSuccess:

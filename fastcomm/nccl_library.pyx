@@ -46,6 +46,8 @@ def load():
     Raises InitError: there is none, it is older than 2.18, or a second copy is in the process.
     """
     global library, version, path
+    if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+        raise InitError("NCCL_COMM_BLOCKING=0 makes NCCL start a thread for every collective, and fastcomm fail: unset it")
     if library == NULL:
         handle = _open()
         _find_symbols(handle)

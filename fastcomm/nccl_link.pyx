@@ -20,6 +20,7 @@ from fastcomm.nccl_library import load, unique_id, version_text
 from fastcomm.watchdog import Watchdog, failure_note
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc
 
 from fastcomm.cuda cimport (
@@ -32,6 +33,7 @@ from fastcomm.nccl_memory cimport pool_of
 from fastcomm.shm_memory cimport forks
 
 
+cdef double POLL_S = 50e-6
 cdef double ABORT_S = 10  # NCCL's abort may hang itself; nobody waits longer for it
 
 
@@ -48,8 +50,8 @@ cdef class Link:
         self.n_graphs = <int *>calloc(1, sizeof(int))
         if self.n_graphs == NULL:
             raise MemoryError("out of memory")
-        version, path = load()
         self.cuda = Device(device)
+        version, path = load()
         facts = bootstrap.exchange(_facts(version, path, device))
         refuse_different_versions(facts)
         refuse_shared_cards(facts)
@@ -63,7 +65,8 @@ cdef class Link:
             raise
 
     cdef _add_lane(self, look):
-        lane = Lane(self.cuda)
+        with self.cuda.selected():
+            lane = Lane(self.cuda)
         self._connect(lane, len(self.lanes), look)
         self.tickets.add((<Lane>lane).ticket)
         self.lanes.append(lane)
@@ -78,15 +81,24 @@ cdef class Link:
 
     cdef Lane _lane(self, int place):
         while len(self.lanes) <= place:
+            self._wait_for(self.lanes[0])  # NCCL splits no communicator that is at work
             with self._meeting():
                 self._add_lane(self._look)
         return self.lanes[place]
+
+    cdef _wait_for(self, Lane lane):
+        """Until the newest of the lane's own collectives is over. Blocks."""
+        while not self._is_over(lane.ticket.done):
+            PyErr_CheckSignals()
+            time.sleep(POLL_S)
+            self._check_alive()
+        self._check_alive()
 
     @contextlib.contextmanager
     def _meeting(self):
         """The ranks meet once more, under the watchdog's eyes. An error of one ends the communicator on all."""
         cdef Lane lane = self.lanes[0]
-        cdef Ticket ticket = Ticket()
+        cdef Ticket ticket = self._new_ticket()
         ticket.kind = MEETING
         self._begin(lane, ticket, None)
         try:
@@ -127,11 +139,7 @@ cdef class Link:
         errors = []
         for lane in reversed(self.lanes):
             try:
-                self.pool.forget((<Lane>lane).comm, True)
-            except NcclError as error:
-                errors.append(error)
-            try:
-                (<Lane>lane).close(timeout)
+                (<Lane>lane).close(timeout, self._forget_memory)
             except FastcommError as error:
                 errors.append(error)
         self.in_flight.clear()
@@ -155,6 +163,9 @@ cdef class Link:
         if self.is_split_up:  # the ranks have not met since the last time
             return
         self.n_abandoned += 1
+        if self.n_graphs[0] > 0:
+            self._give_up_graphs(f"rank {self.rank} abandoned what was under way")
+            return
         self._leave_note(
             f"abandoned/{self.epoch}",
             f"rank {self.rank} abandoned what was under way (an exception ended its backward?): skip this step. If the optimizer has made "
@@ -178,8 +189,8 @@ cdef class Link:
         with self.ending:
             for lane in self.lanes:
                 comm = (<Lane>lane).comm
+                self.pool.forget(comm)
                 (<Lane>lane).abort(ABORT_S)
-                self.pool.forget(comm, False)
 
     cdef _meet_again(self):
         """After abandon(): new communicators for the old lanes. Collective."""
@@ -204,14 +215,19 @@ cdef class Link:
 
     def _oldest_unfinished(self):
         cdef Ticket ticket, oldest = self.calling
-        for candidate in list(self.tickets):
-            ticket = candidate
+        cdef uint64_t number
+        for candidate in _members(self.tickets):
+            ticket, number = candidate, (<Ticket>candidate).number
             if ticket.is_pending and ticket is not self.calling:
-                if self._is_over(ticket.done):
+                # Both give way to other threads, which may launch the same bucket anew.
+                is_over, has_progress = self._is_over(ticket.done), ticket.is_marked and self._is_over(ticket.mark)
+                if number != ticket.number:
+                    continue
+                if is_over:
                     ticket.is_pending = False
                     self.in_flight.pop(ticket, None)
                     continue
-                if ticket.is_marked and self._is_over(ticket.mark):
+                if has_progress:
                     ticket.is_marked, ticket.since = False, time.monotonic()
                 if oldest is None or ticket.number < oldest.number:
                     oldest = ticket
@@ -234,15 +250,30 @@ cdef class Link:
             self._abort_lanes()
 
     def _interrupt(self, error, epoch):
-        if not self.is_split_up and epoch == self.epoch:
-            self.is_split_up, self.interruption = True, error
-            self._abort_lanes()
+        if self.is_split_up or epoch != self.epoch:
+            return
+        if self.n_graphs[0] > 0:
+            self._give_up_graphs(str(error))
+            return
+        self.is_split_up, self.interruption = True, error
+        self._abort_lanes()
+
+    cdef _give_up_graphs(self, str why):
+        """NCCL cannot end a communicator that captured graphs hold on to, nor could they be replayed over another."""
+        self.watchdog.give_up(self, FastcommError(f"{why}; the captured CUDA graphs are of no use any more: make a new communicator"))
+
+    def _has_graphs(self):
+        return self.n_graphs[0] > 0
+
+    def _forget_memory(self, size_t comm):
+        """Before a lane's communicator is destroyed, and after its last collective."""
+        self.pool.deregister_all(<ncclComm_t>comm)
 
     # -- around every launch --
 
     cdef _register(self, Lane lane, memory, uint32_t label):
         """Of a bucket's memory. Under the watchdog's eyes: as a window it waits for the peers."""
-        cdef Ticket ticket = lane.ticket
+        cdef Ticket ticket = self._new_ticket()
         ticket.kind, ticket.dtype, ticket.numel, ticket.label = REGISTRATION, memory.dtype, memory.numel(), label
         self._begin(lane, ticket, None)
         try:
@@ -252,7 +283,6 @@ cdef class Link:
                 self._end(lane, ticket, True)
         except NcclError as error:
             raise self._reason(error) from error
-        ticket.label = 0
 
     cdef int _check_usable(self) except -1:
         """Before every launch. After an abandoned round the ranks meet anew here."""
@@ -364,6 +394,15 @@ cdef extern from *:
 cdef void _graph_is_gone(void *counter) noexcept nogil:
     """Called by the driver, on a thread of its own."""
     fastcomm_count_down(counter)
+
+
+cdef list _members(weak_set):
+    """Of a WeakSet to which other threads add."""
+    while True:
+        try:
+            return list(weak_set)
+        except RuntimeError:  # it has changed meanwhile
+            pass
 
 
 # ---- what the ranks must agree on before they connect -------------------------------------------------------------------------------

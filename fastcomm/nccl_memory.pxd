@@ -16,13 +16,15 @@ cdef struct Allocation:
 
 cdef class Pool:
     cdef Device device
-    cdef object lock  # a watchdog forgets, too
+    cdef object lock  # held while allocations come or go
     cdef Allocation *first
     cdef object allocate(self, size_t nbytes)
+    cdef int give_back(self) except -1
+    cdef list _freed(self)
     cdef int collect(self) except -1
     cdef int register(self, const void *data, Lane lane, bint as_window) except -1
-    cdef int _register(self, const void *data, ncclComm_t comm, bint as_window) except -1
-    cdef int forget(self, ncclComm_t comm, bint deregister) except -1
+    cdef int forget(self, ncclComm_t comm) except -1
+    cdef int deregister_all(self, ncclComm_t comm) except -1
 
 
 cdef Pool pool_of(Device device)

@@ -53,6 +53,8 @@ cdef void _dropped(DLManagedTensor *managed) noexcept nogil:
     free(handed)
 
 
+cdef int IDLE = 2  # of Allocation.is_freed: dropped, and the device has come to rest since
+
 cdef dict _pools = {}  # by device index; they outlive every communicator, as tensors may
 
 
@@ -74,8 +76,7 @@ cdef class Pool:
         cdef Allocation *allocation
         cdef Handed *handed
         cdef CUcontext before
-        with self.lock:
-            self.collect()
+        self.give_back()
         allocation = <Allocation *>calloc(1, sizeof(Allocation))
         handed = <Handed *>calloc(1, sizeof(Handed))
         if allocation == NULL or handed == NULL:
@@ -103,20 +104,37 @@ cdef class Pool:
         handed.managed.manager_ctx, handed.managed.deleter = handed, _dropped
         return from_dlpack(PyCapsule_New(&handed.managed, "dltensor", NULL))
 
+    cdef int give_back(self) except -1:
+        """Frees the memory of tensors that are gone, once nothing that was launched on it runs any more."""
+        freed = self._freed()
+        if freed:
+            self.device.synchronize()
+            with self.lock:
+                for address in self._freed():
+                    if address in freed:
+                        (<Allocation *><size_t>address).is_freed = IDLE
+                self.collect()
+        return 0
+
+    cdef list _freed(self):
+        cdef Allocation *allocation = self.first
+        freed = []
+        while allocation != NULL:
+            if allocation.is_freed:
+                freed.append(<size_t>allocation)
+            allocation = allocation.next
+        return freed
+
     cdef int collect(self) except -1:
-        """Gives back the memory of tensors that are gone."""
+        """Frees what is idle."""
         cdef Allocation **link = &self.first
         cdef Allocation *allocation
         cdef CUcontext before
-        cdef bint is_idle = False
         while link[0] != NULL:
             allocation = link[0]
-            if not allocation.is_freed:
+            if allocation.is_freed != IDLE:
                 link = &allocation.next
                 continue
-            if not is_idle:  # what was launched on it may still run
-                self.device.synchronize()
-                is_idle = True
             link[0] = allocation.next
             _deregister(allocation)
             before = self.device.enter()
@@ -133,12 +151,10 @@ cdef class Pool:
 
         A window is collective: all ranks register theirs in the same order.
         """
-        with self.lock:
-            self._register(data, lane.comm, as_window)
-        return 0
-
-    cdef int _register(self, const void *data, ncclComm_t comm, bint as_window) except -1:
         cdef Allocation *allocation = self.first
+        cdef ncclComm_t comm = lane.comm
+        cdef ncclWindow_t window = NULL
+        cdef void *handle = NULL
         while allocation != NULL and allocation.memory != data:
             allocation = allocation.next
         if allocation == NULL or comm == NULL or allocation.window != NULL:
@@ -147,24 +163,33 @@ cdef class Pool:
             _deregister(allocation)
         if as_window and nccl.register_window != NULL:
             with nogil:  # waits for the peers
-                check(nccl.register_window(comm, allocation.memory, allocation.nbytes, &allocation.window, NCCL_WIN_COLL_SYMMETRIC),
+                check(nccl.register_window(comm, allocation.memory, allocation.nbytes, &window, NCCL_WIN_COLL_SYMMETRIC),
                       b"ncclCommWindowRegister")
-        if allocation.window == NULL and allocation.handle == NULL and nccl.register_memory != NULL:
+        if window == NULL and allocation.handle == NULL and nccl.register_memory != NULL:
             with nogil:
-                check(nccl.register_memory(comm, allocation.memory, allocation.nbytes, &allocation.handle), b"ncclCommRegister")
-        allocation.comm = comm
+                check(nccl.register_memory(comm, allocation.memory, allocation.nbytes, &handle), b"ncclCommRegister")
+        if lane.comm == comm:  # else the watchdog has ended it meanwhile
+            allocation.comm, allocation.window = comm, window
+            allocation.handle = handle if handle != NULL else allocation.handle
         return 0
 
-    cdef int forget(self, ncclComm_t comm, bint deregister) except -1:
-        """The communicator is about to end, or, without `deregister`, is no more."""
+    cdef int forget(self, ncclComm_t comm) except -1:
+        """The communicator is about to be aborted, and all registrations with it. Gives way to no other thread."""
+        cdef Allocation *allocation = self.first
+        while allocation != NULL:
+            if comm != NULL and allocation.comm == comm:
+                allocation.comm = allocation.handle = allocation.window = NULL
+            allocation = allocation.next
+        return 0
+
+    cdef int deregister_all(self, ncclComm_t comm) except -1:
+        """The communicator is about to be destroyed, and nothing runs any more."""
         cdef Allocation *allocation
         with self.lock:
             allocation = self.first
             while allocation != NULL:
                 if allocation.comm == comm:
-                    if deregister:
-                        _deregister(allocation)
-                    allocation.comm = allocation.handle = allocation.window = NULL
+                    _deregister(allocation)
                 allocation = allocation.next
         return 0
 

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastcomm.bucket import Bucket
 from fastcomm.communicator import Communicator, canonical_op, gather_objects
 from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.hook_bucket import Hook, HookedPlace, hooks_of
 from fastcomm.layout import plan_buckets
 from fastcomm.rendezvous import init
 
@@ -48,6 +49,8 @@ class Reducer:
     wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16; over NCCL also torch.float8_e4m3fn, in
         which infinities become 448, and torch.float8_e5m2); they keep their own dtype.
     streams: over NCCL, how many communicators, each with a stream of its own, take turns at the buckets. No effect on the CPU.
+    hook: a communication hook written for DDP, as (state, function), which then reduces every bucket in place of the communicator, with a
+        division of its own if any; a list of them is a chain, in which each gets what the one before has left. `op` has no effect then.
     overlap: launch buckets as they become full. False launches all of them at the end of backward: for models whose parameters get
         several gradients in one backward (reentrant checkpointing of shared layers).
     """
@@ -61,6 +64,7 @@ class Reducer:
         op: str = "mean",
         wire_dtype: torch.dtype | None = None,
         streams: int = 1,
+        hook: Hook | Sequence[Hook] | None = None,
         overlap: bool = True,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_cap_mb <= 0:
@@ -79,9 +83,13 @@ class Reducer:
             "op": self.op,
             "wire_dtype": str(wire_dtype),
             "streams": streams,
+            "hook": [function.__qualname__ if hasattr(function, "__qualname__") else repr(function) for _, function in hooks_of(hook)],
         }
         self._cap_bytes = int(bucket_cap_mb * MB)
         self._first_cap_bytes = int(first_bucket_cap_mb * MB)
+        self._hooks = hooks_of(hook)
+        if self._hooks and wire_dtype is not None:
+            raise ValueError("wire_dtype has no effect on what a hook reduces: use a hook that compresses")
         self._wire_dtype = wire_dtype
         self._n_lanes = streams
         self._overlap = overlap
@@ -129,6 +137,7 @@ class Reducer:
                 _owners[parameter] = weakref.ref(self)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook_for(bucket, i)))
         _attached.add(self)
+        self.comm.barrier()  # what was prepared here is in place, whatever stream the first backward runs on
         return self
 
     def _verify(self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]) -> None:
@@ -181,10 +190,11 @@ class Reducer:
         self._number = _n_attached.get(self.comm, 0)
         _n_attached[self.comm] = self._number + 1
         first_label = self._number * 65536 + 1
-        return [
-            Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype, i % self._n_lanes)
-            for i, layout in enumerate(layouts)
-        ]
+        buckets = []
+        for i, layout in enumerate(layouts):
+            hooked = HookedPlace(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
+            buckets.append(Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype, i % self._n_lanes, hooked))
+        return buckets
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their own."""
@@ -357,29 +367,31 @@ class Reducer:
     def _with_gradient(self) -> list[Parameter]:
         return [p for bucket in self._buckets for p in bucket.parameters if p is not None and p.grad is not None]
 
-    def _statistics(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Of every bucket, what its transport has counted; None if one has not."""
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on all ranks. Does not synchronise with the
+        device: over NCCL it is one pass over each bucket, as GradScaler and others change gradients unseen."""
+        self._settle()
+        return self._norm([bucket.square_sum() for bucket in self._buckets])
+
+    def _settle(self) -> None:
         self._attached_model()
         self.synchronize()
-        counted = [bucket.statistics() for bucket in self._buckets]
-        return None if None in counted else [statistics for statistics in counted if statistics is not None]
 
-    def grad_norm(self) -> Tensor:
-        """The 2-norm of all reduced gradients together, as a scalar tensor. Equal on all ranks. Does not synchronise with the device."""
-        return self._norm(self._statistics())
-
-    def _norm(self, counted: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        if counted is None:
+    def _norm(self, square_sums: list[Tensor | None]) -> Tensor:
+        known = [square_sum for square_sum in square_sums if square_sum is not None]
+        if len(known) < len(square_sums):
             return torch.nn.utils.get_total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
-        return torch.stack([square_sum for square_sum, _ in counted]).sum().sqrt().float()
+        norm = torch.stack(known).sum().sqrt()
+        return norm if any(bucket.dtype == torch.float64 for bucket in self._buckets) else norm.float()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_."""
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
-        counted = self._statistics()
-        norm = self._norm(counted)
-        if counted is None:
+        self._settle()
+        square_sums = [bucket.square_sum() for bucket in self._buckets]
+        norm = self._norm(square_sums)
+        if None in square_sums:
             torch.nn.utils.clip_grads_with_norm_(self._with_gradient(), max_norm, norm)
         else:  # all gradients lie in the flat buffers
             factor = (max_norm / (norm + 1e-6)).clamp(max=1)
@@ -389,11 +401,11 @@ class Reducer:
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor, equal on all ranks. To skip a step."""
-        counted = self._statistics()
-        if counted is None:
+        self._settle()
+        found = [bucket.n_nonfinite() for bucket in self._buckets]
+        counts = [count for count in found if count is not None]
+        if len(counts) < len(found):
             counts = [(~torch.isfinite(p.grad)).sum() for p in self._with_gradient() if p.grad is not None]
-        else:
-            counts = [n_nonfinite for _, n_nonfinite in counted]
         return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:

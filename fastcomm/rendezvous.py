@@ -259,6 +259,7 @@ def _meet_in_group(group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool) 
     if not is_nccl:
         return _GroupBootstrap(group)
     store = dist.distributed_c10d._get_process_group_store(group)
+    store = store.clone() if hasattr(store, "clone") else store  # a wait of torch's would hold up the watchdog
     return _StoreBootstrap(_numbered(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)
 
 

@@ -203,9 +203,11 @@ cdef class ShmBucket:
     def note_stream(self):
         """See BoundBucket.note_stream. There are no streams."""
 
-    def statistics(self, *, bint is_changed):
-        """See BoundBucket.statistics. Nobody counts: torch's own norm is as fast on a CPU."""
-        return None
+    def square_sum(self):
+        """See BoundBucket.square_sum."""
+
+    def n_nonfinite(self):
+        """See BoundBucket.n_nonfinite."""
 
 
 cdef inline bint _lies_alike(gradient, view, bint is_contiguous) except -1:

@@ -13,8 +13,9 @@ import os
 import select
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from fastcomm.errors import FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
@@ -24,6 +25,8 @@ STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the pe
 LOOK_S = 1.0  # how often it reads them when nothing is amiss
 COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
 ANSWER_S = 2.5  # how long the ranks have to say where they are once one has given up: longer than LOOK_S
+
+NOTHING = "nothing unfinished"
 
 _KINDS = {kind.__name__: kind for kind in (FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError)}
 
@@ -49,6 +52,9 @@ class Watched(Protocol):
         """Of the oldest collective that has not ended: number, seconds without progress, description."""
 
     def _asynchronous_error(self) -> FastcommError | None: ...
+    def _has_graphs(self) -> bool:
+        """Whether captured collectives may run that nobody sees begin or end."""
+
     def _fail(self, error: FastcommError) -> None: ...
     def _interrupt(self, error: FastcommError, epoch: int) -> None: ...
     def _enter_thread(self) -> None: ...
@@ -83,14 +89,15 @@ class Watchdog:
         while not self._stopped.wait(TICK_S):
             comm = self._comm()
             if comm is None:
+                warnings.warn("an NcclCommunicator was dropped without close(): NCCL's part of it lives on", ResourceWarning, stacklevel=1)
                 break
             try:
                 if is_new:
                     comm._enter_thread()
                     is_new = False
                 self._tick(comm)
-            except FastcommError as error:  # the device itself is out of order
-                self.give_up(comm, error)
+            except Exception as error:  # the device itself is out of order, or we are
+                self.give_up(comm, FastcommError(f"rank {comm.rank}: {error}"))
             del comm
         for lifeline in self._lifelines.values():
             os.close(lifeline)
@@ -110,6 +117,8 @@ class Watchdog:
             self._read_notes(comm, unfinished)
             if stalled is not None:
                 self._judge(comm, *stalled)
+            elif comm._has_graphs():
+                self._look_at_processes(comm, "what its CUDA graphs replay", but=self._closed(comm))
         except FastcommError:
             raise
         except RuntimeError as trouble:  # torch's stores have no better one
@@ -148,18 +157,22 @@ class Watchdog:
         if age > self._timeout_s:
             self._time_out(comm, number, what)
 
-    def _look_at_processes(self, comm: Watched, what: str) -> None:
+    def _closed(self, comm: Watched) -> set[int]:
+        """The ranks that have ended in good order."""
+        return {rank for rank in self._lifelines if self._notes.read(f"closed/{rank}") is not None}
+
+    def _look_at_processes(self, comm: Watched, what: str, but: Collection[int] = ()) -> None:
         ready = select.poll()
         for lifeline in self._lifelines.values():
             ready.register(lifeline, select.POLLIN)
         ended = {fd for fd, _ in ready.poll(0)}
-        dead = [rank for rank, lifeline in self._lifelines.items() if lifeline in ended]
+        dead = [rank for rank, lifeline in self._lifelines.items() if lifeline in ended and rank not in but]
         if dead:
             self.give_up(comm, PeerLostError(f"{', '.join(_of(comm, rank) for rank in dead)} died; rank {comm.rank} waits for {what}"))
 
     def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
         """Says where this rank stands: once for each place it stalls at."""
-        number, what = (comm.number, "nothing unfinished") if unfinished is None else (unfinished[0], unfinished[2])
+        number, what = (comm.number, NOTHING) if unfinished is None else (unfinished[0], unfinished[2])
         if self._published != (comm.epoch, number):
             self._published = comm.epoch, number
             with contextlib.suppress(RuntimeError):
@@ -168,7 +181,7 @@ class Watchdog:
     def _compare(self, comm: Watched, number: int, what: str) -> None:
         """With rank 0, so that no store has to answer every rank's question about every other."""
         first = self._position_of(comm, 0)
-        if first is not None and first[0] == number and first[1] != what:
+        if first is not None and first[0] == number and first[1] not in (what, NOTHING):
             message = (
                 f"the ranks call different collectives (number {number} on this communicator): rank 0: {first[1]}; rank {comm.rank}: {what}"
             )

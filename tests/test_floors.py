@@ -20,7 +20,7 @@ FLOORS = (
     ("nccl_memory",),
     ("nccl_link",),
     ("nccl_bucket",),
-    ("shm", "nccl", "hosted"),
+    ("shm", "nccl", "hosted", "hook_bucket"),
     ("rendezvous",),
     ("bucket",),
     ("reducer",),

@@ -1,0 +1,96 @@
+"""all_reduce_hook: fastcomm as the communication hook of torch's DistributedDataParallel, for those who keep DDP.
+
+    ddp.register_comm_hook(fastcomm.HookState(comm), fastcomm.all_reduce_hook)
+
+DDP gathers the gradients; the hook scales, casts and reduces. Works with all of DDP's options, on CPU and CUDA.
+"""
+
+# Not `from __future__ import annotations`: DDP compares the annotations of hooks with types.
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastcomm.communicator import Communicator, Work, canonical_op
+
+
+class HookState:
+    """What all_reduce_hook needs: one for each DistributedDataParallel.
+
+    comm: a communicator of the same ranks as the process group of DDP, on the device of the model.
+    wire_dtype: reduce in this dtype (torch.bfloat16, torch.float16); the gradients keep their own.
+    op: "mean", as DDP without a hook, or another op of the communicator.
+    """
+
+    def __init__(self, comm: Communicator, *, wire_dtype: torch.dtype | None = None, op: str = "mean") -> None:
+        if wire_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or torch.float32; got {wire_dtype!r}")
+        self.comm = comm
+        self.op = canonical_op(op)
+        self.wire_dtype = wire_dtype
+        self._under_way: deque[_Reduction] = deque()
+        self._wires: dict[int, Tensor] = {}  # by bucket
+        self._stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
+
+    def wire_of(self, index: int, buffer: Tensor) -> Tensor:
+        """What is reduced of DDP's bucket `index`: its buffer, or memory of ours in the wire dtype, kept from step to step."""
+        if self.wire_dtype is None or self.wire_dtype == buffer.dtype:
+            return buffer
+        wire = self._wires.get(index)
+        if wire is None or wire.numel() != buffer.numel():  # DDP cuts its buckets anew after the first step
+            wire = self._wires[index] = self.comm.empty(buffer.numel(), dtype=self.wire_dtype)
+        return wire
+
+
+class _Reduction:
+    """A bucket under way, and the future that DDP waits for."""
+
+    def __init__(self, state: HookState, buffer: Tensor, wire: Tensor, work: Work) -> None:
+        self._state = state
+        self._buffer = buffer
+        self._wire = wire
+        self._work = work
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def finish(self) -> None:
+        """Puts the result into DDP's buffer. On CUDA on a stream of its own, whose event the future takes with it; the host goes on."""
+        try:
+            with torch.cuda.stream(self._state._stream):  # None: no change
+                self._work.wait()
+                if self._wire is not self._buffer:
+                    self._buffer.copy_(self._wire)
+                self.future.set_result(self._buffer)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares it wrongly
+            raise
+
+
+def all_reduce_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Reduces one bucket over state.comm. Raises what the communicator raises, out of backward().
+
+    On the CPU nothing moves by itself: what is under way is carried on at every bucket and completed at the last one.
+    """
+    if bucket.index() == 0:
+        state._under_way.clear()  # a backward that raised has left them behind
+    buffer = bucket.buffer()
+    wire = state.wire_of(bucket.index(), buffer)
+    op = state.op
+    if wire is not buffer:
+        if op == "mean":  # scaled and cast in one pass
+            torch.mul(buffer, 1.0 / state.comm.world_size, out=wire)
+            op = "sum"
+        else:
+            wire.copy_(buffer)
+    work = state.comm.all_reduce(wire, op, async_op=True)
+    assert work is not None  # for the type checker: async_op was asked for
+    reduction = _Reduction(state, buffer, wire, work)
+    state._under_way.append(reduction)
+    while state._under_way and (state._stream is not None or bucket.is_last() or state._under_way[0].is_completed()):
+        state._under_way.popleft().finish()
+    return reduction.future

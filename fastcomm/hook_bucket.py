@@ -1,0 +1,142 @@
+"""Communication hooks written for torch's DDP, run by a Reducer: a stand-in for GradBucket, and a bucket that such hooks reduce.
+
+What the hook returns in its future is what the gradients become, division included. The ranks' communicator only carries which
+parameters have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Work
+
+# A state and what is called with it and a bucket, as for DDP's register_comm_hook.
+Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
+
+
+def hooks_of(hook: Hook | Sequence[Hook] | None) -> tuple[Hook, ...]:
+    """One hook, several, or none, as a tuple. Raises TypeError."""
+    pairs = () if hook is None else tuple(hook) if isinstance(hook, list) else (hook,)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[1])):
+            raise TypeError(f"a hook is a pair (state, function) as for register_comm_hook, or a list of them; got {pair!r}")
+    return pairs
+
+
+@dataclass(frozen=True)
+class HookedPlace:
+    """Which hooks reduce a bucket, and which of the reducer's buckets it is."""
+
+    hooks: Sequence[Hook]
+    index: int
+    is_last: bool
+
+
+class GradBucket:
+    """What hooks take for torch.distributed.GradBucket, which cannot be made from Python. Its index is the same in every step."""
+
+    def __init__(self, index: int, is_last: bool, buffer: Tensor, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._gradients = gradients
+        self._parameters = parameters
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """The flat buffer, padding between the gradients included."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """What buffer() returns from here on: for hooks that wrap others."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        return self._gradients
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+
+class HookedBucket(BoundBucket):
+    """A flat buffer that hooks reduce, one after the other: each gets what the one before has left."""
+
+    def __init__(self, comm: Communicator, place: HookedPlace, flat: Tensor, views: list[Tensor]) -> None:
+        self._comm = comm
+        self._place = place
+        self._flat = flat
+        self._views = views
+        self._parameters: list[Tensor] = []
+
+    def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        left, gradients, places = [], [], []
+        for i, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
+                left.append(i)
+            elif gradient is not view:
+                gradients.append(gradient)
+                places.append(view)
+                parameter.grad = view
+        if places:
+            torch._foreach_copy_(places, gradients)
+        self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
+        return left
+
+    def launch(self, op: str, missing: list[int]) -> BucketWork:
+        presence = torch.ones(len(self._views), device=self._flat.device)
+        presence[missing] = 0
+        known = self._comm.all_reduce(presence, "max", async_op=True)
+        assert known is not None  # for the type checker: async_op was asked for
+        buffer = self._flat[: self._flat.numel() - len(self._views)]
+        bucket = GradBucket(self._place.index, self._place.is_last, buffer, self._views, self._parameters)
+        *wrapped, (state, hook) = self._place.hooks
+        for first_state, first in wrapped:
+            bucket.set_buffer(_value(first(first_state, bucket)))
+        return _HookedWork(buffer, hook(state, bucket), presence, known)
+
+    def note_stream(self) -> None:
+        """The gradients are gathered on the stream that is current at the launch, which hooks expect."""
+
+    def square_sum(self) -> None:
+        return None
+
+    def n_nonfinite(self) -> None:
+        return None
+
+
+class _HookedWork(BucketWork):
+    def __init__(self, buffer: Tensor, future: torch.futures.Future[Tensor], presence: Tensor, known: Work) -> None:
+        self._buffer = buffer
+        self._future = future
+        self._presence = presence
+        self._known = known
+
+    def wait(self) -> None:
+        self._known.wait()
+        value = _value(self._future)
+        if value.data_ptr() != self._buffer.data_ptr() or value.dtype != self._buffer.dtype:
+            self._buffer.copy_(value)
+
+    def is_completed(self) -> bool:
+        return self._future.done() and self._known.is_completed()
+
+    def present(self) -> list[bool]:
+        return [bool(value) for value in self._presence.tolist()]
+
+
+def _value(future: torch.futures.Future[Tensor]) -> Tensor:
+    """The tensor in a hook's future; some hooks leave a list of one."""
+    value = future.wait()
+    return value[0] if isinstance(value, (list, tuple)) else value
