@@ -1,5 +1,6 @@
 """fastcomm: a communication backend for PyTorch data-parallel training. The public names, nothing else."""
 
+from fastcomm import process_group as process_group  # registers the backend
 from fastcomm.ddp_hook import HookState, all_reduce_hook
 from fastcomm.errors import FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
 from fastcomm.reducer import Reducer

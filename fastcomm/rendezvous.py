@@ -18,10 +18,12 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError, InitError
+from fastcomm.hierarchical import HierarchicalCommunicator
+from fastcomm.hosted import HostedCommunicator
 from fastcomm.nccl import NcclCommunicator
 from fastcomm.shm import ShmCommunicator
 
-BACKENDS = ("auto", "shm", "nccl")
+BACKENDS = ("auto", "shm", "nccl", "hosted", "hierarchical")
 _POLL_S = 0.002
 
 # How often each meeting point was used by this process: ranks that make several communicators keep them apart by this number.
@@ -40,10 +42,13 @@ def init(
 ) -> Communicator:
     """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call it, with the same arguments.
 
-    backend: "shm" (ranks of one host over shared memory), "nccl" (a CUDA device for each rank), or "auto": what fits the device.
+    backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each host, Gloo across hosts), "nccl" (a CUDA
+        device for each rank), "hosted" (CPU tensors over `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all
+        ranks share a host and hierarchical where they do not. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
     init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
-    device: where the gradients are. None means the CPU for "shm", else this rank's CUDA device, cuda:LOCAL_RANK, where there is one.
+    device: where the gradients are. None means this rank's CUDA device, cuda:LOCAL_RANK, for "nccl" and, where there is one, for "auto";
+        else the CPU.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
 
     Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank and says what to do; NcclError when
@@ -57,7 +62,7 @@ def init(
     is_nccl = backend == "nccl" or place.type == "cuda"
     bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
     try:
-        comm = _connect(bootstrap, timeout, place if is_nccl else None)
+        comm = _connect(bootstrap, timeout, place) if is_nccl else _connect_on_cpu(backend, bootstrap, timeout, group)
         comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
         return comm
     except Exception as error:
@@ -69,30 +74,58 @@ def init(
 def _choose_device(backend: str, device: torch.device | str | None) -> torch.device:
     """Where the gradients are, with an index if it is a CUDA device."""
     if device is None:
-        wants_cuda = backend != "shm" and torch.cuda.is_available()
+        wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
         device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}" if wants_cuda else "cpu"
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InitError(f"device {place}: torch finds no CUDA device (is it a CUDA build, is there a driver?)")
-    if place.type not in ("cpu", "cuda") or (backend == "shm" and place.type != "cpu"):
-        raise InitError(f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm) and on CUDA devices (nccl)")
+    if place.type not in ("cpu", "cuda") or (backend not in ("auto", "nccl") and place.type != "cpu"):
+        raise InitError(
+            f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, hierarchical, hosted) "
+            "and on CUDA devices (nccl)"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
 
 
-def _connect(bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, device: torch.device | None) -> Communicator:
-    """The ranks have met; makes the communicator, over NCCL on `device`, or over shared memory."""
-    hosts = bootstrap.exchange(_host_identity())
-    neighbours = [r for r, host in enumerate(hosts) if host == hosts[bootstrap.rank]]
-    local_rank = _local_rank(neighbours.index(bootstrap.rank))
-    if device is not None:
-        return NcclCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout, device, neighbours)
-    if len(neighbours) < bootstrap.world_size:
+def _connect(bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, device: torch.device) -> NcclCommunicator:
+    """The ranks have met; makes the communicator on `device`."""
+    neighbours, local_rank, _ = _neighbours(bootstrap)
+    return NcclCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout, device, neighbours)
+
+
+def _connect_on_cpu(
+    backend: str, bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, group: dist.ProcessGroup | None
+) -> Communicator:
+    """The ranks have met; makes the communicator on the CPU."""
+    neighbours, local_rank, hosts = _neighbours(bootstrap)
+    place = bootstrap.rank, bootstrap.world_size, local_rank
+    if backend == "auto":
+        backend = "shm" if len(hosts) == 1 else "hierarchical"
+    if backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours]
-        raise InitError(
-            f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
-            "The shm transport needs all ranks on one host; across hosts use torch.distributed"
-        )
-    return ShmCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout)
+        if away:
+            raise InitError(
+                f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
+                "The shm transport needs all ranks on one host; across hosts use 'hierarchical', or 'auto'"
+            )
+        return ShmCommunicator(*place, bootstrap, timeout)
+    # What goes on after init, in threads of its own, needs a store.
+    lasting = bootstrap if isinstance(bootstrap, _StoreBootstrap) else _meet_at_store_of(group, timeout)
+    if backend == "hierarchical":
+        return HierarchicalCommunicator(*place, lasting, timeout, hosts)
+    # A group over Gloo is asked for its ranks only: one of our own is not in the way of what else the user does with it.
+    is_foreign = group is not None and dist.get_backend(group) != "gloo"
+    return HostedCommunicator(*place, lasting, timeout, neighbours, group if is_foreign else None)
+
+
+def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> tuple[list[int], int, list[list[int]]]:
+    """The ranks of this rank's host, its number among them, and the ranks of every host."""
+    identities = bootstrap.exchange(_host_identity())
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    neighbours = hosts[identities[bootstrap.rank]]
+    return neighbours, _local_rank(neighbours.index(bootstrap.rank)), list(hosts.values())
 
 
 class _StoreBootstrap:
@@ -164,6 +197,10 @@ class _StoreBootstrap:
     def fail(self, message: str) -> None:
         """Ends the exchange of the other ranks, too. The first failure is the one they hear of."""
         self._store.compare_set("failed", "", message)
+
+    def store(self, name: str) -> Store:
+        """A part of the store for others to use."""
+        return PrefixStore(name, self._store)
 
     # What the ranks tell each other after init; see fastcomm.watchdog.Notes.
 
@@ -256,8 +293,12 @@ def _local_rank(place: int) -> int:
 
 def _meet_in_group(group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool) -> _StoreBootstrap | _GroupBootstrap:
     """Ranks that belong to a group. NCCL's watchdog goes on using the meeting point from a thread of its own, which only a store bears."""
-    if not is_nccl:
-        return _GroupBootstrap(group)
+    return _meet_at_store_of(group, timeout) if is_nccl else _GroupBootstrap(group)
+
+
+def _meet_at_store_of(group: dist.ProcessGroup | None, timeout: timedelta) -> _StoreBootstrap:
+    if group is None:
+        raise RuntimeError("without a group the ranks have met at a store")
     store = dist.distributed_c10d._get_process_group_store(group)
     store = store.clone() if hasattr(store, "clone") else store  # a wait of torch's would hold up the watchdog
     return _StoreBootstrap(_numbered(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)

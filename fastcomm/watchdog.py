@@ -44,6 +44,7 @@ class Watched(Protocol):
 
     rank: int
     world_size: int
+    backend: str
     pids: tuple[int, ...]
     number: int
     epoch: int
@@ -66,6 +67,7 @@ class Watchdog:
     def __init__(self, comm: Watched, notes: Notes, timeout_s: float, peers: Sequence[int]) -> None:
         """peers: the ranks on this host, whose processes can be watched. Raises PeerLostError if one of them is gone already."""
         self._comm = weakref.ref(comm)
+        self._is_nccl = comm.backend == "nccl"
         self._notes = notes
         self._timeout_s = timeout_s
         self._lifelines: dict[int, int] = {}
@@ -89,7 +91,10 @@ class Watchdog:
         while not self._stopped.wait(TICK_S):
             comm = self._comm()
             if comm is None:
-                warnings.warn("an NcclCommunicator was dropped without close(): NCCL's part of it lives on", ResourceWarning, stacklevel=1)
+                if self._is_nccl:  # whose collector must not end it; the others' may
+                    warnings.warn(
+                        "an NcclCommunicator was dropped without close(): NCCL's part of it lives on", ResourceWarning, stacklevel=1
+                    )
                 break
             try:
                 if is_new:
@@ -97,7 +102,8 @@ class Watchdog:
                     is_new = False
                 self._tick(comm)
             except Exception as error:  # the device itself is out of order, or we are
-                self.give_up(comm, FastcommError(f"rank {comm.rank}: {error}"))
+                is_precise = isinstance(error, FastcommError) and type(error) is not FastcommError
+                self.give_up(comm, error if is_precise else FastcommError(f"rank {comm.rank}: {error}"))
             del comm
         for lifeline in self._lifelines.values():
             os.close(lifeline)

@@ -8,7 +8,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Iterator
 
 import pytest
-from ranks import TRANSPORTS, Ranks
+from ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
+
+# The transports over torch.distributed share all that these suites do not reach.
+SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors")
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +22,14 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture(params=TRANSPORTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Chooses what the fixture `transport` runs over, by the module of the test."""
+    if "transport" in metafunc.fixturenames:
+        more = TRANSPORTS_OVER_TORCH if metafunc.module.__name__ in SUITES_OVER_TORCH else ()
+        metafunc.parametrize("transport", (*TRANSPORTS, *more), indirect=True)
+
+
+@pytest.fixture
 def transport(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[str]:
     """Runs the test over every transport, one after the other."""
     ranks.transport = request.param

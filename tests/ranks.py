@@ -37,6 +37,7 @@ import pytest
 from stand_ins import environment, stand_ins
 
 TRANSPORTS = ("shm", "nccl")
+TRANSPORTS_OVER_TORCH = ("hosted", "hierarchical")
 TIME_LIMIT = 60.0
 # Once one rank has failed, the others have this long to answer: they may be waiting for a rank that will never come.
 GRACE = 15.0
@@ -350,6 +351,9 @@ def environment_of(transport: str, rank: int) -> dict[str, str]:
     """The variables a rank needs so that fastcomm.init(transport) works where the tests run."""
     import torch
 
+    if transport in TRANSPORTS_OVER_TORCH:
+        # The name of this host may not resolve where the tests run. Even and odd ranks take each other for ranks of two hosts.
+        return {"GLOO_SOCKET_IFNAME": "lo"} | ({"FASTCOMM_HOST_ID": f"host {rank % 2}"} if transport == "hierarchical" else {})
     if transport != "nccl":
         return {}
     if not torch.cuda.is_available():

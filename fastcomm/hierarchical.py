@@ -1,0 +1,214 @@
+"""HierarchicalCommunicator: shared memory inside each host, Gloo across hosts, so that every byte crosses a host's link once.
+
+An all-reduce is a reduce-scatter inside the host, an all-reduce of each rank's part with the ranks of the other hosts that own the same
+elements, and an all-gather inside the host. Large tensors go in chunks, several of which are under way at a time: one is reduced inside
+the host while the shards of others and the results of yet others travel. All else, and how ranks agree, abandon and fail, is
+HostedCommunicator.
+
+Hosts need not have equally many ranks. A chunk is cut wherever some host has a boundary between the parts of two of its ranks (with hosts
+of 2 and 3 ranks at 1/3, 1/2 and 2/3), so that each segment has one owner on every host, and every rank of every host takes its share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcomm.errors import FastcommError, PeerLostError
+from fastcomm.hosted import GRACE, Bootstrap, HostedCommunicator
+from fastcomm.hosted_call import HALVES, reduce_rows
+from fastcomm.shm import ShmCommunicator
+
+# Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls that move it, small enough that filling
+# and draining the pipeline does not show.
+CHUNK_NBYTES = 4 * 2**20
+AHEAD = 2  # how many chunks are sent before the first of them is waited for: the network has work while ranks are late
+_NOTHING: Iterator[None] = iter(())
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements of this rank's part of a chunk that the same ranks own on all hosts. In units of the chunk's length / n_units."""
+
+    begin: int
+    end: int
+    owners: tuple[int, ...]  # by host
+
+
+def n_units(hosts: Sequence[Sequence[int]]) -> int:
+    """Into how many equal units a chunk is cut, so that every host's parts, and so all segments, begin and end between two of them."""
+    return math.lcm(*(len(ranks) for ranks in hosts))
+
+
+def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
+    """The segments of `rank`'s part, ascending, counted from where the part begins. hosts: the ranks of each host."""
+    n = n_units(hosts)
+    cuts = sorted({i * (n // len(ranks)) for ranks in hosts for i in range(len(ranks) + 1)})
+    found = []
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        owners = tuple(ranks[begin * len(ranks) // n] for ranks in hosts)
+        if rank in owners:
+            found.append(Segment(begin, end, owners))
+    return [Segment(one.begin - found[0].begin, one.end - found[0].begin, one.owners) for one in found]
+
+
+class HierarchicalCommunicator(HostedCommunicator):
+    """See HostedCommunicator. hosts: the ranks of each host, ascending. In a bucket, `wire` applies across hosts only."""
+
+    backend = "hierarchical"
+
+    def __init__(
+        self, rank: int, world_size: int, local_rank: int, bootstrap: Bootstrap, timeout: timedelta, hosts: Sequence[Sequence[int]]
+    ) -> None:
+        self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+        neighbours = hosts[self._host]
+        self._n_hosts, self._n_units = len(hosts), n_units(hosts)
+        self._segments = segments_of(hosts, rank)
+        self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
+        meeting_point = _OneHost(bootstrap, neighbours)
+        self._shm = ShmCommunicator(neighbours.index(rank), len(neighbours), local_rank, meeting_point, timeout + GRACE)
+        super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours)
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty. In shared memory."""
+        self._check_empty(numel, dtype)
+        return self._empty(numel, dtype)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._shm_turn:
+            return self._shm.empty(numel, dtype=dtype)
+
+    def _end(self, failure: FastcommError) -> None:
+        super()._end(failure)
+        self._shm.close()
+
+    def _break_connections(self) -> None:
+        self._shm.abort()
+        super()._break_connections()
+
+    # -- all_reduce -------------------------------------------------------------------------------------------------------------------
+
+    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str) -> None:
+        self._reduce(flat, op, wire.dtype)
+
+    def _all_reduce(self, flat: Tensor, op: str) -> None:
+        if op == "mean" and not flat.dtype.is_floating_point:  # the sum of what is to be divided must not wrap around
+            total = flat.long()
+            self._reduce(total, "sum", total.dtype)
+            flat.copy_(torch.div(total, self.world_size, rounding_mode="trunc"))
+        else:
+            self._reduce(flat, op, flat.dtype)
+
+    def _reduce(self, flat: Tensor, op: str, wire: torch.dtype) -> None:
+        if self._n_hosts == 1:
+            self._in_host("all_reduce", flat, op)
+            return
+        quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
+        numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
+        passages = (self._passage(index, chunk, op, wire) for index, chunk in enumerate(flat.split(numel)))
+        under_way = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
+        for passage in itertools.chain(passages, [_NOTHING] * (2 * AHEAD)):
+            under_way.append(passage)  # the oldest has arrived and goes
+            # The newest first, so that the network has something to carry while older ones are reduced.
+            for one in (under_way[-1], under_way[-1 - AHEAD], under_way[-1 - 2 * AHEAD]):
+                next(one, None)
+
+    def _passage(self, index: int, chunk: Tensor, op: str, wire: torch.dtype) -> Iterator[None]:
+        """A chunk on its way, in three steps: reduced in the host and sent; reduced across hosts and sent; gathered in the host."""
+        whole = self._whole(chunk)
+        part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
+        if op == "mean":  # before the wire, whose range may be small
+            part.mul_(1 / self.world_size)
+        travelling = part if wire == part.dtype else part.to(wire)
+        unit = whole.numel() // self._n_units
+        segments = [travelling[one.begin * unit : one.end * unit].view(self._n_hosts, -1) for one in self._segments]
+        received = [torch.empty_like(segment) for segment in segments]
+        works = self._swap(2 * index, segments, received)
+        yield
+        self._wait(works)
+        for mine, theirs in zip(segments, received, strict=True):
+            theirs[self._host] = mine[self._host]
+            mine[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
+        works = self._spread(2 * index + 1, segments)
+        yield
+        self._wait(works)
+        if travelling is not part:
+            part.copy_(travelling)
+        if part is not whole:
+            self._in_host("all_gather_single", whole, part)
+        if whole is not chunk:
+            chunk.copy_(whole[: chunk.numel()])
+
+    def _whole(self, chunk: Tensor) -> Tensor:
+        """The chunk itself, or one that can be cut into equal shards and in which there is no rounding inside the host."""
+        padding = -chunk.numel() % (self._n_units * self._n_hosts)
+        dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
+        if not padding and dtype == chunk.dtype:
+            return chunk
+        whole = self._empty(chunk.numel() + padding, dtype)
+        whole[: chunk.numel()] = chunk
+        whole[chunk.numel() :] = 0
+        return whole
+
+    def _reduce_in_host(self, whole: Tensor, op: str) -> Tensor:
+        if self._shm.world_size == 1:
+            return whole
+        part = self._empty(whole.numel() // self._shm.world_size, whole.dtype)
+        self._in_host("reduce_scatter_single", part, whole, op)
+        return part
+
+    def _in_host(self, collective: str, *arguments: object) -> None:
+        try:
+            with self._shm_turn:
+                getattr(self._shm, collective)(*arguments)
+        except FastcommError as error:  # counts the ranks of this host only
+            raise PeerLostError(f"among the ranks of host {self._host}: {error}") from error
+
+    # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the order they were sent.
+
+    def _swap(self, tag: int, segments: list[Tensor], received: list[Tensor]) -> list[Any]:
+        """Every owner of a segment gets its host's shard from all others."""
+        works = []
+        for segment, mine, theirs in zip(self._segments, segments, received, strict=True):
+            for host, owner in self._others(segment):
+                works.append(self._group.recv([theirs[host]], owner, tag))
+                works.append(self._group.send([mine[host]], owner, tag))
+        return works
+
+    def _spread(self, tag: int, segments: list[Tensor]) -> list[Any]:
+        """Every owner of a segment gives the others the shard it has reduced."""
+        works = []
+        for segment, mine in zip(self._segments, segments, strict=True):
+            for host, owner in self._others(segment):
+                works.append(self._group.recv([mine[host]], owner, tag))
+                works.append(self._group.send([mine[self._host]], owner, tag))
+        return works
+
+    def _others(self, segment: Segment) -> list[tuple[int, int]]:
+        return [(host, owner) for host, owner in enumerate(segment.owners) if host != self._host]
+
+    def _wait(self, works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+        self._since = time.monotonic()  # the deadline is for what does not move
+
+
+class _OneHost:
+    """The meeting point of a host's ranks: a part of everybody's."""
+
+    def __init__(self, bootstrap: Bootstrap, ranks: Sequence[int]) -> None:
+        self._bootstrap, self._ranks = bootstrap, ranks
+
+    def exchange(self, value: Any) -> list[Any]:
+        values = self._bootstrap.exchange(value)
+        return [values[rank] for rank in self._ranks]

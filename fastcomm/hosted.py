@@ -1,0 +1,563 @@
+"""HostedCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Communicator, for tensors on the CPU.
+
+A thread of its own carries collectives out in the order of their calls, so that backward goes on while gradients travel. Before anything
+moves, the ranks tell each other which collective they have come to: ranks that disagree all hear of it, and a rank that abandons a round
+says so in place of a collective, so that no collective is ever left half done and the group stays in step. What can still go wrong, a
+lost peer or a deadline, is found by watchdog.py, and breaking the group's connections ends the thread's wait.
+
+Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The arithmetic is done here, in rank order,
+so that the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once, and any backend will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.nn import Parameter
+
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator, canonical_op, presence_values
+from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.hosted_call import ABANDON, DTYPES, Call, as_bytes, name_of, reduce_rows
+from fastcomm.watchdog import Notes, Watchdog, failure_note
+
+SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
+SLICE_S = 0.1  # how often a waiting rank looks at the clock
+VERDICT_S = 4.0  # how long the watchdog has to name the missing once a deadline has passed: longer than it asks around
+EXPLAIN_S = 3.0  # how long the watchdog has to find out why a connection broke: longer than idle ranks take to answer a question
+TOLD_S = 0.3  # how long ranks that wait take to read a note
+# The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
+GRACE = timedelta(seconds=10)
+
+
+class Bootstrap(Notes, Protocol):
+    """How the ranks have met; see fastcomm.rendezvous."""
+
+    def exchange(self, value: Any) -> list[Any]: ...
+    def store(self, name: str) -> Store: ...
+
+
+class HostedWork(BucketWork):
+    """A collective in the thread's queue, or under way, or ended: then `error` says how."""
+
+    def __init__(self, comm: HostedCommunicator, call: Call, move: Callable[[], None], presence: Tensor | None = None) -> None:
+        self.call = call
+        self.move: Callable[[], None] | None = move  # holds the tensors
+        self.error: FastcommError | None = None
+        self._comm = comm
+        self._presence = presence
+        self._done = threading.Event()
+
+    def wait(self) -> None:
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective, if one did."""
+        while not self._done.wait(SLICE_S):
+            self._comm._look_at_clock()
+        if self.error is not None:
+            self._comm._hear(self.error)
+            raise self.error
+
+    def is_completed(self) -> bool:
+        """Whether the result is in place, or never will be."""
+        return self._done.is_set()
+
+    def present(self) -> list[bool]:
+        """See BucketWork.present."""
+        self.wait()
+        absent, _ = presence_values(self.call.op)
+        return [] if self._presence is None else (self._presence != absent).tolist()
+
+    def settle(self, error: FastcommError | None) -> None:
+        """The outcome is known. The first one counts."""
+        if not self._done.is_set():
+            self.error, self.move = error, None
+            self._done.set()
+
+
+class HostedBucket(BoundBucket):
+    """A flat buffer into which gradients are copied, and which then is reduced."""
+
+    def __init__(self, comm: HostedCommunicator, flat: Tensor, views: list[Tensor], wire: Tensor, label: int) -> None:
+        self._comm, self._flat, self._views, self._wire, self._label = comm, flat, views, wire, label
+        self._presence = flat[flat.numel() - len(views) :]
+
+    def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        """See BoundBucket.gather."""
+        left = []
+        for i, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
+                left.append(i)
+                continue
+            if gradient is not view:
+                self._take(gradient, view)
+                parameter.grad = view
+        return left
+
+    def _take(self, gradient: Tensor, view: Tensor) -> None:
+        """Copies a gradient to its place; it may be a tensor of the user's on our memory."""
+        if gradient.untyped_storage().data_ptr() != self._flat.untyped_storage().data_ptr():
+            view.copy_(gradient)
+        elif gradient.data_ptr() != view.data_ptr():
+            raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+        elif gradient.stride() != view.stride():
+            view.copy_(gradient.clone())
+
+    def launch(self, op: str, missing: list[int]) -> HostedWork:
+        """See BoundBucket.launch. Waits for nobody."""
+        absent, present = presence_values(op)
+        self._presence.fill_(present)
+        if missing:
+            self._presence[missing] = absent
+        call = Call("all_reduce", self._flat.numel(), self._flat.dtype, self._wire.dtype, op, label=self._label)
+        return self._comm._post(call, functools.partial(self._comm._reduce_bucket, self._flat, self._wire, op), self._presence)
+
+    def note_stream(self) -> None:
+        """See BoundBucket.note_stream. There are no streams."""
+
+    def square_sum(self) -> None:
+        """See BoundBucket.square_sum."""
+
+    def n_nonfinite(self) -> None:
+        """See BoundBucket.n_nonfinite."""
+
+
+class HostedCommunicator(Communicator):
+    """Collectives over a torch.distributed group. See fastcomm.communicator.Communicator for the contract. Made by fastcomm.init.
+
+    group: None makes a Gloo group of its own over the store the ranks met at. With another group, nobody else may use that while
+    collectives are under way here, and a thread that waits in it when a peer is lost stays there until the group's own time-out.
+    """
+
+    backend = "hosted"
+    has_streams = False
+    epoch = 0  # for the watchdog: `number` goes on when the ranks meet anew
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        bootstrap: Bootstrap,
+        timeout: timedelta,
+        neighbours: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device = torch.device("cpu")
+        self.timeout = timeout
+        self.n_abandoned = 0
+        self.number = 0  # of the newest collective this rank has announced
+        self.pids = tuple(bootstrap.exchange(os.getpid()))
+        self._notes = bootstrap
+        self._owns_group = group is None
+        self._group: Any = self._connect(bootstrap) if group is None else group
+        # Guards what follows. Whoever settles a work holds it, so that no work is started that has been settled.
+        self._lock = threading.Lock()
+        self._works: list[HostedWork] = []  # not settled yet, by age
+        self._current: HostedWork | None = None
+        self._since = 0.0  # when the current work was begun, or last moved on
+        self._interruption: FastcommError | None = None  # another rank has abandoned, which the caller has not heard of yet
+        self._meeting: HostedWork | None = None  # ends when all ranks stand at one place again
+        self._trouble: tuple[float, Exception] | None = None  # what the thread fell over, and when
+        self._failure: FastcommError | None = None
+        self._queue: queue.SimpleQueue[HostedWork | None] = queue.SimpleQueue()
+        threading.Thread(target=_carry_out_all, args=(self._queue, weakref.ref(self)), name="fastcomm hosted", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+        self._watchdog = _Watchdog(self, bootstrap, timeout.total_seconds(), neighbours)
+
+    def _connect(self, bootstrap: Bootstrap) -> dist.ProcessGroupGloo:
+        """A Gloo group that nobody else knows. Its addresses are those of GLOO_SOCKET_IFNAME, else what the host's name stands for."""
+        try:
+            return dist.ProcessGroupGloo(PrefixStore("gloo", bootstrap.store("gloo")), self.rank, self.world_size, self.timeout + GRACE)
+        except RuntimeError as error:
+            raise InitError(
+                f"rank {self.rank} cannot connect to its peers over Gloo: {error}. "
+                "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use"
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: rank {self.rank} of {self.world_size}{', ended' if self._failure is not None else ''}>"
+
+    # -- collectives --------------------------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
+        self._check_empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype)
+
+    def _check_empty(self, numel: int, dtype: torch.dtype) -> None:
+        self._check_usable()
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be one of {', '.join(map(name_of, DTYPES))}; got {dtype}")
+        if numel < 0:
+            raise ValueError(f"numel must not be negative; got {numel}")
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> HostedWork | None:
+        """See Communicator.all_reduce. 16-bit floats are added in float32 and rounded once."""
+        op = canonical_op(op)
+        flat = self._check(tensor)
+        call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
+        work = self._post(call, functools.partial(self._all_reduce, flat, op))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """See Communicator.broadcast."""
+        self._post_broadcast(tensor, src).wait()
+
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
+        """See Communicator.broadcast_all. One after the other, without coming back in between."""
+        for work in [self._post_broadcast(tensor, src) for tensor in tensors]:
+            work.wait()
+
+    def _post_broadcast(self, tensor: Tensor, src: int) -> HostedWork:
+        flat = self._check(tensor)
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
+        return self._post(
+            Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src), functools.partial(self._move_broadcast, flat, src)
+        )
+
+    def all_gather_single(self, out: Tensor, inp: Tensor) -> None:
+        """See Communicator.all_gather_single."""
+        flat = self._check(inp)
+        whole = self._check_out("all_gather_single", out, inp, flat.numel() * self.world_size)
+        self._post(Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype), functools.partial(self._all_gather, whole, flat)).wait()
+
+    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum") -> None:
+        """See Communicator.reduce_scatter_single."""
+        op = canonical_op(op)
+        flat = self._check(inp)
+        if flat.numel() % self.world_size:
+            raise ValueError(f"reduce_scatter_single: inp has {flat.numel()} elements, not a multiple of {self.world_size} ranks")
+        part = self._check_out("reduce_scatter_single", out, inp, flat.numel() // self.world_size)
+        call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
+        self._post(call, functools.partial(self._reduce_scatter, part, flat, op)).wait()
+
+    def barrier(self) -> None:
+        """See Communicator.barrier. The announcement is all there is to it."""
+        self._post(Call("barrier"), _nothing).wait()
+
+    def bind_bucket(
+        self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0
+    ) -> HostedBucket:
+        """See Communicator.bind_bucket. There are no lanes: the ranks share one network."""
+        return HostedBucket(self, flat, views, wire, label)
+
+    def _check(self, tensor: Tensor) -> Tensor:
+        """Checks that the communicator can be used and can take the tensor. Returns it as a flat one."""
+        self._check_usable()
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"dtype must be one of {', '.join(map(name_of, DTYPES))}; got {tensor.dtype}")
+        if not tensor.is_cpu or tensor.is_sparse:
+            raise ValueError(f"the {self.backend} transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+        return tensor.detach().view(-1)
+
+    def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
+        flat = self._check(out)
+        if out.dtype != inp.dtype:
+            raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
+        if out.numel() != numel:
+            raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
+        return flat
+
+    def _check_usable(self) -> None:
+        if self._is_forked():
+            raise FastcommError(
+                f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
+                "call fastcomm.init here, or start workers with the spawn method"
+            )
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _is_forked(self) -> bool:
+        return bool(os.getpid() != self.pids[self.rank])
+
+    # -- ends and new beginnings ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See Communicator.check."""
+        self._check_usable()
+        interruption = self._interruption
+        if interruption is not None:
+            self._hear(interruption)
+            raise interruption
+
+    def abandon(self) -> None:
+        """See Communicator.abandon. What has begun is ended properly, what waits in the queue is not begun."""
+        self._check_usable()
+        with self._lock:
+            self.n_abandoned += 1
+            meeting = self._meeting
+            if self._interruption is None or meeting is None:
+                self._settle(self._waiting(), FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+                meeting = self._append(HostedWork(self, ABANDON, _nothing))
+            self._interruption = None
+        meeting.wait()
+
+    def abort(self) -> None:
+        """See Communicator.abort."""
+        if self._failure is None and not self._is_forked():
+            message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
+            with contextlib.suppress(RuntimeError):
+                self._notes.write_once("failure", failure_note("PeerLostError", message))
+            self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
+
+    def close(self) -> None:
+        """See Communicator.close. Peers that still wait for this rank get PeerLostError."""
+        if self._is_forked():
+            return
+        if self._failure is None:
+            with contextlib.suppress(RuntimeError):
+                self._notes.write(f"closed/{self.rank}", json.dumps([self.epoch, self.number - bool(self._works)]))
+        self._end(FastcommError(f"rank {self.rank} has closed this communicator"))
+
+    def _end(self, failure: FastcommError) -> None:
+        self._fail(failure)
+        self._queue.put(None)
+        self._watchdog.stop()
+        self._group = None
+
+    # -- the caller's side of the queue ---------------------------------------------------------------------------------------------
+
+    def _post(self, call: Call, move: Callable[[], None], presence: Tensor | None = None) -> HostedWork:
+        self.check()  # a collective that belongs to what was abandoned is not to be taken for one of the next round
+        with self._lock:
+            return self._append(HostedWork(self, call, move, presence))
+
+    def _append(self, work: HostedWork) -> HostedWork:
+        if self._failure is not None:
+            work.settle(self._failure)
+            return work
+        self._works.append(work)
+        self._queue.put(work)
+        return work
+
+    def _hear(self, error: FastcommError) -> None:
+        """The caller learns of `error`. If it says that the round was abandoned, what is called from here on belongs to the next one."""
+        with self._lock:
+            if error is self._interruption:
+                self._interruption = None
+                self.n_abandoned += 1
+
+    def _look_at_clock(self) -> None:
+        """The net under the watchdog, which may itself wait for a store that is out of reach."""
+        oldest = self._oldest_unfinished()
+        timeout_s = self.timeout.total_seconds()
+        if oldest is not None and oldest[1] > timeout_s + VERDICT_S:
+            number, _, what = oldest
+            message = f"waited {timeout_s:g} s; rank {self.rank} waits for collective number {number}, {what}"
+            self._fail(TimeoutError(f"{message}; the store the ranks met at does not answer either"))
+
+    def _waiting(self) -> list[HostedWork]:
+        return [work for work in self._works if work is not self._current]
+
+    def _settle(self, works: list[HostedWork], error: FastcommError | None) -> None:
+        """Under the lock."""
+        for work in works:
+            work.settle(error)
+        self._works = [work for work in self._works if not work.is_completed()]
+
+    # -- the thread's side ------------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, work: HostedWork) -> None:
+        with self._lock:
+            if work.is_completed() or self._trouble is not None:
+                return
+            self._current, self._since = work, time.monotonic()
+        error: FastcommError | None = None
+        try:
+            self._perform(work)
+        except MismatchError as mismatch:
+            error = mismatch
+        except RuntimeError as trouble:  # torch has no better one; PeerLostError of a part of this transport is one, too
+            self._trouble = time.monotonic(), trouble
+            return  # the watchdog finds out why, and ends the communicator
+        except Exception as defect:
+            self._watchdog.give_up(self, FastcommError(f"rank {self.rank} failed in {work.call}: {defect!r}"))
+            return
+        with self._lock:
+            self._current = None
+            self._settle([work], error)
+
+    def _perform(self, work: HostedWork) -> None:
+        """Raises MismatchError when the ranks call different collectives."""
+        calls = self._announce(work.call)
+        abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
+        if abandoning:
+            self._meet_anew(work, calls, abandoning)
+        elif any(call != calls[0] for call in calls):
+            wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            raise MismatchError(f"the ranks call different collectives (number {self.number} on this communicator): {wanted}")
+        elif work.move is not None:
+            work.move()
+
+    def _announce(self, call: Call) -> list[Call]:
+        """What every rank has come to, by rank. Waits until it has."""
+        self.number += 1
+        mine = torch.tensor(call.numbers())
+        everyone = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype)
+        self._all_gather(everyone, mine)
+        return [Call.of(numbers) for numbers in everyone.view(self.world_size, -1).tolist()]
+
+    def _meet_anew(self, work: HostedWork, calls: list[Call], abandoning: list[int]) -> None:
+        """Some ranks abandon the round. This one does so, too, until all ranks have come to that."""
+        with self._lock:
+            own = next((one for one in self._works if one.call == ABANDON), None)
+            self._meeting = self._current = own or HostedWork(self, ABANDON, _nothing)
+            if own is None:
+                ranks = ", ".join(map(str, abandoning))
+                self._interruption = FastcommError(
+                    f"rank {ranks} abandoned what was under way (an exception ended its backward?): skip this step"
+                )
+                self._settle(list(self._works), self._interruption)
+            elif own is not work:
+                self._settle([work], FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+        while any(call != ABANDON for call in calls):
+            calls = self._announce(ABANDON)
+        with self._lock:
+            self._settle([self._meeting], None)
+
+    def _all_reduce(self, flat: Tensor, op: str) -> None:
+        n = self.world_size
+        if flat.nbytes <= SMALL_NBYTES:
+            rows = flat.new_empty(n, flat.numel())
+            self._all_gather(rows, flat)
+            flat.copy_(reduce_rows(rows, op))
+            return
+        padding = -flat.numel() % n
+        whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+        part = flat.new_empty(whole.numel() // n)
+        self._reduce_scatter(part, whole, op)
+        self._all_gather(whole, part)
+        if padding:
+            flat.copy_(whole[: flat.numel()])
+
+    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str) -> None:
+        if wire is flat:
+            self._all_reduce(flat, op)
+        else:
+            wire.copy_(flat)
+            self._all_reduce(wire, op)
+            flat.copy_(wire)
+
+    def _reduce_scatter(self, part: Tensor, whole: Tensor, op: str) -> None:
+        rows = whole.new_empty(self.world_size, part.numel())
+        if part.numel():
+            self._group.alltoall_base(as_bytes(rows), as_bytes(whole), [], []).wait()
+        part.copy_(reduce_rows(rows, op))
+
+    def _all_gather(self, whole: Tensor, part: Tensor) -> None:
+        if part.numel():
+            self._group._allgather_base(as_bytes(whole), as_bytes(part)).wait()
+
+    def _move_broadcast(self, flat: Tensor, src: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        if flat.numel():
+            self._group.broadcast([as_bytes(flat)], options).wait()
+
+    # -- what the watchdog sees; see fastcomm.watchdog.Watched ------------------------------------------------------------------------
+
+    def _oldest_unfinished(self) -> tuple[int, float, str] | None:
+        with self._lock:
+            work = self._current
+            return None if work is None else (self.number, time.monotonic() - self._since, str(work.call))
+
+    def _asynchronous_error(self) -> FastcommError | None:
+        """A broken connection says nothing of who broke it. Whoever has not answered in a while after it is missing."""
+        if self._trouble is None:
+            return None
+        since, trouble = self._trouble
+        with contextlib.suppress(RuntimeError):  # the store may be gone, too, which the watchdog will find
+            self._notes.write_once("question", "where are you?")
+        if time.monotonic() - since < EXPLAIN_S:
+            return None
+        if isinstance(trouble, FastcommError):
+            return trouble
+        silent = [f"rank {rank} (pid {self.pids[rank]})" for rank in range(self.world_size) if rank != self.rank and self._is_silent(rank)]
+        what = f"{', '.join(silent)} died or cannot be reached" if silent else "a connection between the ranks broke"
+        return PeerLostError(f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}")
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether the rank has not said lately where it stands. Ranks are never more than one collective apart."""
+        with contextlib.suppress(RuntimeError):
+            position = self._notes.read(f"position/{self.epoch}/{rank}")
+            return position is None or int(json.loads(position)[0]) < self.number - 1
+        return False
+
+    def _fail(self, error: FastcommError) -> None:
+        """The communicator is of no more use: whoever waits hears of it."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            is_under_way = bool(self._works)
+        if is_under_way:
+            self._break_connections()
+            if self.rank == 0:  # with its process the store may go, in which the others are about to read what has happened
+                time.sleep(TOLD_S)
+        with self._lock:
+            self._settle(list(self._works), error)
+
+    def _break_connections(self) -> None:
+        """Ends the thread's wait. Gloo closes all connections of a group when one receive has waited too long for what nobody sends."""
+        if not self._owns_group:
+            return
+        group, others = self._group, (rank for rank in range(self.world_size) if rank != self.rank)
+        for rank in others:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def _has_graphs(self) -> bool:
+        return False
+
+    def _interrupt(self, error: FastcommError, epoch: int) -> None:
+        """Ranks abandon a round by announcing it."""
+
+    def _enter_thread(self) -> None:
+        """Nothing belongs to a thread here."""
+
+
+_NEVER_SENT = 2**30  # a tag
+
+
+class _Watchdog(Watchdog):
+    """Leaves it to the announcements to find ranks that call different collectives, which does not end the communicator."""
+
+    def _compare(self, comm: Any, number: int, what: str) -> None:
+        pass
+
+
+def _carry_out_all(works: queue.SimpleQueue[HostedWork | None], reference: weakref.ref[HostedCommunicator]) -> None:
+    """The life of the thread. While it waits for work it does not keep the communicator alive."""
+    while True:
+        work = works.get()
+        comm = reference()
+        if work is None or comm is None:
+            return
+        comm._carry_out(work)
+        del work, comm
+
+
+def _nothing() -> None:
+    pass

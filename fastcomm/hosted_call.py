@@ -1,0 +1,83 @@
+"""What ranks that meet in a torch.distributed group tell each other before a collective, and the arithmetic that is done on what has come.
+
+Knows no group and no thread: a Call is a row of numbers on the network and a sentence in an error, a reduction is torch's operations in
+rank order, and what travels is bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcomm.communicator import OPS
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+HALVES = (torch.float16, torch.bfloat16)
+KINDS = ("barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "abandon")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as the ranks announce it to each other: equal on all of them, or they disagree."""
+
+    kind: str
+    numel: int = 0
+    dtype: torch.dtype = torch.uint8
+    wire: torch.dtype = torch.uint8
+    op: str = "sum"
+    src: int = 0
+    label: int = 0
+
+    def numbers(self) -> list[int]:
+        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), DTYPES, DTYPES, OPS, (), ())
+        return [choices.index(value) if choices else value for choices, value in zip(codes, astuple(self), strict=True)]
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Call:
+        kind, numel, dtype, wire, op, src, label = numbers
+        return Call(KINDS[kind], numel, DTYPES[dtype], DTYPES[wire], OPS[op], src, label)
+
+    def __str__(self) -> str:
+        if self.kind in ("barrier", "abandon"):
+            return self.kind
+        words = f"{self.kind} of {self.numel} {name_of(self.dtype)} elements"
+        if self.kind == "broadcast":
+            words += f" from rank {self.src}"
+        elif self.kind != "all_gather_single":
+            words += f", op {self.op}"
+        if self.wire != self.dtype:
+            words += f", wire {name_of(self.wire)}"
+        if self.label:
+            words += f" (bucket {self.label % 65536 - 1} of reducer {self.label // 65536})"
+        return words
+
+
+ABANDON = Call("abandon")
+
+
+_STEPS: dict[str, Any] = {"sum": torch.add, "mean": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+
+
+def reduce_rows(rows: Tensor, op: str) -> Tensor:
+    """The reduction of the rows, one after the other: 16-bit floats in float32 and rounded once, integers wrapping around."""
+    n, dtype = len(rows), rows.dtype
+    is_integer_mean = op == "mean" and not dtype.is_floating_point
+    total = rows[0].to(torch.float32 if dtype in HALVES else torch.int64 if is_integer_mean else dtype, copy=True)
+    for row in rows[1:]:
+        _STEPS[op](total, row, out=total)
+    if op == "mean":
+        total = torch.div(total, n, rounding_mode="trunc") if is_integer_mean else total.div_(n)
+    return total.to(dtype)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """What every backend moves, whatever dtypes it knows."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
