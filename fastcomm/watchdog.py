@@ -101,9 +101,10 @@ class Watchdog:
                     comm._enter_thread()
                     is_new = False
                 self._tick(comm)
+            except (InitError, MismatchError, NcclError, PeerLostError, TimeoutError) as error:
+                self.give_up(comm, error)
             except Exception as error:  # the device itself is out of order, or we are
-                is_precise = isinstance(error, FastcommError) and type(error) is not FastcommError
-                self.give_up(comm, error if is_precise else FastcommError(f"rank {comm.rank}: {error}"))
+                self.give_up(comm, FastcommError(f"rank {comm.rank}: {error}"))
             del comm
         for lifeline in self._lifelines.values():
             os.close(lifeline)
