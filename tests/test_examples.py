@@ -39,3 +39,7 @@ def test_accumulation_with_clipping_learns() -> None:
 def test_reinforce_learns_though_ranks_play_different_numbers_of_episodes() -> None:
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", run("reinforce.py", "--steps", "200"))]
     assert rewards[-1] > 0.9
+
+
+def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
+    assert re.search(r"after 50 steps: 0$", run("converge.py", "--steps", "50"), re.MULTILINE)

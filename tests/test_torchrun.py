@@ -1,0 +1,43 @@
+"""Trainings as torchrun starts them, and starts them anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(folder: Path, how: str) -> dict[str, Any]:
+    """What the training has left at its end."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    done = subprocess.run(
+        [*launcher, str(ROOT / "tests" / "elastic_training.py"), str(folder), how],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    end: dict[str, Any] = torch.load(folder / "end.pt", weights_only=False)
+    return end
+
+
+def test_a_training_whose_rank_was_killed_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> None:
+    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    undisturbed, killed = train(folders[0], "lives"), train(folders[1], "fails")
+    assert (undisturbed["attempt"], undisturbed["first"]) == (0, 0)
+    assert (killed["attempt"], killed["first"]) == (1, 2)
+    for one, other in zip(undisturbed["parameters"], killed["parameters"], strict=True):
+        assert torch.equal(one, other)
+    # The checkpoint is one of the plain model.
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model.load_state_dict(torch.load(folders[1] / "checkpoint.pt")["model"], strict=True)
