@@ -18,7 +18,7 @@ from libc.stdlib cimport free, malloc
 
 from fastcomm.cuda cimport CUcontext, CUstream, check, driver
 from fastcomm.nccl_lane cimport ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket
-from fastcomm.nccl_library cimport dtype_number, nccl, ncclInternalError, ncclSuccess, op_number
+from fastcomm.nccl_library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.nccl_link cimport Link
 
 
@@ -141,21 +141,19 @@ cdef class NcclCommunicator(Link):
     def broadcast(self, tensor, int src=0):
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank. Errors as all_reduce."""
         self._check(tensor)
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
+        self._check_src(src)
         self._collective(BROADCAST, tensor, tensor, None, src, False, None)
 
     def broadcast_all(self, list tensors, int src=0):
         """As broadcast, of many tensors of any dtype, in one launch."""
         for tensor in tensors:
             self._check(tensor)
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
+        self._check_src(src)
         cdef Lane lane = self.lanes[0]
         cdef Ticket ticket = lane.ticket
         cdef CUcontext before = self.cuda.enter()
         cdef bint is_captured
-        cdef int code = ncclInternalError
+        cdef int code
         ticket.kind, ticket.dtype, ticket.numel, ticket.root = BROADCAST, torch.uint8, sum([t.nbytes for t in tensors]), src
         try:
             is_captured = self._note_capture(self.cuda.current_stream())
@@ -217,6 +215,11 @@ cdef class NcclCommunicator(Link):
         scaled = self._scale(inp.detach().clone()) if op == "mean" else inp
         self._collective(REDUCE_SCATTER, scaled, out, op, 0, False, None)
 
+    cdef int _check_src(self, int src) except -1:
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
+        return 0
+
     cdef _scale(self, tensor):
         if tensor.dtype in FP8:
             raise TypeError(f"no mean of {tensor.dtype} tensors: use op='sum'")
@@ -260,7 +263,7 @@ cdef class NcclCommunicator(Link):
         cdef CUstream current = self.cuda.current_stream()
         cdef CUcontext before = self.cuda.enter()
         cdef bint is_captured
-        cdef int code = ncclInternalError
+        cdef int code
         try:
             is_captured = self._note_capture(current)
             ticket.kind, ticket.dtype, ticket.numel, ticket.root = kind, inp.dtype, inp.numel(), root

@@ -13,7 +13,7 @@ from libc.stdlib cimport free, malloc
 from fastcomm.cuda cimport CUcontext, CUstream, Event, check, driver
 from fastcomm.multi_tensor cimport MultiTensor
 from fastcomm.nccl_lane cimport ALL_REDUCE, Lane, Ticket
-from fastcomm.nccl_library cimport dtype_number, nccl, ncclInternalError, ncclSuccess, op_number
+from fastcomm.nccl_library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.nccl_link cimport Link, Range
 
 
@@ -60,8 +60,7 @@ cdef class NcclBucket:
     cdef object flat, wire, presence
     cdef list views, kept
     cdef MultiTensor gathering, scattering, measuring
-    cdef char *base
-    cdef size_t nbytes, numel
+    cdef size_t numel
     cdef Range *range
     cdef int dtype
     cdef set streams  # on which gradients of this round were produced
@@ -77,7 +76,6 @@ cdef class NcclBucket:
         self.lane = comm._lane(lane)
         self.ticket = comm._new_ticket()
         self.ticket.kind, self.ticket.dtype, self.ticket.numel, self.ticket.label = ALL_REDUCE, wire.dtype, wire.numel(), label
-        self.base, self.nbytes = <char *><size_t>flat.data_ptr(), flat.numel() * flat.element_size()
         self.dtype, self.numel = dtype_number(wire.dtype), wire.numel()
         self.presence = wire[wire.numel() - n:]
         numels = [view.numel() for view in views]
@@ -101,7 +99,7 @@ cdef class NcclBucket:
         self.range = <Range *>malloc(sizeof(Range))
         if self.range == NULL:
             raise MemoryError("out of memory")
-        self.range[0] = Range(self.base, self.nbytes, self.comm.ranges)
+        self.range[0] = Range(<char *><size_t>self.flat.data_ptr(), self.flat.nbytes, self.comm.ranges)
         self.comm.ranges = self.range
         return 0
 
@@ -162,7 +160,7 @@ cdef class NcclBucket:
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
         cdef Link comm = self.comm
         cdef double scale = 1.0 / comm.world_size if op == "mean" else 1.0
-        cdef int code = ncclInternalError
+        cdef int code
         comm._check_usable()
         cdef CUstream current = comm.cuda.current_stream()
         cdef CUcontext before = comm.cuda.enter()

@@ -5,7 +5,6 @@ ctypedef void *ncclWindow_t
 
 cdef enum:
     ncclSuccess = 0
-    ncclInternalError = 3
     ncclRemoteError = 6
     ncclInProgress = 7
     NCCL_CONFIG_MAGIC = 0xcafebeef

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import NO_VARIABLES, fresh_ranks, torchrun_env
+from ranks import NO_VARIABLES, fresh_ranks, note, noted, torchrun_env
 from reference import check_all_reduce
 
 import fastcomm
@@ -36,19 +36,8 @@ def assert_all_returned(outcomes):
 # Peers that go away. The last rank does, and leaves the time for the others to find.
 
 
-def _note(place, **facts):
-    for name, value in facts.items():
-        path = Path(place.directory, name)
-        path.with_suffix(".new").write_text(str(value))
-        path.with_suffix(".new").rename(path)
-
-
-def _noted(place, name):
-    return Path(place.directory, name).read_text()
-
-
 def _leave(place, comm, how):
-    _note(place, pid=os.getpid(), left_at=time.monotonic())
+    note(place, pid=os.getpid(), left_at=time.monotonic())
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "exits":
@@ -86,10 +75,10 @@ def _lose_a_peer(place, collective, how):
         return None
     with pytest.raises(PeerLostError) as lost:
         COLLECTIVES[collective](comm)
-    seconds = time.monotonic() - float(_noted(place, "left_at"))
+    seconds = time.monotonic() - float(noted(place, "left_at"))
     with pytest.raises(PeerLostError):
         comm.barrier()
-    return str(lost.value), int(_noted(place, "pid")), seconds
+    return str(lost.value), int(noted(place, "pid")), seconds
 
 
 def assert_told_of_the_loss(outcomes, *words):
@@ -129,7 +118,7 @@ def _lose_a_peer_at_any_moment(place, numel, delay):
             for tensor in tensors:
                 comm.all_reduce(tensor)
         except PeerLostError as error:
-            return str(error), int(_noted(place, "pid")), time.monotonic() - float(_noted(place, "left_at"))
+            return str(error), int(noted(place, "pid")), time.monotonic() - float(noted(place, "left_at"))
 
 
 @pytest.mark.parametrize("numel", [100, 10_000, 2_000_000])

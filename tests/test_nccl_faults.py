@@ -10,12 +10,11 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from models import Fail, assert_gradients, backward, batch, mean_gradients, mlp
-from ranks import fresh_ranks, torchrun_env
+from ranks import fresh_ranks, note, noted, torchrun_env
 from stand_ins import environment, failing, loaded, log_of, stand_ins
 
 import fastcomm
@@ -347,19 +346,8 @@ def test_an_asynchronous_error_is_raised_on_all(code):
 # Peers that go away. The last rank does, and leaves the time for the others to find.
 
 
-def _note(place, **facts):
-    for name, value in facts.items():
-        path = Path(place.directory, name)
-        path.with_suffix(".new").write_text(str(value))
-        path.with_suffix(".new").rename(path)
-
-
-def _noted(place, name):
-    return Path(place.directory, name).read_text()
-
-
 def _leave(place, comm, how):
-    _note(place, pid=os.getpid(), left_at=time.monotonic())
+    note(place, pid=os.getpid(), left_at=time.monotonic())
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "exits":
@@ -391,11 +379,11 @@ def _lose_a_peer(place, wait, how):
         _leave(place, comm, how)
         return None
     message, _ = raised(PeerLostError, lambda: WAITS[wait](comm))
-    seconds = time.monotonic() - float(_noted(place, "left_at"))
+    seconds = time.monotonic() - float(noted(place, "left_at"))
     with pytest.raises(PeerLostError):
         comm.barrier()
     assert_all_ended()
-    return message, int(_noted(place, "pid")), seconds
+    return message, int(noted(place, "pid")), seconds
 
 
 def assert_told_of_the_loss(outcomes, words):
@@ -427,9 +415,9 @@ def _train_until_a_peer_dies(place, delay):
         while True:
             model.zero_grad()
             backward(model, place.rank)
-    seconds = time.monotonic() - float(_noted(place, "left_at"))
+    seconds = time.monotonic() - float(noted(place, "left_at"))
     assert_all_ended()
-    return str(lost.value), int(_noted(place, "pid")), seconds
+    return str(lost.value), int(noted(place, "pid")), seconds
 
 
 @pytest.mark.parametrize("delay", [0.1, 0.1314, 0.1777])
@@ -445,7 +433,7 @@ def _lose_a_peer_with_the_store(place):
     message, seconds = raised(PeerLostError, lambda: comm.all_reduce(torch.ones(10)))
     assert seconds < 2
     assert_all_ended()
-    return message, int(_noted(place, "pid"))
+    return message, int(noted(place, "pid"))
 
 
 def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies():
