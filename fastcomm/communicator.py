@@ -80,7 +80,8 @@ class Communicator(abc.ABC):
     """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one thread at a time per communicator.
 
     Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it cannot be completed, FastcommError after
-    close(), and ValueError or TypeError for a bad argument before any peer is involved.
+    close(), and ValueError or TypeError for a bad argument before any peer is involved. With async_op=True it returns a Work at once: leave
+    the tensors alone until work.wait() has returned, which then raises what has gone wrong.
     """
 
     rank: int
@@ -100,7 +101,7 @@ class Communicator(abc.ABC):
         """Reduces `tensor` (contiguous; same numel and dtype on every rank) over all ranks, in place. op: one of OPS, or "avg"."""
 
     @abc.abstractmethod
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
         """Copies rank `src`'s `tensor` into every other rank's."""
 
     @abc.abstractmethod
@@ -108,16 +109,16 @@ class Communicator(abc.ABC):
         """As `broadcast`, of many tensors, at once where the transport can."""
 
     @abc.abstractmethod
-    def all_gather_single(self, out: Tensor, inp: Tensor) -> None:
+    def all_gather_single(self, out: Tensor, inp: Tensor, *, async_op: bool = False) -> Work | None:
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements."""
 
     @abc.abstractmethod
-    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum") -> None:
+    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`."""
 
     @abc.abstractmethod
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Returns when every rank has called it; with async_op, `wait` of the Work does."""
 
     @abc.abstractmethod
     def bind_bucket(self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0) -> BoundBucket:

@@ -98,11 +98,13 @@ class HierarchicalCommunicator(HostedCommunicator):
 
     # -- all_reduce -------------------------------------------------------------------------------------------------------------------
 
-    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str) -> None:
+    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str, rows: Tensor | None) -> None:
         self._reduce(flat, op, wire.dtype)
 
-    def _all_reduce(self, flat: Tensor, op: str) -> None:
-        if op == "mean" and not flat.dtype.is_floating_point:  # the sum of what is to be divided must not wrap around
+    def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
+        if rows is not None:
+            self._exchange.all_reduce(flat, op, rows)
+        elif op == "mean" and not flat.dtype.is_floating_point:  # the sum of what is to be divided must not wrap around
             total = flat.long()
             self._reduce(total, "sum", total.dtype)
             flat.copy_(torch.div(total, self.world_size, rounding_mode="trunc"))
@@ -181,8 +183,8 @@ class HierarchicalCommunicator(HostedCommunicator):
         works = []
         for segment, mine, theirs in zip(self._segments, segments, received, strict=True):
             for host, owner in self._others(segment):
-                works.append(self._group.recv([theirs[host]], owner, tag))
-                works.append(self._group.send([mine[host]], owner, tag))
+                works.append(self._exchange.group.recv([theirs[host]], owner, tag))
+                works.append(self._exchange.group.send([mine[host]], owner, tag))
         return works
 
     def _spread(self, tag: int, segments: list[Tensor]) -> list[Any]:
@@ -190,8 +192,8 @@ class HierarchicalCommunicator(HostedCommunicator):
         works = []
         for segment, mine in zip(self._segments, segments, strict=True):
             for host, owner in self._others(segment):
-                works.append(self._group.recv([mine[host]], owner, tag))
-                works.append(self._group.send([mine[self._host]], owner, tag))
+                works.append(self._exchange.group.recv([mine[host]], owner, tag))
+                works.append(self._exchange.group.send([mine[self._host]], owner, tag))
         return works
 
     def _others(self, segment: Segment) -> list[tuple[int, int]]:

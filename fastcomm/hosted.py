@@ -5,8 +5,7 @@ moves, the ranks tell each other which collective they have come to: ranks that 
 says so in place of a collective, so that no collective is ever left half done and the group stays in step. What can still go wrong, a
 lost peer or a deadline, is found by watchdog.py, and breaking the group's connections ends the thread's wait.
 
-Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The arithmetic is done here, in rank order,
-so that the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once, and any backend will do.
+How tensors move and are reduced is hosted_exchange.py's business.
 """
 
 from __future__ import annotations
@@ -31,16 +30,19 @@ from torch.nn import Parameter
 
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator, canonical_op, presence_values
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
-from fastcomm.hosted_call import ABANDON, DTYPES, Call, as_bytes, name_of, reduce_rows
+from fastcomm.hosted_call import ABANDON, DTYPES, Call, name_of
+from fastcomm.hosted_exchange import CARRIED_NBYTES, Exchange
 from fastcomm.watchdog import Notes, Watchdog, failure_note
 
-SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 VERDICT_S = 4.0  # how long the watchdog has to name the missing once a deadline has passed: longer than it asks around
 EXPLAIN_S = 3.0  # how long the watchdog has to find out why a connection broke: longer than idle ranks take to answer a question
 TOLD_S = 0.3  # how long ranks that wait take to read a note
 # The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
 GRACE = timedelta(seconds=10)
+
+
+Move = Callable[[Tensor | None], None]
 
 
 class Bootstrap(Notes, Protocol):
@@ -53,9 +55,18 @@ class Bootstrap(Notes, Protocol):
 class HostedWork(BucketWork):
     """A collective in the thread's queue, or under way, or ended: then `error` says how."""
 
-    def __init__(self, comm: HostedCommunicator, call: Call, move: Callable[[], None], presence: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        comm: HostedCommunicator,
+        call: Call,
+        move: Move,
+        payload: Tensor | None = None,
+        presence: Tensor | None = None,
+    ) -> None:
         self.call = call
-        self.move: Callable[[], None] | None = move  # holds the tensors
+        # These hold the tensors. The payload goes with the announcement if it is small, and move() gets everybody's.
+        self.move: Move | None = move
+        self.payload = payload if payload is not None and payload.nbytes <= CARRIED_NBYTES else None
         self.error: FastcommError | None = None
         self._comm = comm
         self._presence = presence
@@ -82,7 +93,7 @@ class HostedWork(BucketWork):
     def settle(self, error: FastcommError | None) -> None:
         """The outcome is known. The first one counts."""
         if not self._done.is_set():
-            self.error, self.move = error, None
+            self.error, self.move, self.payload = error, None, None
             self._done.set()
 
 
@@ -122,7 +133,8 @@ class HostedBucket(BoundBucket):
         if missing:
             self._presence[missing] = absent
         call = Call("all_reduce", self._flat.numel(), self._flat.dtype, self._wire.dtype, op, label=self._label)
-        return self._comm._post(call, functools.partial(self._comm._reduce_bucket, self._flat, self._wire, op), self._presence)
+        move = functools.partial(self._comm._reduce_bucket, self._flat, self._wire, op)
+        return self._comm._post(call, move, presence=self._presence)
 
     def note_stream(self) -> None:
         """See BoundBucket.note_stream. There are no streams."""
@@ -163,7 +175,7 @@ class HostedCommunicator(Communicator):
         self.pids = tuple(bootstrap.exchange(os.getpid()))
         self._notes = bootstrap
         self._owns_group = group is None
-        self._group: Any = self._connect(bootstrap) if group is None else group
+        self._exchange = Exchange(self._connect(bootstrap) if group is None else group, rank, world_size)
         # Guards what follows. Whoever settles a work holds it, so that no work is started that has been settled.
         self._lock = threading.Lock()
         self._works: list[HostedWork] = []  # not settled yet, by age
@@ -210,15 +222,11 @@ class HostedCommunicator(Communicator):
         op = canonical_op(op)
         flat = self._check(tensor)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
-        work = self._post(call, functools.partial(self._all_reduce, flat, op))
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return self._end_of(self._post(call, functools.partial(self._all_reduce, flat, op), flat), async_op)
 
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.broadcast."""
-        self._post_broadcast(tensor, src).wait()
+        return self._end_of(self._post_broadcast(tensor, src), async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
         """See Communicator.broadcast_all. One after the other, without coming back in between."""
@@ -229,17 +237,17 @@ class HostedCommunicator(Communicator):
         flat = self._check(tensor)
         if not 0 <= src < self.world_size:
             raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
-        return self._post(
-            Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src), functools.partial(self._move_broadcast, flat, src)
-        )
+        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
+        return self._post(call, functools.partial(self._exchange.broadcast, flat, src), flat)
 
-    def all_gather_single(self, out: Tensor, inp: Tensor) -> None:
+    def all_gather_single(self, out: Tensor, inp: Tensor, *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.all_gather_single."""
         flat = self._check(inp)
         whole = self._check_out("all_gather_single", out, inp, flat.numel() * self.world_size)
-        self._post(Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype), functools.partial(self._all_gather, whole, flat)).wait()
+        call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
+        return self._end_of(self._post(call, functools.partial(self._exchange.all_gather, whole, flat), flat), async_op)
 
-    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum") -> None:
+    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)
         flat = self._check(inp)
@@ -247,17 +255,23 @@ class HostedCommunicator(Communicator):
             raise ValueError(f"reduce_scatter_single: inp has {flat.numel()} elements, not a multiple of {self.world_size} ranks")
         part = self._check_out("reduce_scatter_single", out, inp, flat.numel() // self.world_size)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
-        self._post(call, functools.partial(self._reduce_scatter, part, flat, op)).wait()
+        return self._end_of(self._post(call, functools.partial(self._exchange.reduce_scatter, part, flat, op), flat), async_op)
 
-    def barrier(self) -> None:
+    def barrier(self, *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.barrier. The announcement is all there is to it."""
-        self._post(Call("barrier"), _nothing).wait()
+        return self._end_of(self._post(Call("barrier"), _nothing), async_op)
 
     def bind_bucket(
         self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0
     ) -> HostedBucket:
         """See Communicator.bind_bucket. There are no lanes: the ranks share one network."""
         return HostedBucket(self, flat, views, wire, label)
+
+    def _end_of(self, work: HostedWork, async_op: bool) -> HostedWork | None:
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def _check(self, tensor: Tensor) -> Tensor:
         """Checks that the communicator can be used and can take the tensor. Returns it as a flat one."""
@@ -335,14 +349,14 @@ class HostedCommunicator(Communicator):
         self._fail(failure)
         self._queue.put(None)
         self._watchdog.stop()
-        self._group = None
+        self._exchange.group = None
 
     # -- the caller's side of the queue ---------------------------------------------------------------------------------------------
 
-    def _post(self, call: Call, move: Callable[[], None], presence: Tensor | None = None) -> HostedWork:
+    def _post(self, call: Call, move: Move, payload: Tensor | None = None, presence: Tensor | None = None) -> HostedWork:
         self.check()  # a collective that belongs to what was abandoned is not to be taken for one of the next round
         with self._lock:
-            return self._append(HostedWork(self, call, move, presence))
+            return self._append(HostedWork(self, call, move, payload, presence))
 
     def _append(self, work: HostedWork) -> HostedWork:
         if self._failure is not None:
@@ -401,7 +415,7 @@ class HostedCommunicator(Communicator):
 
     def _perform(self, work: HostedWork) -> None:
         """Raises MismatchError when the ranks call different collectives."""
-        calls = self._announce(work.call)
+        calls, payloads = self._announce(work.call, work.payload)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
         if abandoning:
             self._meet_anew(work, calls, abandoning)
@@ -409,15 +423,12 @@ class HostedCommunicator(Communicator):
             wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise MismatchError(f"the ranks call different collectives (number {self.number} on this communicator): {wanted}")
         elif work.move is not None:
-            work.move()
+            work.move(payloads)
 
-    def _announce(self, call: Call) -> list[Call]:
-        """What every rank has come to, by rank. Waits until it has."""
+    def _announce(self, call: Call, payload: Tensor | None = None) -> tuple[list[Call], Tensor | None]:
+        """See Exchange.announce."""
         self.number += 1
-        mine = torch.tensor(call.numbers())
-        everyone = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype)
-        self._all_gather(everyone, mine)
-        return [Call.of(numbers) for numbers in everyone.view(self.world_size, -1).tolist()]
+        return self._exchange.announce(call, payload)
 
     def _meet_anew(self, work: HostedWork, calls: list[Call], abandoning: list[int]) -> None:
         """Some ranks abandon the round. This one does so, too, until all ranks have come to that."""
@@ -433,48 +444,20 @@ class HostedCommunicator(Communicator):
             elif own is not work:
                 self._settle([work], FastcommError(f"rank {self.rank} abandoned the collectives under way"))
         while any(call != ABANDON for call in calls):
-            calls = self._announce(ABANDON)
+            calls, _ = self._announce(ABANDON)
         with self._lock:
             self._settle([self._meeting], None)
 
-    def _all_reduce(self, flat: Tensor, op: str) -> None:
-        n = self.world_size
-        if flat.nbytes <= SMALL_NBYTES:
-            rows = flat.new_empty(n, flat.numel())
-            self._all_gather(rows, flat)
-            flat.copy_(reduce_rows(rows, op))
-            return
-        padding = -flat.numel() % n
-        whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
-        part = flat.new_empty(whole.numel() // n)
-        self._reduce_scatter(part, whole, op)
-        self._all_gather(whole, part)
-        if padding:
-            flat.copy_(whole[: flat.numel()])
+    def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
+        self._exchange.all_reduce(flat, op, rows)
 
-    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str) -> None:
+    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str, rows: Tensor | None) -> None:
         if wire is flat:
-            self._all_reduce(flat, op)
+            self._exchange.all_reduce(flat, op)
         else:
             wire.copy_(flat)
-            self._all_reduce(wire, op)
+            self._exchange.all_reduce(wire, op)
             flat.copy_(wire)
-
-    def _reduce_scatter(self, part: Tensor, whole: Tensor, op: str) -> None:
-        rows = whole.new_empty(self.world_size, part.numel())
-        if part.numel():
-            self._group.alltoall_base(as_bytes(rows), as_bytes(whole), [], []).wait()
-        part.copy_(reduce_rows(rows, op))
-
-    def _all_gather(self, whole: Tensor, part: Tensor) -> None:
-        if part.numel():
-            self._group._allgather_base(as_bytes(whole), as_bytes(part)).wait()
-
-    def _move_broadcast(self, flat: Tensor, src: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        if flat.numel():
-            self._group.broadcast([as_bytes(flat)], options).wait()
 
     # -- what the watchdog sees; see fastcomm.watchdog.Watched ------------------------------------------------------------------------
 
@@ -523,7 +506,7 @@ class HostedCommunicator(Communicator):
         """Ends the thread's wait. Gloo closes all connections of a group when one receive has waited too long for what nobody sends."""
         if not self._owns_group:
             return
-        group, others = self._group, (rank for rank in range(self.world_size) if rank != self.rank)
+        group, others = self._exchange.group, (rank for rank in range(self.world_size) if rank != self.rank)
         for rank in others:
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
@@ -559,5 +542,5 @@ def _carry_out_all(works: queue.SimpleQueue[HostedWork | None], reference: weakr
         del work, comm
 
 
-def _nothing() -> None:
+def _nothing(payloads: Tensor | None) -> None:
     pass

@@ -41,13 +41,16 @@ cdef class NcclWork:
     cdef Ticket ticket
     cdef object tensors, divide_by
     cdef int epoch
+    cdef bint is_barrier
 
     def wait(self):
-        """Orders the current stream after the collective; does not block. Raises the error that ended the communicator, if one did."""
+        """Orders the current stream after the collective; blocks only for a barrier. Raises the error that ended the communicator, if one did."""
         if self.tensors is None:
             return
         self.comm._check_work(self.epoch)
         self.comm._order_current_after(self.ticket.done)
+        if self.is_barrier:
+            self.comm._wait_for(self.ticket)
         if self.divide_by is not None:
             self.tensors[0].copy_(self.tensors[1].div_(self.divide_by, rounding_mode="trunc"))
         self.tensors = None
@@ -138,11 +141,11 @@ cdef class NcclCommunicator(Link):
         wide = tensor.to(torch.int64, copy=True)
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
-    def broadcast(self, tensor, int src=0):
+    def broadcast(self, tensor, int src=0, *, bint async_op=False):
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank. Errors as all_reduce."""
         self._check(tensor)
         self._check_src(src)
-        self._collective(BROADCAST, tensor, tensor, None, src, False, None)
+        return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
     def broadcast_all(self, list tensors, int src=0):
         """As broadcast, of many tensors of any dtype, in one launch."""
@@ -194,13 +197,13 @@ cdef class NcclCommunicator(Link):
             free(pieces)
         return code if code != ncclSuccess else end
 
-    def all_gather_single(self, out, inp):
+    def all_gather_single(self, out, inp, *, bint async_op=False):
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""
         self._check(inp)
         self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        self._collective(ALL_GATHER, inp, out, None, 0, False, None)
+        return self._collective(ALL_GATHER, inp, out, None, 0, async_op, None)
 
-    def reduce_scatter_single(self, out, inp, op="sum"):
+    def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`. Errors as all_reduce."""
         op = canonical_op(op)
         self._check(inp)
@@ -208,12 +211,10 @@ cdef class NcclCommunicator(Link):
             raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a multiple of {self.world_size} ranks")
         self._check_out("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
         if op == "mean" and not inp.is_floating_point():
-            wide = torch.empty(out.numel(), dtype=torch.int64, device=self.device)
-            self._collective(REDUCE_SCATTER, inp.to(torch.int64), wide, op, 0, False, None)
-            out.copy_(wide.div_(self.world_size, rounding_mode="trunc").view(out.shape))
-            return
+            wide = torch.empty(out.shape, dtype=torch.int64, device=self.device)
+            return self._collective(REDUCE_SCATTER, inp.to(torch.int64), wide, op, 0, async_op, out)
         scaled = self._scale(inp.detach().clone()) if op == "mean" else inp
-        self._collective(REDUCE_SCATTER, scaled, out, op, 0, False, None)
+        return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
 
     cdef int _check_src(self, int src) except -1:
         if not 0 <= src < self.world_size:
@@ -225,14 +226,17 @@ cdef class NcclCommunicator(Link):
             raise TypeError(f"no mean of {tensor.dtype} tensors: use op='sum'")
         return tensor.mul_(1.0 / self.world_size)
 
-    def barrier(self):
+    def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it, and all that was launched on the current stream before is done."""
         self._check_usable()
         self._refuse_capture("barrier()")
         if self.one is None:
             self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self._collective(ALL_REDUCE, self.one, self.one, "max", 0, False, None)
-        self._wait_for(self.lanes[0])
+        work = self._collective(ALL_REDUCE, self.one, self.one, "max", 0, async_op, None)
+        if async_op:
+            (<NcclWork>work).is_barrier = True
+            return work
+        self._wait_for((<Lane>self.lanes[0]).ticket)
 
     # -- the way of every collective --
 

@@ -40,7 +40,7 @@ cdef class Link:
     cdef _connect(self, Lane lane, int place, look)
     cdef Lane _lane(self, int place)
     cdef Ticket _new_ticket(self)
-    cdef _wait_for(self, Lane lane)
+    cdef _wait_for(self, Ticket ticket)
     cdef _give_up_graphs(self, str why)
     cdef _leave_note(self, key, value)
     cdef _abort_lanes(self)

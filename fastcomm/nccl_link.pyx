@@ -81,14 +81,14 @@ cdef class Link:
 
     cdef Lane _lane(self, int place):
         while len(self.lanes) <= place:
-            self._wait_for(self.lanes[0])  # NCCL splits no communicator that is at work
+            self._wait_for((<Lane>self.lanes[0]).ticket)  # NCCL splits no communicator that is at work
             with self._meeting():
                 self._add_lane(self._look)
         return self.lanes[place]
 
-    cdef _wait_for(self, Lane lane):
-        """Until the newest of the lane's own collectives is over. Blocks."""
-        while not self._is_over(lane.ticket.done):
+    cdef _wait_for(self, Ticket ticket):
+        """Until the newest collective launched with the ticket is over. Blocks."""
+        while not self._is_over(ticket.done):
             PyErr_CheckSignals()
             time.sleep(POLL_S)
             self._check_alive()

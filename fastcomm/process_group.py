@@ -1,8 +1,9 @@
 """The torch.distributed backend "fastcomm": `init_process_group("fastcomm")` after `import fastcomm`.
 
-A group owns a communicator for CPU tensors, where its ranks share a host; one for CUDA tensors, made at the first of them; and torch's
-own engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes depends on what all ranks know alike: the kind of
-collective, its op, the tensor's dtype and device. docs/backend.md lists it. Sub-groups are groups of their own, and made the same way.
+A group owns a communicator for CPU tensors, over shared memory where its ranks share a host, hierarchical where they do not; one for CUDA
+tensors, made at the first of them; and torch's own engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes
+depends on what all ranks know alike: the kind of collective, its op, the tensor's dtype and device. docs/backend.md lists it. Sub-groups
+are groups of their own, and made the same way.
 """
 
 # mypy: disable-error-code="override, assignment, no-any-return"
@@ -10,10 +11,13 @@ collective, its op, the tensor's dtype and device. docs/backend.md lists it. Sub
 
 from __future__ import annotations
 
-import contextlib
+import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from torch.futures import Future
 from fastcomm import rendezvous
 from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError, TimeoutError
+from fastcomm.hosted import HostedCommunicator
 from fastcomm.shm import ShmCommunicator
 
 NAME = "fastcomm"
@@ -67,31 +72,19 @@ class ProcessGroup(dist.ProcessGroup):
         """options: torch's _DistributedBackendOptions. Collective. Raises InitError where a rank is missing, and names it."""
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         # Ranks may begin again on a store that has outlived a group of the same name: what stood there then is not for this one.
-        self._store: Store = rendezvous._numbered(options.store, f"{options.group_id} of {options.global_ranks_in_group}")
+        self._store: Store = rendezvous.own_part(options.store, f"{options.group_id} of {options.global_ranks_in_group}")
         self._timeout: timedelta = options.timeout
         self._lock = threading.Lock()  # communicators take one thread at a time
         self._progress = _Progress(self._lock)
+        self._completer = _Completer()
         self._nccl: Communicator | None = None
         self._side_stream: Any = None
-        self._shm = self._meet_on_host()
+        self._cpu = self._connect("cpu", torch.device("cpu"))
         self._register_engines(options)
 
-    def _meet(self, purpose: str) -> rendezvous._StoreBootstrap:
-        return rendezvous._StoreBootstrap(PrefixStore(purpose, self._store), self.rank(), self.size(), self._timeout)
-
-    def _meet_on_host(self) -> Communicator | None:
-        """The communicator for CPU tensors. None, on all ranks, where they run on several hosts: this is the place for a transport that
-        spans them."""
-        bootstrap = self._meet("shm")
-        try:
-            hosts = bootstrap.exchange(rendezvous._host_identity())
-            if len(set(hosts)) > 1:
-                return None
-            return ShmCommunicator(self.rank(), self.size(), rendezvous._local_rank(self.rank()), bootstrap, self._timeout)
-        except Exception as error:
-            with contextlib.suppress(RuntimeError):  # the store may be what failed
-                bootstrap.fail(f"rank {self.rank()} failed in init_process_group: {error}")
-            raise
+    def _connect(self, name: str, device: torch.device) -> Communicator:
+        store = PrefixStore(name, self._store)
+        return rendezvous.connect(store, self.rank(), self.size(), device, self._timeout, "init_process_group")
 
     def _register_engines(self, options: Any) -> None:
         """Gives the base class what does the rest. The type says which of them is the default; each device has one."""
@@ -121,20 +114,24 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Called by destroy_process_group. Not collective: peers that still wait for this rank get PeerLostError."""
-        self._progress.stop()
+        self._stop_threads()
         for comm in self._communicators():
             comm.close()
         super().shutdown()
 
     def abort(self) -> None:
         """Ends the collectives under way, on the other ranks, too."""
-        self._progress.stop()
+        self._stop_threads()
         for comm in self._communicators():
             comm.abort()
         super().abort()
 
     def _communicators(self) -> list[Communicator]:
-        return [comm for comm in (self._shm, self._nccl) if comm is not None]
+        return [self._cpu] if self._nccl is None else [self._cpu, self._nccl]
+
+    def _stop_threads(self) -> None:
+        self._progress.stop()
+        self._completer.stop()
 
     # -- which way --
 
@@ -143,14 +140,18 @@ class ProcessGroup(dist.ProcessGroup):
         if tensor.dtype not in _DTYPES or tensor.layout is not _STRIDED:
             return None
         if tensor.is_cpu:
-            return self._shm
+            return self._cpu
         return self._nccl_on(tensor.device) if tensor.is_cuda else None
+
+    def _mover(self, tensor: Tensor) -> Communicator | None:
+        """As _transport, for what is moved and not reduced: across hosts Gloo is as good at that, and asks nobody first."""
+        return None if tensor.is_cpu and isinstance(self._cpu, HostedCommunicator) else self._transport(tensor)
 
     def _nccl_on(self, device: torch.device) -> Communicator:
         with self._lock:
             if self._nccl is None:
                 device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-                self._nccl = rendezvous._connect(self._meet("cuda"), self._timeout, device)
+                self._nccl = self._connect("cuda", device)
                 self._side_stream = torch.cuda.Stream(device)
             return self._nccl
 
@@ -170,121 +171,99 @@ class ProcessGroup(dist.ProcessGroup):
         comm = self._transport(tensor)
         if comm is None or op is None or len(tensors) != 1:
             return self._engine(tensor.device).allreduce(tensors, opts)
-        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if opts.asyncOp:
-            return self._start(comm, tensor, flat, op)
-        with self._lock:
-            comm.all_reduce(flat, op)
-        if flat is not tensor:
-            _put(tensor, flat)
+        if _is_async(opts) or not tensor.is_contiguous():
+            return self._all_reduce(comm, tensors, op, opts)
+        with self._lock:  # the short way of the most frequent call
+            comm.all_reduce(tensor, op)
         return _DONE
-
-    def _start(self, comm: Communicator, tensor: Tensor, flat: Tensor, op: str) -> c10d.Work:
-        with self._lock:
-            work = comm.all_reduce(flat, op, async_op=True)
-            assert work is not None
-            if not comm.has_streams and not work.is_completed():
-                self._progress.watch(work)
-        return _AllReduce(self, work, tensor, flat)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _ALL_REDUCE_COALESCED) -> c10d.Work:
         op = _OPS.get(hash(opts.reduceOp))
         comm = self._transport(tensors[0])
         if comm is None or op is None:
             return self._engine(tensors[0].device).allreduce_coalesced(tensors, opts)
-        for tensor in tensors:
-            self._reduce(comm, tensor, op)
-        return _finished(tensors, opts)
+        return self._all_reduce(comm, tensors, op, opts)
 
-    def _reduce(self, comm: Communicator, tensor: Tensor, op: str) -> None:
-        flat = tensor.contiguous()
-        with self._lock:
-            comm.all_reduce(flat, op)
-        _put(tensor, flat)
+    def _all_reduce(self, comm: Communicator, tensors: list[Tensor], op: str, opts: Any) -> c10d.Work:
+        flats = [tensor.contiguous() for tensor in tensors]
+        calls = [partial(comm.all_reduce, flat, op) for flat in flats]
+        return self._run(comm, calls, tensors, list(zip(tensors, flats, strict=True)), opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST) -> c10d.Work:
         tensor = tensors[0]
-        comm = self._transport(tensor)
+        comm = self._mover(tensor)
         if comm is None or len(tensors) != 1:
             return self._engine(tensor.device).broadcast(tensors, opts)
         flat = tensor.contiguous()
-        with self._lock:
-            comm.broadcast(flat, opts.rootRank)
-        if opts.rootRank != self.rank():
-            _put(tensor, flat)
-        return _finished(tensors, opts)
+        places = [] if opts.rootRank == self.rank() else [(tensor, flat)]
+        return self._run(comm, [partial(comm.broadcast, flat, opts.rootRank)], tensors, places, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER) -> c10d.Work:
         tensor = inputs[0]
-        comm = self._transport(tensor)
+        comm = self._mover(tensor)
         if comm is None or len(inputs) != 1 or not _are_alike(outputs[0], tensor):
             return self._engine(tensor.device).allgather(outputs, inputs, opts)
         rows = tensor.new_empty((self.size(), tensor.numel()))
-        with self._lock:
-            comm.all_gather_single(rows, tensor.contiguous())
-        for place, row in zip(outputs[0], rows, strict=True):
-            _put(place, row.view(place.shape))
-        return _finished(outputs, opts)
+        places = [(place, row.view(place.shape)) for place, row in zip(outputs[0], rows, strict=True)]
+        return self._run(comm, [partial(comm.all_gather_single, rows, tensor.contiguous())], outputs, places, opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = _ALL_GATHER) -> c10d.Work:
-        comm = self._transport(input)
-        if comm is None:
-            return self._engine(input.device)._allgather_base(output, input, opts)
-        self._gather(comm, output, input)
-        return _finished([output], opts)
-
-    def _gather(self, comm: Communicator, output: Tensor, input: Tensor) -> None:
-        flat = output.contiguous()
-        with self._lock:
-            comm.all_gather_single(flat, input.contiguous())
-        _put(output, flat)
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_GATHER) -> c10d.Work:
-        for output, input in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, input, opts).wait()
-        return _finished(outputs, opts)
+        comm = self._mover(inputs[0])
+        if comm is None:
+            engine = self._engine(inputs[0].device)
+            return _last_of([engine._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        flats = [output.contiguous() for output in outputs]
+        calls = [partial(comm.all_gather_single, flat, input.contiguous()) for flat, input in zip(flats, inputs, strict=True)]
+        return self._run(comm, calls, outputs, list(zip(outputs, flats, strict=True)), opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
         output = outputs[0]
-        op = _OPS.get(hash(opts.reduceOp))
-        comm = self._transport(output)
-        if comm is None or op is None or len(outputs) != 1 or not _are_alike(inputs[0], output):
+        if self._transport(output) is None or len(outputs) != 1 or not _are_alike(inputs[0], output):
             return self._engine(output.device).reduce_scatter(outputs, inputs, opts)
-        self._scatter(comm, output, torch.cat([part.detach().reshape(-1) for part in inputs[0]]), op)
-        return _finished(outputs, opts)
+        whole = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
+        return self._reduce_scatter_base(output, whole, opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
         op = _OPS.get(hash(opts.reduceOp))
-        comm = self._transport(input)
+        comm = self._transport(inputs[0])
         if comm is None or op is None:
-            return self._engine(input.device)._reduce_scatter_base(output, input, opts)
-        self._scatter(comm, output, input, op)
-        return _finished([output], opts)
-
-    def _scatter(self, comm: Communicator, output: Tensor, input: Tensor, op: str) -> None:
-        flat = output.contiguous()
-        with self._lock:
-            comm.reduce_scatter_single(flat, input.contiguous(), op)
-        _put(output, flat)
-
-    def reduce_scatter_single_coalesced(
-        self,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        opts: Any = _REDUCE_SCATTER,
-    ) -> c10d.Work:
-        for output, input in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, input, opts).wait()
-        return _finished(outputs, opts)
+            engine = self._engine(inputs[0].device)
+            return _last_of([engine._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        flats = [output.contiguous() for output in outputs]
+        calls = [partial(comm.reduce_scatter_single, flat, input.contiguous(), op) for flat, input in zip(flats, inputs, strict=True)]
+        return self._run(comm, calls, outputs, list(zip(outputs, flats, strict=True)), opts)
 
     def barrier(self, opts: Any = _BARRIER) -> c10d.Work:
         device = opts.device or torch.device("cpu")
-        comm = self._nccl_on(device) if device.type == "cuda" else self._shm
-        if comm is None:
-            return self._engine(device).barrier(opts)
+        comm = self._nccl_on(device) if device.type == "cuda" else self._cpu
+        return self._run(comm, [comm.barrier], [], [], opts)
+
+    def _run(
+        self,
+        comm: Communicator,
+        calls: Sequence[Callable[..., Any]],
+        value: list[Any],
+        places: list[tuple[Tensor, Tensor]],
+        opts: Any,
+    ) -> c10d.Work:
+        """Calls a communicator's collectives. value: what the Work has for its result. places: where the caller wants what, afterwards."""
+        if not _is_async(opts):
+            with self._lock:
+                for call in calls:
+                    call()
+            _put_all(places)
+            return _DONE
         with self._lock:
-            comm.barrier()
-        return _DONE
+            works = [call(async_op=True) for call in calls]
+            if isinstance(comm, ShmCommunicator):  # the others' move by themselves
+                self._progress.watch([work for work in works if not work.is_completed()])
+        return _UnderWay(self, comm, works, value, places)
 
     # -- what torch's engine does alone --
 
@@ -297,6 +276,17 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = _ALL_TO_ALL,
     ) -> c10d.Work:
         return self._engine(input.device).alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_TO_ALL) -> c10d.Work:
+        if not inputs[0].is_cpu:
+            return self._engine(inputs[0].device).alltoall(outputs, inputs, opts)
+        # Gloo knows no lists.
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+        sizes, input_sizes = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
+        output = flat.new_empty(sum(sizes))
+        self._engine(flat.device).alltoall_base(output, flat, sizes, input_sizes, opts).wait()
+        _put_all([(tensor, part.view(tensor.shape)) for tensor, part in zip(outputs, output.split(sizes), strict=True)])
+        return _DONE
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> c10d.Work:
         return self._engine(tensors[0].device).send(tensors, dst, tag)
@@ -312,10 +302,23 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _put(target: Tensor, source: Tensor) -> None:
-    """Brings a result to where the caller wants it, if it is not there."""
-    if source is not target:
-        target.detach().copy_(source)
+def _is_async(opts: Any) -> bool:
+    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every Work."""
+    return getattr(opts, "asyncOp", True)
+
+
+def _last_of(works: list[c10d.Work]) -> c10d.Work:
+    """One Work to wait for, of several of an engine's."""
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
+
+
+def _put_all(places: list[tuple[Tensor, Tensor]]) -> None:
+    """Brings results to where the caller wants them, where they are not there."""
+    for target, source in places:
+        if source is not target:
+            target.detach().copy_(source)
 
 
 def _are_alike(tensors: list[Tensor], like: Tensor) -> bool:
@@ -328,10 +331,6 @@ def _are_alike(tensors: list[Tensor], like: Tensor) -> bool:
 class _Finished(c10d.Work):
     """A collective that was over when its call returned."""
 
-    def __init__(self, value: list[Any]) -> None:
-        super().__init__()
-        self._value = value
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
@@ -343,47 +342,32 @@ class _Finished(c10d.Work):
     def is_success(self) -> bool:
         return True
 
-    def result(self) -> list[Any]:
-        return self._value
 
-    def get_future(self) -> Future[list[Any]]:
-        tensor = self._value[0] if self._value else None
-        return _completed(self._value, tensor[0] if isinstance(tensor, list) else tensor)
+_DONE = _Finished()
 
 
-_DONE = _Finished([])
+class _UnderWay(c10d.Work):
+    """Collectives under way: one, or several that were coalesced."""
 
-
-def _finished(value: list[Any], opts: Any) -> c10d.Work:
-    return _Finished(value) if opts.asyncOp else _DONE
-
-
-def _completed(value: list[Any], tensor: Tensor | None) -> Future[list[Any]]:
-    """On CUDA the future holds an event of the current stream: whoever waits for it is ordered after what lies there."""
-    future: Future[list[Any]] = Future(devices=[tensor.device] if tensor is not None and tensor.is_cuda else None)
-    future.set_result(value)
-    return future
-
-
-class _AllReduce(c10d.Work):
-    """An all-reduce under way."""
-
-    def __init__(self, group: ProcessGroup, work: Work, tensor: Tensor, flat: Tensor) -> None:
+    def __init__(
+        self, group: ProcessGroup, comm: Communicator, works: list[Any], value: list[Any], places: list[tuple[Tensor, Tensor]]
+    ) -> None:
         super().__init__()
-        self._group = group
-        self._work = work
-        self._tensor = tensor
-        self._flat: Tensor | None = flat  # what is reduced; None when the result is in place
+        self._group, self._comm, self._works, self._value = group, comm, works, value
+        # A hosted communicator has a thread of its own, and takes any number of callers.
+        self._is_hosted = isinstance(comm, HostedCommunicator)
+        self._turn: AbstractContextManager[object] = nullcontext() if self._is_hosted else group._lock
+        self._places: list[tuple[Tensor, Tensor]] = places  # empty when the results are in place
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises what ended the collective, or TimeoutError after `timeout`, if that is given and comes before the group's."""
         if timeout is not None and timeout > timedelta(0):
             self._poll(timeout.total_seconds())
-        with self._group._lock:
-            self._work.wait()
-        if self._flat is not None:
-            _put(self._tensor, self._flat)
-            self._flat = None
+        with self._turn:
+            for work in self._works:
+                work.wait()
+            _put_all(self._places)
+            self._places = []
         return True
 
     synchronize = wait
@@ -392,25 +376,37 @@ class _AllReduce(c10d.Work):
         deadline = time.monotonic() + seconds
         while not self.is_completed():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._group.rank()} waited {seconds:g} s for an all_reduce of {self._tensor.numel()} elements")
+                raise TimeoutError(f"rank {self._group.rank()} waited {seconds:g} s for a collective of the backend {NAME!r}")
             time.sleep(_POLL_S)
 
     def is_completed(self) -> bool:
-        with self._group._lock:
-            return self._work.is_completed()
+        with self._turn:
+            return all(work.is_completed() for work in self._works)
 
-    def result(self) -> list[Tensor]:
+    def result(self) -> list[Any]:
         self.wait()
-        return [self._tensor]
+        return self._value
 
-    def get_future(self) -> Future[list[Tensor]]:
-        """Complete on the CPU. On CUDA it is complete on a stream of its own, so that the caller's is not held up before it waits."""
-        if not self._tensor.is_cuda:
+    def get_future(self) -> Future[list[Any]]:
+        """Over shared memory it is complete: no core is idle that could do something else meanwhile. Over the network it completes when
+        the result is there. On CUDA it is complete on a stream of its own, so that the caller's is not held up before it waits."""
+        if self._comm.has_streams:
+            return self._future_on_side_stream()
+        future: Future[list[Any]] = Future()
+        if self._is_hosted:
+            self._group._completer.complete(self, future)
+        else:
             self.wait()
-            return _completed([self._tensor], None)
+            future.set_result(self._value)
+        return future
+
+    def _future_on_side_stream(self) -> Future[list[Any]]:
+        """It holds an event: whoever waits for it is ordered after the result."""
         with torch.cuda.stream(self._group._side_stream):
             self.wait()
-            return _completed([self._tensor], self._tensor)
+            future: Future[list[Any]] = Future(devices=[self._comm.device])
+            future.set_result(self._value)
+        return future
 
 
 class _Progress:
@@ -424,9 +420,11 @@ class _Progress:
         self._wake = threading.Event()
         self._is_over = False
 
-    def watch(self, work: Work) -> None:
+    def watch(self, works: list[Work]) -> None:
         """Called with the lock held."""
-        self._works.append(work)
+        if not works:
+            return
+        self._works += works
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fastcomm-progress", daemon=True)
             self._thread.start()
@@ -444,6 +442,31 @@ class _Progress:
                 self._works = [work for work in self._works if not _is_over(work)]
                 if not self._works:
                     self._wake.clear()
+
+
+class _Completer:
+    """Completes futures of collectives that move by themselves, in the order of their calls, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[_UnderWay, Future[list[Any]]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def complete(self, work: _UnderWay, future: Future[list[Any]]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fastcomm-futures", daemon=True)
+            self._thread.start()
+        self._queue.put((work, future))
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        for work, future in iter(self._queue.get, None):
+            try:
+                future.set_result(work.result())
+            except FastcommError as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            del work, future
 
 
 def _is_over(work: Work) -> bool:

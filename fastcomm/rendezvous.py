@@ -1,4 +1,4 @@
-"""init(): brings the ranks together over one of torch's stores and picks the transport. Owns nothing once the communicator is made."""
+"""init() and connect(): bring the ranks together over one of torch's stores and pick the transport. Own nothing once that is made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, urlparse
@@ -21,7 +21,7 @@ from fastcomm.errors import FastcommError, InitError
 from fastcomm.hierarchical import HierarchicalCommunicator
 from fastcomm.hosted import HostedCommunicator
 from fastcomm.nccl import NcclCommunicator
-from fastcomm.shm import ShmCommunicator
+from fastcomm.shm import MAX_RANKS, ShmCommunicator
 
 BACKENDS = ("auto", "shm", "nccl", "hosted", "hierarchical")
 _POLL_S = 0.002
@@ -44,7 +44,8 @@ def init(
 
     backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each host, Gloo across hosts), "nccl" (a CUDA
         device for each rank), "hosted" (CPU tensors over `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all
-        ranks share a host and hierarchical where they do not. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
+        ranks share a host, hierarchical where they do not, and hosted where a host has more than the 64 ranks that can share memory.
+        Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
     init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
     device: where the gradients are. None means this rank's CUDA device, cuda:LOCAL_RANK, for "nccl" and, where there is one, for "auto";
@@ -61,13 +62,29 @@ def init(
     place = _choose_device(backend, device)
     is_nccl = backend == "nccl" or place.type == "cuda"
     bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
-    try:
-        comm = _connect(bootstrap, timeout, place) if is_nccl else _connect_on_cpu(backend, bootstrap, timeout, group)
+    with _told_to_all(bootstrap, "fastcomm.init"):
+        comm = _connect_on_cuda(bootstrap, timeout, place) if is_nccl else _connect_on_cpu(backend, bootstrap, timeout, group)
         comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
         return comm
+
+
+def connect(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta, caller: str) -> Communicator:
+    """A communicator as init("auto") makes it, for ranks that have a store to themselves. Errors name the caller."""
+    bootstrap = _StoreBootstrap(_clone(store), rank, world_size, timeout, caller)
+    with _told_to_all(bootstrap, caller):
+        if device.type == "cuda":
+            return _connect_on_cuda(bootstrap, timeout, device)
+        return _connect_on_cpu("auto", bootstrap, timeout, None)
+
+
+@contextlib.contextmanager
+def _told_to_all(bootstrap: _StoreBootstrap | _GroupBootstrap, caller: str) -> Iterator[None]:
+    """An error of this rank's ends the waiting of the others."""
+    try:
+        yield
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
-            bootstrap.fail(f"rank {bootstrap.rank} failed in fastcomm.init: {error}")
+            bootstrap.fail(f"rank {bootstrap.rank} failed in {caller}: {error}")
         raise
 
 
@@ -87,7 +104,7 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
     return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
 
 
-def _connect(bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, device: torch.device) -> NcclCommunicator:
+def _connect_on_cuda(bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, device: torch.device) -> NcclCommunicator:
     """The ranks have met; makes the communicator on `device`."""
     neighbours, local_rank, _ = _neighbours(bootstrap)
     return NcclCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout, device, neighbours)
@@ -100,7 +117,8 @@ def _connect_on_cpu(
     neighbours, local_rank, hosts = _neighbours(bootstrap)
     place = bootstrap.rank, bootstrap.world_size, local_rank
     if backend == "auto":
-        backend = "shm" if len(hosts) == 1 else "hierarchical"
+        is_crowded = max(map(len, hosts)) > MAX_RANKS
+        backend = "hosted" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
     if backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours]
         if away:
@@ -131,9 +149,10 @@ def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> tuple[list[int]
 class _StoreBootstrap:
     """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure of one is told to all."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, caller: str = "fastcomm.init") -> None:
         self.rank = rank
         self.world_size = world_size
+        self._caller = caller
         self._store = store
         self._timeout = timeout
         self._round = 0
@@ -178,7 +197,7 @@ class _StoreBootstrap:
             if time.monotonic() > deadline:
                 missing = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
                 raise InitError(
-                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s in fastcomm.init for ranks {missing} "
+                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s in {self._caller} for ranks {missing} "
                     f"of {self.world_size}: were they started, and can they reach the same init_method?"
                 )
             time.sleep(_POLL_S)
@@ -255,7 +274,7 @@ def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: t
         store = _open_store(place, rank, world_size, timeout)
     except (RuntimeError, OSError) as error:
         raise InitError(f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}") from error
-    return _StoreBootstrap(_numbered(store, init_method), rank, world_size, timeout)
+    return _StoreBootstrap(own_part(store, init_method), rank, world_size, timeout)
 
 
 def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -299,13 +318,17 @@ def _meet_in_group(group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool) 
 def _meet_at_store_of(group: dist.ProcessGroup | None, timeout: timedelta) -> _StoreBootstrap:
     if group is None:
         raise RuntimeError("without a group the ranks have met at a store")
-    store = dist.distributed_c10d._get_process_group_store(group)
-    store = store.clone() if hasattr(store, "clone") else store  # a wait of torch's would hold up the watchdog
-    return _StoreBootstrap(_numbered(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)
+    store = _clone(dist.distributed_c10d._get_process_group_store(group))
+    return _StoreBootstrap(own_part(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)
 
 
-def _numbered(store: Store, name: str) -> Store:
-    """The part of a store that belongs to this communicator alone."""
+def _clone(store: Store) -> Store:
+    """With a connection of its own, where torch can do that: a wait of torch's would hold up the watchdog."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def own_part(store: Store, name: str) -> Store:
+    """The part of a store that belongs to one communicator alone. name: what else the ranks' uses of the store are told apart by."""
     _uses[name] = _uses.get(name, 0) + 1
     # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

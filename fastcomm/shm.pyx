@@ -26,6 +26,7 @@ from fastcomm.shm_core cimport *
 from fastcomm.shm_memory cimport Block, Segment, forks
 
 
+MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef size_t SMALL_GRADIENT = 16384  # bytes
 
@@ -383,41 +384,41 @@ cdef class ShmCommunicator:
         cdef char *data = self._check(tensor, &d)
         return self._collective(&d, tensor, data, tensor, data, async_op)
 
-    def broadcast(self, tensor, int src=0):
+    def broadcast(self, tensor, int src=0, *, bint async_op=False):
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank. Errors as all_reduce."""
         cdef shm_descriptor d = _descriptor(SHM_BROADCAST, SHM_SUM)
         cdef char *data = self._check(tensor, &d)
         if not 0 <= src < self.world_size:
             raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
         d.root = src
-        self._collective(&d, tensor, data, tensor, data, False)
+        return self._collective(&d, tensor, data, tensor, data, async_op)
 
     def broadcast_all(self, list tensors, int src=0):
         """As broadcast, of one tensor after the other."""
         for tensor in tensors:
             self.broadcast(tensor, src)
 
-    def all_gather_single(self, out, inp):
+    def all_gather_single(self, out, inp, *, bint async_op=False):
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""
         cdef shm_descriptor d = _descriptor(SHM_ALL_GATHER, SHM_SUM)
         cdef char *input = self._check(inp, &d)
         cdef char *output = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        self._collective(&d, inp, input, out, output, False)
+        return self._collective(&d, inp, input, out, output, async_op)
 
-    def reduce_scatter_single(self, out, inp, op="sum"):
+    def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`. Errors as all_reduce."""
         cdef shm_descriptor d = _descriptor(SHM_REDUCE_SCATTER, _op_code(op))
         cdef char *input = self._check(inp, &d)
         if inp.numel() % self.world_size:
             raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a multiple of {self.world_size} ranks")
         cdef char *output = self._check_out("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
-        self._collective(&d, inp, input, out, output, False)
+        return self._collective(&d, inp, input, out, output, async_op)
 
-    def barrier(self):
+    def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it."""
         cdef shm_descriptor d = _descriptor(SHM_BARRIER, SHM_SUM)
         self._check_usable()
-        self._collective(&d, None, NULL, None, NULL, False)
+        return self._collective(&d, None, NULL, None, NULL, async_op)
 
     def check(self):
         """See Communicator.check. Whoever waits hears of it there."""

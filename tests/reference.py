@@ -65,3 +65,25 @@ def check_all_reduce(
     tensor = placed(comm, where, shards[comm.rank])
     assert comm.all_reduce(tensor, op) is None
     assert_same_bits(tensor, reduced(shards, op))
+
+
+def check_async_collectives(comm: Communicator, numel: int = 3000) -> None:
+    """One of each kind under way at a time, waited for in another order."""
+    n, rank = comm.world_size, comm.rank
+    shards = [shard.to(comm.device) for shard in shards_of(torch.int64, n, n * numel)]
+    total, moved, part = shards[rank].clone(), shards[rank].clone(), shards[0].new_empty(numel)
+    everyone = moved.new_empty(n * n * numel)
+    works = [
+        comm.all_reduce(total, async_op=True),
+        comm.broadcast(moved, 1, async_op=True),
+        comm.all_gather_single(everyone, shards[rank], async_op=True),
+        comm.barrier(async_op=True),
+        comm.reduce_scatter_single(part, shards[rank], "mean", async_op=True),
+    ]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    assert_same_bits(total, reduced(shards, "sum"))
+    assert_same_bits(moved, shards[1])
+    assert_same_bits(everyone, torch.cat(shards))
+    assert_same_bits(part, reduced(shards, "mean").view(n, numel)[rank])

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from ranks import on_ranks
-from reference import DTYPES, FLOATS, OPS, PLACES, assert_same_bits, check_all_reduce, placed, reduced, shards_of
+from reference import DTYPES, FLOATS, OPS, PLACES, assert_same_bits, check_all_reduce, check_async_collectives, placed, reduced, shards_of
 
 from fastcomm import FastcommError, MismatchError
 
@@ -220,6 +220,11 @@ def test_any_number_of_collectives_may_be_under_way(comm, where, order):
         work.wait()
     for tensor, shards_of_one in zip(tensors, shards, strict=True):
         assert_same_bits(tensor, reduced(shards_of_one, "sum"))
+
+
+@on_ranks(2, 3)
+def test_collectives_of_every_kind_may_be_under_way(comm):
+    check_async_collectives(comm)
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ FLOORS = (
     ("cuda", "layout", "shm_core", "shm_memory"),
     ("communicator", "multi_tensor", "nccl_library", "watchdog"),
     ("nccl_lane", "hosted_call"),
-    ("nccl_memory",),
+    ("nccl_memory", "hosted_exchange"),
     ("nccl_link",),
     ("nccl_bucket",),
     ("shm", "nccl", "hosted", "hook_bucket"),

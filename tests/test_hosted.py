@@ -16,14 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, fresh_ranks, gloo, on_ranks
-from reference import DTYPES, OPS, assert_same_bits, check_all_reduce, reduced, shards_of
+from reference import DTYPES, OPS, assert_same_bits, check_all_reduce, check_async_collectives, reduced, shards_of
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError
-from fastcomm.hosted import SMALL_NBYTES, HostedCommunicator
+from fastcomm.hosted import HostedCommunicator
+from fastcomm.hosted_exchange import CARRIED_NBYTES, SMALL_NBYTES
 
-# Of float32: empty, in one exchange, the most of those, in two; not a multiple of any number of ranks here.
-SIZES = (0, 1, 37, SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1, 65_537)
+# Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and one more; of two, and no multiple of
+# any number of ranks here.
+SIZES = (0, 1, 37, CARRIED_NBYTES // 4, CARRIED_NBYTES // 4 + 1, SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1, 65_537)
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,11 @@ def test_any_number_of_collectives_may_be_under_way(comm):
         work.wait()
     for tensor, of_one in zip(tensors, shards, strict=True):
         assert_same_bits(tensor, reduced(of_one, "sum"))
+
+
+@on_ranks(2, 3)
+def test_collectives_of_every_kind_may_be_under_way(comm):
+    check_async_collectives(comm)
 
 
 def _wait_for_a_late_rank(comm):

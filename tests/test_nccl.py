@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import assert_gradients, backward, check_gradients, mean_gradients, mlp
 from ranks import fresh_ranks, on_ranks
-from reference import DTYPES, HALVES, OPS, assert_same_bits, reduced, shards_of
+from reference import DTYPES, HALVES, OPS, assert_same_bits, check_async_collectives, reduced, shards_of
 from stand_ins import environment, loaded, log_of, nccl_without, stand_ins
 
 import fastcomm
@@ -160,6 +160,11 @@ def test_any_number_of_collectives_may_be_under_way(comm):
         assert work.is_completed() or comm.device.type == "cuda"
     for tensor, of_one in zip(tensors, shards, strict=True):
         assert_reduced(tensor, of_one, "sum")
+
+
+@on_ranks(2, 3)
+def test_collectives_of_every_kind_may_be_under_way(comm):
+    check_async_collectives(comm)
 
 
 def _use_many(place):

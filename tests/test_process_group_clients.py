@@ -1,0 +1,222 @@
+"""What is built on torch.distributed, over the backend "fastcomm": DDP, FSDP2, DTensor, optimizers, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import ranks as harness
+import torch
+import torch.distributed as dist
+from models import Heads, Transformer, backward, convnet, image_backward, loss_of, mlp, text_backward
+from process_groups import gloo, ranks, values, world  # noqa: F401 (the fixture)
+from ranks import on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _train(model, run, comm, steps=4, **optimizer_options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **optimizer_options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        run(model, comm.rank, step)
+        optimizer.step()
+
+
+def _assert_same_parameters(model, other):
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(
+    "make, run, options",
+    [
+        (mlp, backward, {}),
+        (mlp, backward, {"gradient_as_bucket_view": True}),
+        (mlp, backward, {"static_graph": True}),
+        (mlp, backward, {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}),
+        (convnet, image_backward, {}),
+        (Transformer, text_backward, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}),
+    ],
+    ids=["mlp", "bucket views", "static graph", "small buckets", "convnet", "transformer"],
+)
+@on_ranks(2)
+def test_ddp_trains_bitwise_as_over_gloo(comm, make, run, options):
+    models = [DistributedDataParallel(make(), process_group=group, **options) for group in (world(), gloo())]
+    for model in models:
+        _train(model, run, comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_with_changing_branches_trains_bitwise_as_over_gloo(comm):
+    models = [DistributedDataParallel(Heads(4), process_group=group, find_unused_parameters=True) for group in (world(), gloo())]
+    for model in models:
+        _train(model, lambda one, rank, step: loss_of(one, rank, step, (rank + step * step) % 3).backward(), comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_accumulates_without_synchronising(comm):
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+
+    def run(model, rank, step):
+        with model.no_sync():
+            backward(model, rank, 2 * step)
+        backward(model, rank, 2 * step + 1)
+
+    for model in models:
+        _train(model, run, comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_joins_uneven_inputs(comm):
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        with model.join():
+            _train(model, backward, comm, steps=3 + 2 * comm.rank)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_with_a_hook_that_chains_futures(comm):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
+        _train(model, backward, comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_with_power_sgd_trains_as_over_gloo(comm):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        model.register_comm_hook(PowerSGDState(model.process_group, 1, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
+        _train(model, backward, comm, steps=5)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2)
+def test_fully_shard_trains_as_one_process(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world()
+    alone, sharded = mlp(), mlp()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    inputs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    for model, batch in ((alone, inputs.view(8, 8)), (sharded, inputs[comm.rank])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    for parameter, wanted in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), wanted)
+
+
+@on_ranks(2)
+def test_a_distributed_tensor_is_reduced(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    world()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    partial = DTensor.from_local(values(comm), mesh, [Partial("avg")])
+    total = values(comm)
+    dist.all_reduce(total, group=mesh.get_group("data"))
+    torch.testing.assert_close(partial.redistribute(placements=[Replicate()]).to_local(), total / 2)
+    sharded = DTensor.from_local(values(comm), mesh, [Shard(0)])
+    assert sharded.full_tensor().numel() == 24
+
+
+@on_ranks(2)
+def test_zero_redundancy_optimizer_trains_as_sgd(comm):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [DistributedDataParallel(mlp(), process_group=world()) for _ in range(2)]
+    optimizers = [
+        torch.optim.SGD(models[0].parameters(), lr=0.05, momentum=0.9),
+        ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.SGD, lr=0.05, momentum=0.9),
+    ]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            optimizer.step()
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_post_local_sgd_averages_over_the_group(comm):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    world()
+    model = mlp()
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), averager)
+    backward(model, comm.rank, 0)
+    optimizer.step()
+    weight = model[0].weight.detach().clone()
+    dist.broadcast(weight, 0)
+    assert torch.equal(weight, model[0].weight)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_saved_and_loaded(comm):
+    import torch.distributed.checkpoint as checkpoint
+
+    world()
+    folder = f"{harness._place.directory}/checkpoint"
+    model = mlp()
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    _assert_same_parameters(model, other)
+
+
+@on_ranks(2)
+def test_a_function_of_the_all_reduce_has_gradients(comm):
+    from torch.distributed.nn.functional import all_reduce
+
+    world()
+    tensor = values(comm).requires_grad_()
+    (all_reduce(tensor) * (comm.rank + 1)).sum().backward()
+    assert torch.equal(tensor.grad, torch.full((12,), 3.0))
+
+
+TRAINING_SCRIPT = """
+    import torch, torch.distributed as dist, fastcomm
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("fastcomm")
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    model(torch.ones(3, 4) * dist.get_rank()).sum().backward()
+    gradient = model.module.weight.grad[0, 0].item()
+    assert gradient == 1.5, gradient
+    del model
+    dist.destroy_process_group()
+"""
+
+
+def test_a_script_under_torchrun_trains(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TRAINING_SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
