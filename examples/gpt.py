@@ -48,16 +48,16 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        position_bias = self.position_bias(tokens.shape[1])
+        position_bias = self.position_bias(tokens.shape[1], tokens.device)
         for block in self.blocks:
             x = block(x, position_bias)
         return self.head(self.norm(x))
 
-    def position_bias(self, length: int) -> Tensor:
+    def position_bias(self, length: int, device: torch.device) -> Tensor:
         """ALiBi (Press et al., 2022): every head prefers what is near, each one less strictly than the one before. No look ahead."""
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=device)
         ahead = positions - positions[:, None]
-        slopes = 2.0 ** -torch.arange(self.n_heads)
+        slopes = 2.0 ** -torch.arange(self.n_heads, device=device)
         return (slopes[:, None, None] * ahead).masked_fill(ahead > 0, -torch.inf)
 
     @torch.no_grad()

@@ -9,13 +9,12 @@ the ranks agree, that their gradient is the one of a single process, and what co
 from __future__ import annotations
 
 import argparse
-import sysconfig
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from compare_ddp import report, step_times
+from corpus import standard_library
 from gpt import GPT, next_byte_loss
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
@@ -98,14 +97,6 @@ def train(comm: Communicator, model: GPT, text: Tensor, generator: torch.Generat
         speed = (step + 1) * comm.world_size * BATCH * LENGTH / (time.perf_counter() - start)
         progress.set_postfix_str(f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s", refresh=False)
     return losses, reducer
-
-
-def standard_library() -> Tensor:
-    """The bytes of Python's own modules, one after the other in alphabetical order, indented by tabs."""
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    source = b"\n".join(module.read_bytes() for module in modules)
-    # As spaces, a fifth of all bytes would be indents, from which a short training learns little else.
-    return torch.frombuffer(bytearray(source.replace(b"    ", b"\t")), dtype=torch.uint8)
 
 
 def random_batch(text: Tensor, generator: torch.Generator) -> Tensor:

@@ -13,8 +13,8 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from models import Heads, Transformer, backward, convnet, image_backward, loss_of, mlp, text_backward
-from process_groups import gloo, ranks, values, world  # noqa: F401 (the fixture)
-from ranks import on_ranks
+from process_groups import gloo, ranks, start, values, world  # noqa: F401 (the fixture)
+from ranks import fresh_ranks, on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -157,6 +157,72 @@ def test_zero_redundancy_optimizer_trains_as_sgd(comm):
 
 
 @on_ranks(2)
+def test_the_state_of_a_zero_redundancy_optimizer_is_gathered_and_loaded(comm):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def trained(state=None):
+        model = DistributedDataParallel(mlp(), process_group=world(), gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=True)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        backward(model, comm.rank, 0)
+        optimizer.step()
+        return model, optimizer
+
+    _, optimizer = trained()
+    optimizer.consolidate_state_dict(to=0)
+    box = [optimizer.state_dict() if comm.rank == 0 else None]
+    dist.broadcast_object_list(box)
+    _, other = trained(box[0])
+    other.consolidate_state_dict(to=0)
+    if comm.rank == 0:
+        assert [float(state["step"]) for state in other.state_dict()["state"].values()] == [2.0] * len(box[0]["state"])
+
+
+@on_ranks(2)
+def test_ddp_and_zero_join_uneven_inputs_together(comm):
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=model.process_group, lr=0.05)
+        with Join([model, optimizer]):
+            for step in range(2 + comm.rank):
+                optimizer.zero_grad()
+                backward(model, comm.rank, step)
+                optimizer.step()
+    _assert_same_parameters(*models)
+
+
+def _step_over_rpc(place):
+    import torch.distributed.rpc as rpc
+    from torch.distributed.autograd import backward as distributed_backward
+    from torch.distributed.autograd import context
+    from torch.distributed.optim import DistributedOptimizer
+
+    start(place)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place.directory}/rpc", rpc_timeout=30)
+    rpc.init_rpc(f"rank{place.rank}", rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
+    parameter = rpc.RRef(torch.ones(3, requires_grad=True))
+    with context() as identity:
+        theirs = rpc.remote(f"rank{1 - place.rank}", torch.mul, args=(parameter.local_value(), 2.0))
+        distributed_backward(identity, [theirs.to_here().sum()])
+        DistributedOptimizer(torch.optim.SGD, [parameter], lr=0.5).step(identity)
+    value = parameter.local_value().detach().clone()
+    dist.all_reduce(value)
+    rpc.shutdown()
+    dist.destroy_process_group()
+    return value.tolist()
+
+
+def test_the_optimizer_of_rpc_works_beside_the_backend():
+    environment = {"TP_SOCKET_IFNAME": "lo"}
+    outcomes = fresh_ranks(2, _step_over_rpc, env=environment)
+    assert [outcome.value for outcome in outcomes] == [[0.0] * 3] * 2, outcomes
+
+
+@on_ranks(2)
 def test_post_local_sgd_averages_over_the_group(comm):
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
@@ -188,6 +254,19 @@ def test_a_checkpoint_is_saved_and_loaded(comm):
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     _assert_same_parameters(model, other)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_saved_in_the_background(comm):
+    import torch.distributed.checkpoint as checkpoint
+
+    world()
+    folder = f"{harness._place.directory}/background"
+    state = {"weight": torch.arange(4.0)}
+    checkpoint.async_save(state, checkpoint_id=folder).result(timeout=30)
+    state["weight"] = torch.zeros(4)
+    checkpoint.load(state, checkpoint_id=folder)
+    assert state["weight"].tolist() == [0, 1, 2, 3]
 
 
 @on_ranks(2)

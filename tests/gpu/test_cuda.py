@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import batch
+from process_groups import world
 from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -481,3 +482,17 @@ def test_two_streams_of_two_ranks_that_share_a_card_do_not_block_each_other(comm
     model = train_on_ranks(comm, STEPS, streams=2)
     for parameter, exact in zip(model.parameters(), oracle(comm.world_size, STEPS).parameters(), strict=True):
         torch.testing.assert_close(parameter, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("over_nccl")
+@on_ranks(2)
+def test_synchronised_batch_norm_over_the_backend_sees_the_whole_batch(comm):
+    world()
+    with torch.device("cpu"):
+        whole = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    whole = whole.to(comm.device)
+    alone = nn.BatchNorm1d(4).to(comm.device)
+    shared = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))
+    mine = slice(8 * comm.rank, 8 * comm.rank + 8)
+    torch.testing.assert_close(shared(whole[mine]), alone(whole)[mine])
+    torch.testing.assert_close(shared.running_var, alone.running_var)
