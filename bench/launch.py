@@ -24,7 +24,7 @@ from typing import Any
 
 # Importing torch on a busy machine takes its time; a call measures for a second or two, or builds a model.
 START_LIMIT = 120.0
-CALL_LIMIT = 180.0
+CALL_LIMIT = 600.0
 # How long ranks that are told to end, or whose peer has failed, get to do so by themselves.
 GRACE = 5.0
 SOCKET_VARIABLE = "FASTCOMM_BENCH_SOCKET"

@@ -418,6 +418,20 @@ def test_sub_groups_have_a_fast_path_of_their_own(comm):
     dist.barrier()
 
 
+def _group_beside_gloo(place):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+    group = dist.new_group(backend="fastcomm")
+    integers = torch.tensor([2 * place.rank])
+    dist.all_reduce(integers, dist.ReduceOp.AVG, group=group)
+    dist.destroy_process_group()
+    return integers.item()
+
+
+def test_a_group_may_be_made_beside_a_default_one_over_gloo():
+    assert [outcome.value for outcome in fresh_ranks(2, _group_beside_gloo)] == [1, 1]
+
+
 @on_ranks(2)
 def test_the_group_says_its_name(comm):
     assert dist.get_backend(world()) == "fastcomm"
