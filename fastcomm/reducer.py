@@ -75,7 +75,7 @@ class Reducer:
         self.comm: Communicator = init() if comm is None else comm
         wires = (torch.bfloat16, torch.float16, torch.float32, *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.has_streams else ()))
         if wire_dtype is not None and wire_dtype not in wires:
-            raise ValueError(f"wire_dtype must be one of {', '.join(map(str, wires))}; got {wire_dtype!r}")
+            raise ValueError(f"over {self.comm.backend}, wire_dtype must be one of {', '.join(map(str, wires))}; got {wire_dtype!r}")
         # Ranks that differ here would reduce different buckets, or the same ones differently.
         self._options = {
             "bucket_cap_mb": bucket_cap_mb,
