@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastcomm.errors import FastcommError
+
 C = TypeVar("C", bound="Communicator")
 
 OPS = ("sum", "mean", "min", "max", "prod")
@@ -165,6 +167,28 @@ class Communicator(abc.ABC):
 def presence_values(op: str) -> tuple[float, float]:
     """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks is the first only if all put that."""
     return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
+
+
+def copy_gradients(flat: Tensor, views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
+    """BoundBucket.gather for transports that do not fuse it with the reduction. Raises FastcommError for gradients that were exchanged."""
+    left: list[int] = []
+    places: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for i, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
+        gradient = None if parameter is None else parameter.grad
+        if parameter is None or gradient is None:
+            left.append(i)
+        elif gradient is not view:
+            if gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():  # a tensor of the user's on our memory
+                if gradient.data_ptr() != view.data_ptr():
+                    raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+                gradient = gradient.clone()  # its strides may differ
+            places.append(view)
+            gradients.append(gradient)
+            parameter.grad = view
+    if places:
+        torch._foreach_copy_(places, gradients)
+    return left
 
 
 def gather_objects(comm: Communicator, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Work
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Work, copy_gradients
 
 # A state and what is called with it and a bucket, as for DDP's register_comm_hook.
 Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
@@ -80,17 +80,7 @@ class HookedBucket(BoundBucket):
         self._parameters: list[Tensor] = []
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
-        left, gradients, places = [], [], []
-        for i, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None:
-                left.append(i)
-            elif gradient is not view:
-                gradients.append(gradient)
-                places.append(view)
-                parameter.grad = view
-        if places:
-            torch._foreach_copy_(places, gradients)
+        left = copy_gradients(self._flat, self._views, parameters)
         self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
         return left
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator, canonical_op, presence_values
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator, canonical_op, copy_gradients, presence_values
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.hosted_call import ABANDON, DTYPES, Call, name_of
 from fastcomm.hosted_exchange import CARRIED_NBYTES, Exchange
@@ -106,25 +106,7 @@ class HostedBucket(BoundBucket):
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         """See BoundBucket.gather."""
-        left = []
-        for i, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None:
-                left.append(i)
-                continue
-            if gradient is not view:
-                self._take(gradient, view)
-                parameter.grad = view
-        return left
-
-    def _take(self, gradient: Tensor, view: Tensor) -> None:
-        """Copies a gradient to its place; it may be a tensor of the user's on our memory."""
-        if gradient.untyped_storage().data_ptr() != self._flat.untyped_storage().data_ptr():
-            view.copy_(gradient)
-        elif gradient.data_ptr() != view.data_ptr():
-            raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-        elif gradient.stride() != view.stride():
-            view.copy_(gradient.clone())
+        return copy_gradients(self._flat, self._views, parameters)
 
     def launch(self, op: str, missing: list[int]) -> HostedWork:
         """See BoundBucket.launch. Waits for nobody."""
@@ -151,6 +133,9 @@ class HostedCommunicator(Communicator):
 
     group: None makes a Gloo group of its own over the store the ranks met at. With another group, nobody else may use that while
     collectives are under way here, and a thread that waits in it when a peer is lost stays there until the group's own time-out.
+
+    More than the contract promises: any number of threads may call it and wait for their works at once, if only the ranks' calls come in
+    the same order.
     """
 
     backend = "hosted"
@@ -354,9 +339,13 @@ class HostedCommunicator(Communicator):
     # -- the caller's side of the queue ---------------------------------------------------------------------------------------------
 
     def _post(self, call: Call, move: Move, payload: Tensor | None = None, presence: Tensor | None = None) -> HostedWork:
-        self.check()  # a collective that belongs to what was abandoned is not to be taken for one of the next round
+        self._check_usable()
         with self._lock:
-            return self._append(HostedWork(self, call, move, payload, presence))
+            interruption, self._interruption = self._interruption, None
+            if interruption is None:
+                return self._append(HostedWork(self, call, move, payload, presence))
+            self.n_abandoned += 1
+        raise interruption  # what belongs to what was abandoned is not to be taken for a collective of the next round
 
     def _append(self, work: HostedWork) -> HostedWork:
         if self._failure is not None:

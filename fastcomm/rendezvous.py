@@ -62,7 +62,7 @@ def init(
     place = _choose_device(backend, device)
     is_nccl = backend == "nccl" or place.type == "cuda"
     bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
-    with _told_to_all(bootstrap, "fastcomm.init"):
+    with _told_to_all(bootstrap):
         comm = _connect_on_cuda(bootstrap, timeout, place) if is_nccl else _connect_on_cpu(backend, bootstrap, timeout, group)
         comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
         return comm
@@ -71,20 +71,20 @@ def init(
 def connect(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta, caller: str) -> Communicator:
     """A communicator as init("auto") makes it, for ranks that have a store to themselves. Errors name the caller."""
     bootstrap = _StoreBootstrap(_clone(store), rank, world_size, timeout, caller)
-    with _told_to_all(bootstrap, caller):
+    with _told_to_all(bootstrap):
         if device.type == "cuda":
             return _connect_on_cuda(bootstrap, timeout, device)
         return _connect_on_cpu("auto", bootstrap, timeout, None)
 
 
 @contextlib.contextmanager
-def _told_to_all(bootstrap: _StoreBootstrap | _GroupBootstrap, caller: str) -> Iterator[None]:
+def _told_to_all(bootstrap: _StoreBootstrap | _GroupBootstrap) -> Iterator[None]:
     """An error of this rank's ends the waiting of the others."""
     try:
         yield
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
-            bootstrap.fail(f"rank {bootstrap.rank} failed in {caller}: {error}")
+            bootstrap.fail(f"rank {bootstrap.rank} failed in {bootstrap.caller}: {error}")
         raise
 
 
@@ -127,13 +127,15 @@ def _connect_on_cpu(
                 "The shm transport needs all ranks on one host; across hosts use 'hierarchical', or 'auto'"
             )
         return ShmCommunicator(*place, bootstrap, timeout)
-    # What goes on after init, in threads of its own, needs a store.
-    lasting = bootstrap if isinstance(bootstrap, _StoreBootstrap) else _meet_at_store_of(group, timeout)
-    if backend == "hierarchical":
-        return HierarchicalCommunicator(*place, lasting, timeout, hosts)
-    # A group over Gloo is asked for its ranks only: one of our own is not in the way of what else the user does with it.
-    is_foreign = group is not None and dist.get_backend(group) != "gloo"
-    return HostedCommunicator(*place, lasting, timeout, neighbours, group if is_foreign else None)
+    if isinstance(bootstrap, _GroupBootstrap):  # what goes on after init, in threads of its own, needs a store
+        bootstrap.leave()
+        bootstrap = _meet_at_store_of(bootstrap.group, timeout)
+    with _told_to_all(bootstrap):
+        if backend == "hierarchical":
+            return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
+        # A group over Gloo is asked for its ranks only: one of our own is not in the way of what else the user does with it.
+        is_foreign = group is not None and dist.get_backend(group) != "gloo"
+        return HostedCommunicator(*place, bootstrap, timeout, neighbours, group if is_foreign else None)
 
 
 def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> tuple[list[int], int, list[list[int]]]:
@@ -152,7 +154,7 @@ class _StoreBootstrap:
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, caller: str = "fastcomm.init") -> None:
         self.rank = rank
         self.world_size = world_size
-        self._caller = caller
+        self.caller = caller
         self._store = store
         self._timeout = timeout
         self._round = 0
@@ -197,7 +199,7 @@ class _StoreBootstrap:
             if time.monotonic() > deadline:
                 missing = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
                 raise InitError(
-                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s in {self._caller} for ranks {missing} "
+                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s in {self.caller} for ranks {missing} "
                     f"of {self.world_size}: were they started, and can they reach the same init_method?"
                 )
             time.sleep(_POLL_S)
@@ -237,27 +239,33 @@ class _StoreBootstrap:
 class _GroupBootstrap:
     """Ranks that belong to a torch.distributed group already."""
 
+    caller = "fastcomm.init"
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self._group = group
+        self.group = group
         self._is_over = False
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Raises InitError when a rank has failed."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, (value, None), group=self._group)
+        dist.all_gather_object(values, (value, None), group=self.group)
         failures = [failure for _, failure in values if failure is not None]
         if failures:
             self._is_over = True  # all ranks are in this exchange: nobody is left to be told
             raise InitError(failures[0])
         return [value for value, _ in values]
 
+    def leave(self) -> None:
+        """The ranks go on at another meeting point: nobody is in an exchange here any more."""
+        self._is_over = True
+
     def fail(self, message: str) -> None:
         """Tells the others, in the exchange they are waiting in."""
         if not self._is_over:
             self._is_over = True
-            dist.all_gather_object([None] * self.world_size, (None, message), group=self._group)
+            dist.all_gather_object([None] * self.world_size, (None, message), group=self.group)
 
 
 def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: timedelta) -> _StoreBootstrap:
@@ -315,9 +323,7 @@ def _meet_in_group(group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool) 
     return _meet_at_store_of(group, timeout) if is_nccl else _GroupBootstrap(group)
 
 
-def _meet_at_store_of(group: dist.ProcessGroup | None, timeout: timedelta) -> _StoreBootstrap:
-    if group is None:
-        raise RuntimeError("without a group the ranks have met at a store")
+def _meet_at_store_of(group: dist.ProcessGroup, timeout: timedelta) -> _StoreBootstrap:
     store = _clone(dist.distributed_c10d._get_process_group_store(group))
     return _StoreBootstrap(own_part(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)
 

@@ -25,7 +25,8 @@ FLOORS = (
     ("rendezvous",),
     ("bucket",),
     ("reducer",),
-    ("ddp_hook", "process_group", "timeline", "autotune"),
+    ("ddp_hook", "process_group_work", "timeline", "autotune"),
+    ("process_group",),
     ("__init__",),
     ("__main__",),
 )

@@ -20,7 +20,7 @@ from ranks import fresh_ranks, gloo
 from reference import DTYPES, FLOATS, HALVES, OPS, assert_same_bits, check_all_reduce, reduced, shards_of
 
 import fastcomm
-from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError
+from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError, rendezvous
 from fastcomm.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
 
 LAYOUTS = {"2+2": [2, 2], "1+1": [1, 1], "2+1+3": [2, 1, 3]}
@@ -120,6 +120,25 @@ def _init_from_a_group(place, backend):
 def test_ranks_of_several_hosts_may_meet_in_a_group(backend):
     outcomes = fresh_ranks(3, _init_from_a_group, backend, transport="hierarchical")
     assert [outcome.value for outcome in outcomes] == ["hierarchical"] * 3, "\n".join(map(str, outcomes))
+
+
+def _one_fails_in_a_group(place):
+    group = gloo()
+    if place.rank == 1:
+        rendezvous.HierarchicalCommunicator = _broken
+    before = time.monotonic()
+    with pytest.raises((fastcomm.InitError, ZeroDivisionError), match="rank 1 failed in fastcomm.init: broken|^broken"):
+        fastcomm.init("hierarchical", group=group, timeout=timedelta(seconds=20))
+    return time.monotonic() - before
+
+
+def _broken(*arguments):
+    raise ZeroDivisionError("broken")
+
+
+def test_ranks_that_meet_in_a_group_hear_of_one_that_fails():
+    outcomes = fresh_ranks(2, _one_fails_in_a_group, transport="hierarchical")
+    assert all(outcome.kind == "returned" and outcome.value < 10 for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
 def _one_host(place):

@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import backward, mlp
 from process_groups import TIMEOUT, gloo, ranks, start, values, world  # noqa: F401 (the fixture)
 from ranks import fresh_ranks, on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 
@@ -198,7 +196,7 @@ def test_broadcast_from_every_rank(comm):
         tensor = torch.full((3, 4), comm.rank, dtype=torch.float32).t()
         dist.broadcast(tensor, source)
         assert torch.equal(tensor, torch.full((4, 3), float(source)))
-        assert dist.broadcast(tensor, source, async_op=True).get_future().wait()[0] is not None
+        assert dist.broadcast(tensor, source, async_op=True).get_future().wait()[0] is tensor
 
 
 @on_ranks(2, 3)
@@ -260,7 +258,7 @@ def test_barrier_waits_for_every_rank(comm):
 
 
 @on_ranks(2)
-def test_functional_collectives_take_the_fast_path(comm):
+def test_functional_collectives_work(comm):
     from torch.distributed import _functional_collectives as functional
 
     own, mean = 2 * comm.rank * torch.arange(6), torch.arange(6)
@@ -455,120 +453,6 @@ def _begin_and_end_twice(place):
 
 def test_ranks_begin_again_after_destroy_process_group():
     assert [outcome.value for outcome in fresh_ranks(3, _begin_and_end_twice)] == [3, 3, 3]
-
-
-def _across_hosts(place):
-    start(place)
-    n = place.world_size
-    integers = torch.tensor([3 * place.rank] * 5)
-    dist.all_reduce(integers, dist.ReduceOp.AVG)
-    assert integers.tolist() == [3 * (n - 1) // 2] * 5
-    part = torch.zeros(2)
-    works = [
-        dist.reduce_scatter_tensor(part, torch.arange(2.0 * n), async_op=True),
-        dist.all_reduce(torch.ones(300_000).view(1000, 300).t(), async_op=True),
-        dist.barrier(async_op=True),
-    ]
-    for work in works:
-        work.wait()
-    assert torch.equal(part, n * torch.arange(2.0 * n).view(n, 2)[place.rank])
-    moved = torch.full((3,), float(place.rank))
-    dist.broadcast(moved, 1)
-    everyone = torch.zeros(3 * n)
-    dist.all_gather_into_tensor(everyone, moved)
-    assert everyone.tolist() == [1.0] * 3 * n
-    with pytest.raises(fastcomm.MismatchError, match="rank 0: .* of 4 "):
-        dist.all_reduce(torch.ones(4 + place.rank))
-    dist.barrier()
-    dist.destroy_process_group()
-    return True
-
-
-def test_ranks_of_several_hosts_reduce_in_each_of_them_first():
-    hosts = [{"FASTCOMM_HOST_ID": host} for host in ("a", "a", "b")]
-    outcomes = fresh_ranks(3, _across_hosts, env=hosts)
-    assert [outcome.value for outcome in outcomes] == [True] * 3, outcomes
-
-
-def _train_across_hosts(place):
-    start(place)
-    over_gloo = dist.new_group(backend="gloo")
-    models = [DistributedDataParallel(mlp(), process_group=group, bucket_cap_mb=0.0005) for group in (None, None, over_gloo)]
-    models[1].register_comm_hook(None, _average)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(4):
-            optimizer.zero_grad()
-            backward(model, place.rank, step)
-            optimizer.step()
-    for plain, hooked, wanted in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(plain, wanted)
-        torch.testing.assert_close(hooked, wanted)
-    del models, model
-    dist.destroy_process_group()
-    return True
-
-
-def _average(_, bucket):  # torch wants no annotations, or none in strings
-    """A hook whose future is chained to one that the network completes."""
-    return dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True).get_future().then(lambda future: future.value()[0])
-
-
-def test_ddp_trains_across_hosts_as_over_gloo():
-    hosts = [{"FASTCOMM_HOST_ID": host} for host in ("a", "a", "b")]
-    outcomes = fresh_ranks(3, _train_across_hosts, env=hosts)
-    assert [outcome.value for outcome in outcomes] == [True] * 3, outcomes
-
-
-def _late_across_hosts(place):
-    start(place)
-    tensor = torch.ones(3)
-    if place.rank == 1:
-        dist.recv(torch.zeros(1), 0)  # comes only after rank 0 has its future
-        dist.all_reduce(tensor)
-        dist.barrier()
-        return True
-    future = dist.all_reduce(tensor, async_op=True).get_future()
-    was_done = future.done()
-    dist.send(torch.zeros(1), 1)
-    value = future.then(lambda one: one.value()[0] * 2).wait()
-    dist.barrier()
-    return not was_done and value.tolist() == [4.0] * 3
-
-
-def test_across_hosts_a_future_is_complete_when_the_result_is_there():
-    outcomes = fresh_ranks(2, _late_across_hosts, env=[{"FASTCOMM_HOST_ID": host} for host in ("a", "b")])
-    assert [outcome.value for outcome in outcomes] == [True] * 2, outcomes
-
-
-def _closed_while_a_future_waits(place):
-    start(place)
-    dist.barrier()
-    if place.rank == 1:
-        dist.destroy_process_group()
-        return True
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    with pytest.raises(RuntimeError, match="rank 1"):
-        future.wait()
-    return True
-
-
-def test_a_future_ends_when_a_rank_of_another_host_has_gone():
-    outcomes = fresh_ranks(2, _closed_while_a_future_waits, env=[{"FASTCOMM_HOST_ID": host} for host in ("a", "b")])
-    assert [outcome.value for outcome in outcomes] == [True] * 2, outcomes
-
-
-def _on_a_crowded_host(place):
-    fastcomm.rendezvous.MAX_RANKS = 1
-    start(place)
-    integers = torch.tensor([2 * place.rank])
-    dist.all_reduce(integers, dist.ReduceOp.AVG)
-    dist.destroy_process_group()
-    return integers.item()
-
-
-def test_more_ranks_on_a_host_than_shared_memory_takes_meet_over_gloo():
-    assert [outcome.value for outcome in fresh_ranks(2, _on_a_crowded_host)] == [1, 1]
 
 
 def test_the_benchmark_writes_what_it_measured(tmp_path):

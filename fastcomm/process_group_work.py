@@ -1,0 +1,225 @@
+"""The communicators of a process group, which threads share, and torch's Works and Futures of the collectives they carry out."""
+
+# mypy: disable-error-code="assignment, override, no-any-return"
+# torch calls these methods with more than its stubs declare.
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+from fastcomm.communicator import Communicator, Work
+from fastcomm.errors import FastcommError, TimeoutError
+from fastcomm.hosted import HostedCommunicator
+from fastcomm.shm import ShmCommunicator
+
+_POLL_S = 50e-6
+# How long a collective under way may lie before this rank goes on with it by itself: long against a collective, short against a step.
+_PROGRESS_S = 1e-3
+
+Places = Sequence[tuple[Tensor, Tensor]]
+
+
+class SharedCommunicator:
+    """A communicator whose callers take turns. Each call of `run` is a collective, or several that were coalesced."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.lock = threading.Lock()
+        # A hosted communicator has a thread of its own that does the work, and takes any number of callers.
+        self.is_hosted = isinstance(comm, HostedCommunicator)
+        self.turn: AbstractContextManager[object] = nullcontext() if self.is_hosted else self.lock
+        self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
+        self._progress = _Progress(self.lock)
+
+    def run(self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool) -> c10d.Work:
+        """Calls the communicator's collectives. value: what the Work has for its result. places: pairs of where the caller wants
+        something, and where it is afterwards."""
+        if not is_async:
+            with self.turn:
+                for call in calls:
+                    call()
+            put_all(places)
+            return Finished(value)
+        works: list[Work] = []
+        with self.turn:
+            try:
+                for call in calls:
+                    works.append(call(async_op=True))
+            finally:
+                if isinstance(self.comm, ShmCommunicator):  # the others' move by themselves
+                    self._progress.watch([work for work in works if not work.is_completed()])
+        return UnderWay(self, works, value, places)
+
+    def close(self) -> None:
+        self._progress.stop()
+        self.comm.close()
+
+    def abort(self) -> None:
+        self._progress.stop()
+        self.comm.abort()
+
+
+def put_all(places: Places) -> None:
+    """Brings results to where the caller wants them, where they are not there."""
+    for target, source in places:
+        if source is not target:
+            target.detach().copy_(source)
+
+
+class Finished(c10d.Work):
+    """A collective that was over when its call returned."""
+
+    def __init__(self, value: list[Any]) -> None:
+        super().__init__()
+        self._value = value
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Any]:
+        return self._value
+
+    def get_future(self) -> Future[list[Any]]:
+        future: Future[list[Any]] = Future()
+        future.set_result(self._value)
+        return future
+
+
+class UnderWay(c10d.Work):
+    """Collectives under way."""
+
+    def __init__(self, shared: SharedCommunicator, works: list[Work], value: list[Any], places: Places) -> None:
+        super().__init__()
+        self._shared, self._works, self._value, self._places = shared, works, value, places
+        self._is_over = False  # and the results are in place
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises what ended the collectives, or TimeoutError after `timeout`, if that is given and comes before the group's."""
+        if timeout is not None and timeout > timedelta(0):
+            self._poll(timeout.total_seconds())
+            self._finish()  # nobody is waited for any more, neither a rank nor another thread
+        elif not self._is_over:
+            with self._shared.turn:
+                self._finish()
+        return True
+
+    synchronize = wait
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        put_all(self._places)
+        self._is_over, self._places = True, ()
+
+    def _poll(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the backend 'fastcomm'")
+            time.sleep(_POLL_S)
+
+    def is_completed(self) -> bool:
+        if self._is_over or self._shared.is_hosted:
+            return self._is_over or all(work.is_completed() for work in self._works)
+        # Whose turn it is may be waiting for something else: no is the answer then.
+        if not self._shared.lock.acquire(blocking=False):
+            return False
+        try:
+            return all(work.is_completed() for work in self._works)
+        finally:
+            self._shared.lock.release()
+
+    def is_success(self) -> bool:
+        if not self.is_completed():
+            return False
+        try:
+            return self.wait()
+        except FastcommError:
+            return False
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._value
+
+    def get_future(self) -> Future[list[Any]]:
+        """On the CPU it is complete, so that what is chained to it runs at once, in the caller's thread and in the same order on all
+        ranks, which may well be further collectives. DDP chains none: across hosts it gets a future that completes when the result has
+        come. On CUDA the future is complete on a stream of its own, so that the caller's is not held up before it waits."""
+        if self._shared.side_stream is not None:
+            with torch.cuda.stream(self._shared.side_stream):  # the future holds an event of it
+                self.wait()
+                future: Future[list[Any]] = Future(devices=[self._shared.comm.device])
+                future.set_result(self._value)
+            return future
+        if self._shared.is_hosted and _is_called_by_autograd():
+            begun: Future[None] = Future()
+            future = begun.then(lambda _: self.result())  # raises in there, where torch's C++ notices
+            threading.Thread(target=begun.set_result, args=(None,), name="fastcomm-future", daemon=True).start()
+            return future
+        return Finished(self.result()).get_future()
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether the innermost frame of Python below the caller is that of a backward: then it is C++ that calls, which is DDP."""
+    return sys._getframe(2).f_code.co_name == "_engine_run_backward"
+
+
+class _Progress:
+    """Goes on with collectives that nobody waits for yet, from a thread of its own: peers that do wait for them may not depend on what
+    this rank's caller does in between. Idle, and without a thread, as long as callers are quick."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._works: list[Work] = []
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_stopped = False
+
+    def watch(self, works: list[Work]) -> None:
+        """Called with the lock held."""
+        if not works:
+            return
+        self._works += works
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fastcomm-progress", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            self._wake.wait()
+            time.sleep(_PROGRESS_S)
+            with self._lock:
+                self._works = [work for work in self._works if not _is_over(work)]
+                if not self._works:
+                    self._wake.clear()
+
+
+def _is_over(work: Work) -> bool:
+    try:
+        return work.is_completed()
+    except FastcommError:  # whoever waits for it hears of it
+        return True
