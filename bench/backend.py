@@ -157,7 +157,12 @@ class Methods:
         self.groups = groups
 
     def all_reduce(self, nbytes: int, rounds: int) -> list[list[float]]:
-        tensors = {peer: torch.zeros(nbytes // 4) for peer in PEERS}
+        tensors = {peer: torch.ones(nbytes // 4) for peer in PEERS}
+        for peer, tensor in tensors.items():
+            dist.all_reduce(tensor, group=self.groups[peer])
+            if not bool((tensor == dist.get_world_size()).all()):
+                raise RuntimeError(f"all_reduce of {nbytes} bytes over {peer} gives a wrong sum")
+            tensor.zero_()  # what is added again and again stays finite
         n_calls = max(CALLS[0], min(CALLS[1], BYTES_PER_TURN // nbytes))
 
         def turn(peer: str) -> float:

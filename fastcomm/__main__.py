@@ -19,13 +19,14 @@ import torch
 import fastcomm
 from fastcomm import cuda, multi_tensor, nccl_library
 
-BENCHMARKS = ("allreduce", "step", "flatten")
+BENCHMARKS = ("allreduce", "step", "backend", "flatten")
 USAGE = """\
 commands:
   info                     versions, cores, and which transports work here
   demo [...]               trains a small GPT on two ranks; what follows is passed on to examples/train_gpt.py
   bench allreduce [...]    all-reduce against Gloo and MPI, by size; with --device cuda against torch.distributed's NCCL
   bench step [...]         training steps: local, fastcomm, DDP; on the CPU, or with --device cuda
+  bench backend [...]      torch.distributed over backend "fastcomm" against Gloo: all-reduce, and steps under DDP
   bench flatten [...]      many tensors into one buffer and back, on a GPU, against torch and CuPy
 """
 
@@ -82,6 +83,7 @@ def info() -> str:
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else f"{torch.__version__} (CPU only)",
         "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD {torch.backends.cpu.get_cpu_capability()}",
         "shm": shm_state(),
+        "hosts": hosts_state(),
         "CUDA": cuda_state(),
         "kernels": kernels_state(),
         "NCCL": nccl_state(),
@@ -100,6 +102,14 @@ def shm_state() -> str:
     except ImportError as error:
         return f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or install a wheel"
     return "ready"
+
+
+def hosts_state() -> str:
+    """Whether ranks of several hosts can meet on the CPU, and what is built on torch.distributed."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return "not available: this torch was built without torch.distributed or without Gloo"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return f"hierarchical and hosted ready, over Gloo on {interface or 'the interface of this host name (GLOO_SOCKET_IFNAME overrides it)'}"
 
 
 def cuda_state() -> str:

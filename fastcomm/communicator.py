@@ -40,7 +40,7 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Whether the result is in place. Moves the collective forward if it can be done without waiting."""
+        """Whether the result is in place, or never will be: `wait` knows. Moves the collective forward if that takes no waiting."""
 
 
 class BucketWork(Work):

@@ -74,7 +74,7 @@ class _Reduction:
 def all_reduce_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """Reduces one bucket over state.comm. Raises what the communicator raises, out of backward().
 
-    On the CPU nothing moves by itself: what is under way is carried on at every bucket and completed at the last one.
+    Over shared memory nothing moves by itself: what is under way is carried on at every bucket and completed at the last one.
     """
     if bucket.index() == 0:
         state._under_way.clear()  # a backward that raised has left them behind

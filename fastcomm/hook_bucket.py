@@ -59,7 +59,9 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """What buffer() returns from here on: for hooks that wrap others."""
+        """What buffer() returns, and the gradients lie in, from here on: for hooks that wrap others, and cast."""
+        moved = buffer.storage_offset() - self._buffer.storage_offset()
+        self._gradients = [buffer.as_strided(one.shape, one.stride(), one.storage_offset() + moved) for one in self._gradients]
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

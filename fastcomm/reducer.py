@@ -167,6 +167,8 @@ class Reducer:
         """What is wrong with the model on this rank alone."""
         if self._model is not None:
             return ValueError("this reducer is attached already; detach() it first, or make one reducer for each model")
+        if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
+            return ValueError("attach() takes a module or named parameters: model.named_parameters(), not model.parameters()")
         if not any(p.requires_grad for _, p in named):
             return ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
         if len({id(p) for _, p in named}) < len(named):

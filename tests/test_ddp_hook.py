@@ -126,6 +126,7 @@ BITWISE = {
 ALIKE = {
     "bf16": (lambda: gloo(), default_hooks.bf16_compress_hook),
     "fp16 around allreduce": (lambda: gloo(), default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "fp16 around powerSGD": (_powersgd_state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "powerSGD": (_powersgd_state, powerSGD_hook.powerSGD_hook),
     "post_localSGD": (_local_sgd_state, post_localSGD_hook.post_localSGD_hook),
 }

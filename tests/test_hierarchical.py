@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import ranks as harness
 import torch
 import torch.distributed as dist
 from namespaces import INTERFACE, Hosts, enter, why_not
@@ -265,19 +266,19 @@ def test_a_host_sends_every_element_once(two_hosts, wire_dtype):
 def _launch_while_the_others_are_late(comm):
     flat = comm.empty(3_000_000, dtype=torch.float32).fill_(1)
     bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire=flat, label=1)
+    launched = [Path(harness._place.directory, f"launched by {rank}") for rank in range(comm.world_size)]
     if comm.rank == 3:
-        time.sleep(0.5)
-    before = time.monotonic()
+        while not all(path.exists() for path in launched[:3]):
+            time.sleep(0.01)
     work = bucket.launch("sum", [])
-    seconds = time.monotonic() - before
     other = comm.empty(1000, dtype=torch.float32)  # memory is to be had meanwhile
+    launched[comm.rank].touch()
     work.wait()
     assert other.numel() == 1000 and (flat[:-1] == 4).all()
-    return seconds
 
 
 def test_a_launch_does_not_wait_for_anybody(two_hosts):
-    assert max(run_on(two_hosts, _launch_while_the_others_are_late)) < 0.3
+    run_on(two_hosts, _launch_while_the_others_are_late)
 
 
 # When it goes wrong

@@ -43,6 +43,8 @@ def test_bad_options_are_refused_when_the_reducer_is_made(comm, option, value, w
 def test_attach_refuses_what_is_not_a_model(comm):
     with pytest.raises((ValueError, TypeError), match="int"):
         fastcomm.Reducer(comm).attach(42)
+    with pytest.raises(BAD_INPUT, match="named_parameters"):
+        fastcomm.Reducer(comm).attach(mlp().parameters())
 
 
 @on_ranks(2)
