@@ -179,6 +179,24 @@ def test_async_collectives_of_all_kinds_are_in_place_after_wait(comm):
 
 
 @on_ranks(2)
+def test_a_wait_ends_at_its_timeout_though_another_thread_waits(comm):
+    world()
+    if comm.rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    works = [dist.all_reduce(values(comm, 100_000), async_op=True) for _ in range(2)]
+    if comm.rank == 0:
+        thread = threading.Thread(target=works[0].wait)
+        thread.start()
+        time.sleep(0.05)
+        with pytest.raises(fastcomm.TimeoutError, match="waited 0.2 s"):
+            works[1].wait(timedelta(seconds=0.2))
+        dist.send(torch.zeros(1), 1)
+        thread.join()
+    works[1].wait()
+    assert all(work.is_success() for work in works)
+
+
+@on_ranks(2)
 def test_coalesced_all_reduces_give_what_single_ones_give(comm):
     world()
     tensors = [values(comm, numel) for numel in (3, 50)]
@@ -242,6 +260,23 @@ def test_a_coalescing_context_gathers_and_scatters(comm):
         for tensor in out:
             dist.all_gather_into_tensor(tensor, torch.full((tensor.numel() // 2,), float(comm.rank)))
     assert all(torch.equal(tensor, torch.arange(2.0).repeat_interleave(tensor.numel() // 2)) for tensor in out)
+
+
+@on_ranks(2)
+def test_what_is_coalesced_may_be_of_several_dtypes(comm):
+    world()
+    numbers, flags = torch.zeros(4), torch.zeros(2, dtype=torch.bool)
+    with dist.distributed_c10d._coalescing_manager():
+        dist.all_gather_into_tensor(numbers, torch.full((2,), float(comm.rank)))
+        dist.all_gather_into_tensor(flags, torch.tensor([comm.rank == 1]))
+    assert numbers.tolist() == [0, 0, 1, 1] and flags.tolist() == [False, True]
+
+
+@on_ranks(2)
+def test_a_list_of_the_wrong_length_is_refused(comm):
+    world()
+    with pytest.raises(ValueError, match="3 tensors for 2 ranks"):
+        dist.all_gather([torch.zeros(2) for _ in range(3)], torch.ones(2))
 
 
 @on_ranks(2, 3)
@@ -317,7 +352,8 @@ def test_all_to_all_takes_lists_of_any_shapes(comm):
     world()
     n, rank = comm.world_size, comm.rank
     outputs = [torch.zeros(2, rank + 1).t() for _ in range(n)]  # rank r gets 2 (r + 1) elements of everybody
-    dist.all_to_all(outputs, [torch.full((to + 1, 2), float(rank)) for to in range(n)])
+    work = dist.all_to_all(outputs, [torch.full((to + 1, 2), float(rank)) for to in range(n)], async_op=True)
+    assert work.get_future().wait()[0] is outputs[0]
     assert all(bool((output == source).all()) for source, output in enumerate(outputs))
 
 

@@ -135,8 +135,8 @@ def test_a_distributed_tensor_is_reduced(comm):
     total = values(comm)
     dist.all_reduce(total, group=mesh.get_group("data"))
     torch.testing.assert_close(partial.redistribute(placements=[Replicate()]).to_local(), total / 2)
-    sharded = DTensor.from_local(values(comm), mesh, [Shard(0)])
-    assert sharded.full_tensor().numel() == 24
+    sharded = DTensor.from_local(torch.full((3,), comm.rank), mesh, [Shard(0)])
+    assert sharded.full_tensor().tolist() == [0, 0, 0, 1, 1, 1]
 
 
 @on_ranks(2)
