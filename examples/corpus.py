@@ -19,4 +19,7 @@ def standard_library() -> Tensor:
 
 def rows(length: int, n: int) -> Tensor:
     """The first `n` times `length` bytes of the text, [n, length], for what wants a data set and makes batches by itself."""
-    return standard_library()[: n * length].view(n, length).long()
+    text = standard_library()
+    if len(text) < n * length:
+        raise ValueError(f"{n} rows of {length} bytes, but the text has only {len(text)}: fewer steps would do")
+    return text[: n * length].view(n, length).long()

@@ -30,19 +30,22 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("fastcomm" if options.fastcomm == "backend" else None)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
-    train(accelerator, options.steps, uses_hook=options.fastcomm == "hook")
+    state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)) if options.fastcomm == "hook" else None
+    train(accelerator, options.steps, state)
+    if state is not None:
+        state.comm.close()
     accelerator.free_memory()  # DDP's model before its group: torch may end in an abort otherwise, whatever the backend
     accelerator.end_training()
 
 
-def train(accelerator: Accelerator, steps: int, uses_hook: bool) -> None:
+def train(accelerator: Accelerator, steps: int, state: fastcomm.HookState | None) -> None:
     set_seed(0)
     model = GPT(2, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(rows(LENGTH + 1, 16 * steps), batch_size=8, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if uses_hook:
-        model.register_comm_hook(fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)), fastcomm.all_reduce_hook)
+    if state is not None:
+        model.register_comm_hook(state, fastcomm.all_reduce_hook)
     for step, batch in enumerate(loader):
         with accelerator.accumulate(model):
             loss = next_byte_loss(model, batch)

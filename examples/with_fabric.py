@@ -31,18 +31,20 @@ def main() -> None:
     strategy = DDPStrategy(process_group_backend="fastcomm" if options.fastcomm == "backend" else None)
     fabric = Fabric(devices=2, strategy=strategy)
     fabric.launch()
-    train(fabric, options.steps, uses_hook=options.fastcomm == "hook")
+    state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)) if options.fastcomm == "hook" else None
+    train(fabric, options.steps, state)
+    if state is not None:
+        state.comm.close()
     dist.destroy_process_group()
 
 
-def train(fabric: Fabric, steps: int, uses_hook: bool) -> None:
+def train(fabric: Fabric, steps: int, state: fastcomm.HookState | None) -> None:
     fabric.seed_everything(0)
     model = GPT(2, 64)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     loader = fabric.setup_dataloaders(DataLoader(rows(LENGTH + 1, 16 * steps), batch_size=8, shuffle=True))
-    if uses_hook:
-        # What forward() goes through is the DDP module.
-        model._forward_module.register_comm_hook(fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)), fastcomm.all_reduce_hook)
+    if state is not None:
+        model._forward_module.register_comm_hook(state, fastcomm.all_reduce_hook)  # what forward() goes through is the DDP module
     for step, batch in enumerate(loader):
         last_of_two = step % 2 == 1
         with fabric.no_backward_sync(model, enabled=not last_of_two):

@@ -31,9 +31,12 @@ def main() -> None:
     dist.init_process_group("fastcomm" if options.fastcomm == "backend" else None)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder, options.steps)
-        if options.fastcomm == "hook":
-            trainer.add_callback(UseHook(trainer))
+        state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)) if options.fastcomm == "hook" else None
+        if state is not None:
+            trainer.add_callback(UseHook(trainer, state))
         loss = trainer.train().training_loss
+        if state is not None:
+            state.comm.close()
     if dist.get_rank() == 0:
         print(f"mean loss {loss:.6f}")
     del trainer  # DDP's model before its group: torch may end in an abort otherwise, whatever the backend
@@ -63,12 +66,11 @@ def make_trainer(folder: str, steps: int) -> Trainer:
 class UseHook(TrainerCallback):
     """Gives the hook to the DDP module as soon as the Trainer has made it."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, state: fastcomm.HookState) -> None:
+        self._trainer, self._state = trainer, state
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD))
-        self._trainer.model_wrapped.register_comm_hook(state, fastcomm.all_reduce_hook)
+        self._trainer.model_wrapped.register_comm_hook(self._state, fastcomm.all_reduce_hook)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,15 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator, canonical_op, copy_gradients, presence_values
+from fastcomm.communicator import Communicator, canonical_op
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.hosted_call import ABANDON, DTYPES, Call, name_of
-from fastcomm.hosted_exchange import CARRIED_NBYTES, Exchange
+from fastcomm.hosted_exchange import Exchange
+from fastcomm.hosted_work import HostedBucket, HostedWork, Move
 from fastcomm.watchdog import Notes, Watchdog, failure_note
 
-SLICE_S = 0.1  # how often a waiting rank looks at the clock
 VERDICT_S = 4.0  # how long the watchdog has to name the missing once a deadline has passed: longer than it asks around
 EXPLAIN_S = 3.0  # how long the watchdog has to find out why a connection broke: longer than idle ranks take to answer a question
 TOLD_S = 0.3  # how long ranks that wait take to read a note
@@ -42,90 +41,11 @@ TOLD_S = 0.3  # how long ranks that wait take to read a note
 GRACE = timedelta(seconds=10)
 
 
-Move = Callable[[Tensor | None], None]
-
-
 class Bootstrap(Notes, Protocol):
     """How the ranks have met; see fastcomm.rendezvous."""
 
     def exchange(self, value: Any) -> list[Any]: ...
     def store(self, name: str) -> Store: ...
-
-
-class HostedWork(BucketWork):
-    """A collective in the thread's queue, or under way, or ended: then `error` says how."""
-
-    def __init__(
-        self,
-        comm: HostedCommunicator,
-        call: Call,
-        move: Move,
-        payload: Tensor | None = None,
-        presence: Tensor | None = None,
-    ) -> None:
-        self.call = call
-        # These hold the tensors. The payload goes with the announcement if it is small, and move() gets everybody's.
-        self.move: Move | None = move
-        self.payload = payload if payload is not None and payload.nbytes <= CARRIED_NBYTES else None
-        self.error: FastcommError | None = None
-        self._comm = comm
-        self._presence = presence
-        self._done = threading.Event()
-
-    def wait(self) -> None:
-        """Blocks until the result is in place. Raises the FastcommError that ended the collective, if one did."""
-        while not self._done.wait(SLICE_S):
-            self._comm._look_at_clock()
-        if self.error is not None:
-            self._comm._hear(self.error)
-            raise self.error
-
-    def is_completed(self) -> bool:
-        """Whether the result is in place, or never will be."""
-        return self._done.is_set()
-
-    def present(self) -> list[bool]:
-        """See BucketWork.present."""
-        self.wait()
-        absent, _ = presence_values(self.call.op)
-        return [] if self._presence is None else (self._presence != absent).tolist()
-
-    def settle(self, error: FastcommError | None) -> None:
-        """The outcome is known. The first one counts."""
-        if not self._done.is_set():
-            self.error, self.move, self.payload = error, None, None
-            self._done.set()
-
-
-class HostedBucket(BoundBucket):
-    """A flat buffer into which gradients are copied, and which then is reduced."""
-
-    def __init__(self, comm: HostedCommunicator, flat: Tensor, views: list[Tensor], wire: Tensor, label: int) -> None:
-        self._comm, self._flat, self._views, self._wire, self._label = comm, flat, views, wire, label
-        self._presence = flat[flat.numel() - len(views) :]
-
-    def gather(self, parameters: list[Parameter | None]) -> list[int]:
-        """See BoundBucket.gather."""
-        return copy_gradients(self._flat, self._views, parameters)
-
-    def launch(self, op: str, missing: list[int]) -> HostedWork:
-        """See BoundBucket.launch. Waits for nobody."""
-        absent, present = presence_values(op)
-        self._presence.fill_(present)
-        if missing:
-            self._presence[missing] = absent
-        call = Call("all_reduce", self._flat.numel(), self._flat.dtype, self._wire.dtype, op, label=self._label)
-        move = functools.partial(self._comm._reduce_bucket, self._flat, self._wire, op)
-        return self._comm._post(call, move, presence=self._presence)
-
-    def note_stream(self) -> None:
-        """See BoundBucket.note_stream. There are no streams."""
-
-    def square_sum(self) -> None:
-        """See BoundBucket.square_sum."""
-
-    def n_nonfinite(self) -> None:
-        """See BoundBucket.n_nonfinite."""
 
 
 class HostedCommunicator(Communicator):
@@ -250,7 +170,11 @@ class HostedCommunicator(Communicator):
         self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0
     ) -> HostedBucket:
         """See Communicator.bind_bucket. There are no lanes: the ranks share one network."""
-        return HostedBucket(self, flat, views, wire, label)
+        return HostedBucket(flat, views, functools.partial(self._launch_bucket, flat, wire, label))
+
+    def _launch_bucket(self, flat: Tensor, wire: Tensor, label: int, op: str, presence: Tensor) -> HostedWork:
+        call = Call("all_reduce", flat.numel(), flat.dtype, wire.dtype, op, label=label)
+        return self._post(call, functools.partial(self._reduce_bucket, flat, wire, op), presence=presence)
 
     def _end_of(self, work: HostedWork, async_op: bool) -> HostedWork | None:
         if async_op:
@@ -298,7 +222,7 @@ class HostedCommunicator(Communicator):
         self._check_usable()
         interruption = self._interruption
         if interruption is not None:
-            self._hear(interruption)
+            self.hear(interruption)
             raise interruption
 
     def abandon(self) -> None:
@@ -355,14 +279,14 @@ class HostedCommunicator(Communicator):
         self._queue.put(work)
         return work
 
-    def _hear(self, error: FastcommError) -> None:
+    def hear(self, error: FastcommError) -> None:
         """The caller learns of `error`. If it says that the round was abandoned, what is called from here on belongs to the next one."""
         with self._lock:
             if error is self._interruption:
                 self._interruption = None
                 self.n_abandoned += 1
 
-    def _look_at_clock(self) -> None:
+    def look_at_clock(self) -> None:
         """The net under the watchdog, which may itself wait for a store that is out of reach."""
         oldest = self._oldest_unfinished()
         timeout_s = self.timeout.total_seconds()

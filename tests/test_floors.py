@@ -18,7 +18,7 @@ FLOORS = (
     ("communicator", "multi_tensor", "nccl_library", "watchdog"),
     ("nccl_lane", "hosted_call"),
     ("nccl_memory", "hosted_exchange"),
-    ("nccl_link",),
+    ("nccl_link", "hosted_work"),
     ("nccl_bucket",),
     ("shm", "nccl", "hosted", "hook_bucket"),
     ("hierarchical",),
