@@ -180,7 +180,10 @@ class UnderWay(c10d.Work):
 
 def _is_called_by_autograd() -> bool:
     """Whether the innermost frame of Python below the caller is that of a backward: then it is C++ that calls, which is DDP."""
-    return sys._getframe(2).f_code.co_name == "_engine_run_backward"
+    try:
+        return sys._getframe(2).f_code.co_name == "_engine_run_backward"
+    except ValueError:  # there is none: a thread of autograd's own
+        return True
 
 
 class _Progress:
