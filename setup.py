@@ -33,6 +33,10 @@ EXTENSIONS = (
 class BuildExtensionsAndKernels(build_ext):
     """Leaves kernels/<family>.fatbin beside its source (in place, editable) or in the package that is being built."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
     def run(self) -> None:
         super().run()
         nvcc = find_nvcc()

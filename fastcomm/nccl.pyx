@@ -44,7 +44,7 @@ cdef class NcclWork:
     cdef bint is_barrier
 
     def wait(self):
-        """Orders the current stream after the collective; blocks only for a barrier. Raises the error that ended the communicator, if one did."""
+        """Orders the current stream after the collective; blocks for a barrier only. Raises what has ended the communicator."""
         if self.tensors is None:
             return
         self.comm._check_work(self.epoch)

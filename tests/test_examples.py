@@ -14,16 +14,28 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(example: str, *arguments: str, launcher: tuple[str, ...] = TORCHRUN) -> str:
-    done = subprocess.run(
+def start(example: str, *arguments: str, launcher: tuple[str, ...] = TORCHRUN) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """What it has printed."""
+    try:
+        printed, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return printed
+
+
+def run(example: str, *arguments: str) -> str:
+    return end(start(example, *arguments))
 
 
 def test_the_gan_learns_the_circle() -> None:
@@ -48,24 +60,28 @@ def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
 # Frameworks. Their own DDP over torch's own Gloo gives the same figures; its processes sometimes abort at their end (torch's issue 190489).
 
 
+def both_ways(example: str, pattern: str, launcher: tuple[str, ...] = TORCHRUN) -> list[float]:
+    """The losses that an example prints, alike over the backend and over the hook. launcher: for the former."""
+    launchers = {"backend": launcher, "hook": TORCHRUN}
+    started = {how: start(example, "--fastcomm", how, launcher=launchers[how]) for how in launchers}
+    losses = {how: re.findall(pattern, end(process)) for how, process in started.items()}
+    assert losses["backend"] == losses["hook"]
+    return [float(loss) for loss in losses["hook"]]
+
+
 def test_accelerate_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("accelerate")
-    losses = {how: re.findall(r"step \d+: loss ([\d.]+)", run("with_accelerate.py", "--fastcomm", how)) for how in ("backend", "hook")}
-    assert losses["backend"] == losses["hook"] and len(losses["hook"]) == 6
-    assert float(losses["hook"][-1]) < 0.8 * float(losses["hook"][0])
+    losses = both_ways("with_accelerate.py", r"step \d+: loss ([\d.]+)")
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
 
 
 def test_fabric_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("lightning_fabric")
-    launchers = {"backend": (), "hook": TORCHRUN}  # Fabric starts ranks itself, if nobody has
-    runs = {how: run("with_fabric.py", "--fastcomm", how, launcher=launcher) for how, launcher in launchers.items()}
-    losses = {how: re.findall(r"step \d+: loss ([\d.]+)", text) for how, text in runs.items()}
-    assert losses["backend"] == losses["hook"] and len(losses["hook"]) == 6
-    assert float(losses["hook"][-1]) < 0.8 * float(losses["hook"][0])
+    losses = both_ways("with_fabric.py", r"step \d+: loss ([\d.]+)", launcher=())  # Fabric starts ranks itself, if nobody has
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
 
 
 def test_the_trainer_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("transformers")
-    runs = {how: run("with_trainer.py", "--fastcomm", how) for how in ("backend", "hook")}
-    losses = {how: re.search(r"mean loss ([\d.]+)", text)[1] for how, text in runs.items()}
-    assert losses["backend"] == losses["hook"] and float(losses["hook"]) < 4.5
+    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)")
+    assert loss < 4.5
