@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Importing torch on a busy machine takes its time; a call measures for a second or two, or builds a model.
+# Importing torch on a busy machine takes its time; a call measures all rounds of a model, for some minutes if that is large.
 START_LIMIT = 120.0
 CALL_LIMIT = 600.0
 # How long ranks that are told to end, or whose peer has failed, get to do so by themselves.

@@ -65,9 +65,8 @@ class _Reduction:
                 if self._wire is not self._buffer:
                     self._buffer.copy_(self._wire)
                 self.future.set_result(self._buffer)
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares it wrongly
+        except Exception as error:
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares it wrongly
             raise
 
 

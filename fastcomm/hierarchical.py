@@ -135,13 +135,14 @@ class HierarchicalCommunicator(HostedCommunicator):
         unit = whole.numel() // self._n_units
         segments = [travelling[one.begin * unit : one.end * unit].view(self._n_hosts, -1) for one in self._segments]
         received = [torch.empty_like(segment) for segment in segments]
-        works = self._swap(2 * index, segments, received)
+        works = self._trade(2 * index, received, segments)
         yield
         self._wait(works)
         for mine, theirs in zip(segments, received, strict=True):
             theirs[self._host] = mine[self._host]
             mine[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
-        works = self._spread(2 * index + 1, segments)
+        reduced = [mine[self._host].expand(self._n_hosts, -1) for mine in segments]  # the same for every host
+        works = self._trade(2 * index + 1, segments, reduced)
         yield
         self._wait(works)
         if travelling is not part:
@@ -178,22 +179,13 @@ class HierarchicalCommunicator(HostedCommunicator):
 
     # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the order they were sent.
 
-    def _swap(self, tag: int, segments: list[Tensor], received: list[Tensor]) -> list[Any]:
-        """Every owner of a segment gets its host's shard from all others."""
-        works = []
-        for segment, mine, theirs in zip(self._segments, segments, received, strict=True):
+    def _trade(self, tag: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
+        """Of each segment: a row from every other host's owner, and for it the row of `outgoing` that is that host's."""
+        group, works = self._exchange.group, []
+        for segment, theirs, mine in zip(self._segments, incoming, outgoing, strict=True):
             for host, owner in self._others(segment):
-                works.append(self._exchange.group.recv([theirs[host]], owner, tag))
-                works.append(self._exchange.group.send([mine[host]], owner, tag))
-        return works
-
-    def _spread(self, tag: int, segments: list[Tensor]) -> list[Any]:
-        """Every owner of a segment gives the others the shard it has reduced."""
-        works = []
-        for segment, mine in zip(self._segments, segments, strict=True):
-            for host, owner in self._others(segment):
-                works.append(self._exchange.group.recv([mine[host]], owner, tag))
-                works.append(self._exchange.group.send([mine[self._host]], owner, tag))
+                works.append(group.recv([theirs[host]], owner, tag))
+                works.append(group.send([mine[host]], owner, tag))
         return works
 
     def _others(self, segment: Segment) -> list[tuple[int, int]]:

@@ -220,9 +220,9 @@ class HostedCommunicator(Communicator):
     def check(self) -> None:
         """See Communicator.check."""
         self._check_usable()
-        interruption = self._interruption
+        with self._lock:
+            interruption = self._take_interruption()
         if interruption is not None:
-            self.hear(interruption)
             raise interruption
 
     def abandon(self) -> None:
@@ -265,10 +265,9 @@ class HostedCommunicator(Communicator):
     def _post(self, call: Call, move: Move, payload: Tensor | None = None, presence: Tensor | None = None) -> HostedWork:
         self._check_usable()
         with self._lock:
-            interruption, self._interruption = self._interruption, None
+            interruption = self._take_interruption()
             if interruption is None:
                 return self._append(HostedWork(self, call, move, payload, presence))
-            self.n_abandoned += 1
         raise interruption  # what belongs to what was abandoned is not to be taken for a collective of the next round
 
     def _append(self, work: HostedWork) -> HostedWork:
@@ -280,11 +279,17 @@ class HostedCommunicator(Communicator):
         return work
 
     def hear(self, error: FastcommError) -> None:
-        """The caller learns of `error`. If it says that the round was abandoned, what is called from here on belongs to the next one."""
+        """The caller learns of `error`, which may be that another rank has abandoned the round."""
         with self._lock:
             if error is self._interruption:
-                self._interruption = None
-                self.n_abandoned += 1
+                self._take_interruption()
+
+    def _take_interruption(self) -> FastcommError | None:
+        """Under the lock: what the caller is about to hear, if anything. What is called from here on belongs to the next round."""
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            self.n_abandoned += 1
+        return interruption
 
     def look_at_clock(self) -> None:
         """The net under the watchdog, which may itself wait for a store that is out of reach."""

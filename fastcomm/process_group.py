@@ -215,9 +215,8 @@ class ProcessGroup(dist.ProcessGroup):
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, inputs))
         if shared is None or op is None:
-            return _last_of(
-                [self._engine(inp.device)._reduce_scatter_base(out, inp, opts) for out, inp in zip(outputs, inputs, strict=True)]
-            )
+            pairs = zip(outputs, inputs, strict=True)
+            return _last_of([self._engine(inp.device)._reduce_scatter_base(out, inp, opts) for out, inp in pairs])
         flats = [output.contiguous() for output in outputs]
         calls = [partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op) for flat, inp in zip(flats, inputs, strict=True)]
         return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))

@@ -197,6 +197,12 @@ def fresh_ranks(
     return [replace(outcome, exitcode=exitcode) for outcome, exitcode in zip(outcomes, exitcodes, strict=True)]
 
 
+def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What the body returned on every rank, as it must have done."""
+    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
 def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a body: `@on_ranks(2)` over `def test_x(comm)` runs it on two ranks, `@on_ranks(2, 3)` first on two, then on three.
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from ranks import fresh_ranks, gloo, on_ranks, torchrun_env
+from ranks import fresh_ranks, gloo, on_ranks, torchrun_env, values_of
 from reference import DTYPES, PLACES, assert_same_bits, check_all_reduce, placed, reduced, shards_of
 
 import fastcomm
@@ -19,9 +19,7 @@ from fastcomm import FastcommError, InitError, PeerLostError
 
 def outcomes_of(world_size, body, *args, **options):
     """What the body returned, by rank, in fresh processes."""
-    outcomes = fresh_ranks(world_size, body, *args, **options)
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
+    return values_of(fresh_ranks(world_size, body, *args, **options))
 
 
 # Memory

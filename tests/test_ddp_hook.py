@@ -136,13 +136,19 @@ ALIKE = {
 @on_ranks(2)
 def test_a_reducer_with_a_hook_of_ddps_trains_bitwise_as_ddp_with_it(comm, name):
     make_state, hook = BITWISE[name]
+    theirs, ours = _train_both(comm, make_state, hook, hook)
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def _train_both(comm, make_state, hook, hook_of_ddp):
+    """A model after 50 steps of DDP with its hook, and one after those of a reducer with the other."""
     theirs, ours = mlp(), mlp()
     ddp = _ddp(theirs)
-    ddp.register_comm_hook(make_state(), hook)
-    expected = _train(lambda step: backward(ddp, comm.rank, step), theirs, 50)
+    ddp.register_comm_hook(make_state(), hook_of_ddp)
+    _train(lambda step: backward(ddp, comm.rank, step), theirs, 50)
     fastcomm.Reducer(comm, hook=(make_state(), hook)).attach(ours)
-    trained = _train(lambda step: backward(ours, comm.rank, step), ours, 50)
-    assert all(torch.equal(one, other) for one, other in zip(trained, expected, strict=True))
+    _train(lambda step: backward(ours, comm.rank, step), ours, 50)
+    return theirs, ours
 
 
 def _loss_on_all(model, comm):
@@ -154,12 +160,7 @@ def _loss_on_all(model, comm):
 @on_ranks(2)
 def test_a_reducer_with_any_other_hook_of_ddps_comes_to_the_same_loss(comm, name):
     make_state, hook = ALIKE[name]
-    theirs, ours = mlp(), mlp()
-    ddp = _ddp(theirs)
-    ddp.register_comm_hook(make_state(), default_hooks.allreduce_hook if name == "bf16" else hook)  # which DDP refuses on a CPU
-    _train(lambda step: backward(ddp, comm.rank, step), theirs, 50)
-    fastcomm.Reducer(comm, hook=(make_state(), hook)).attach(ours)
-    _train(lambda step: backward(ours, comm.rank, step), ours, 50)
+    theirs, ours = _train_both(comm, make_state, hook, default_hooks.allreduce_hook if name == "bf16" else hook)  # DDP refuses it on a CPU
     assert _loss_on_all(ours, comm) == pytest.approx(_loss_on_all(theirs, comm), rel=0.01)
 
 

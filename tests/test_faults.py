@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import NO_VARIABLES, fresh_ranks, note, noted, torchrun_env
+from ranks import NO_VARIABLES, fresh_ranks, note, noted, torchrun_env, values_of
 from reference import check_all_reduce
 
 import fastcomm
@@ -27,10 +27,6 @@ from fastcomm import FastcommError, InitError, PeerLostError, TimeoutError
 
 def communicator(place, **options):
     return fastcomm.init("shm", init_method=place.init_method, rank=place.rank, world_size=place.world_size, **options)
-
-
-def assert_all_returned(outcomes):
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
 # Peers that go away. The last rank does, and leaves the time for the others to find.
@@ -83,7 +79,7 @@ def _lose_a_peer(place, collective, how):
 
 def assert_told_of_the_loss(outcomes, *words):
     *others, last = outcomes
-    assert_all_returned(others)
+    values_of(others)
     for message, pid, seconds in (outcome.value for outcome in others):
         assert f"rank {last.rank} (pid {pid})" in message
         assert any(word in message for word in words), message
@@ -138,7 +134,7 @@ def _lose_a_peer_with_works_under_way(place):
 
 
 def test_every_work_under_way_hears_of_a_lost_peer():
-    assert_all_returned(fresh_ranks(2, _lose_a_peer_with_works_under_way)[:1])
+    values_of(fresh_ranks(2, _lose_a_peer_with_works_under_way)[:1])
 
 
 # Peers that come late
@@ -163,7 +159,7 @@ def _miss_the_deadline(place):
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout():
     outcomes = fresh_ranks(2, _miss_the_deadline)
-    assert_all_returned(outcomes)
+    values_of(outcomes)
     (error, message), (_, pid) = (outcome.value for outcome in outcomes)
     assert error == "TimeoutError"
     assert re.search(rf"waited 0.5 s.*all_reduce of 5000 float32.*missing: rank 1 \(pid {pid}\)", message), message
@@ -171,7 +167,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout():
 
 def test_ranks_that_wait_together_all_name_the_one_that_does_not_come():
     outcomes = fresh_ranks(4, _miss_the_deadline)
-    assert_all_returned(outcomes)
+    values_of(outcomes)
     first, (_, pid), *others = (outcome.value for outcome in outcomes)
     assert all(f"rank 1 (pid {pid})" in message for _, message in (first, *others))
     # Whose clock runs out first tells the others.
@@ -190,7 +186,7 @@ def _come_within_the_deadline(place):
 
 
 def test_a_late_rank_within_the_timeout_is_waited_for():
-    assert_all_returned(fresh_ranks(2, _come_within_the_deadline))
+    values_of(fresh_ranks(2, _come_within_the_deadline))
 
 
 # Ctrl-C
@@ -212,7 +208,7 @@ def _interrupt(place, collective):
 
 @pytest.mark.parametrize("collective", ["barrier", "large all_reduce", "async all_reduce"])
 def test_ctrl_c_ends_the_waiting(collective):
-    assert_all_returned(fresh_ranks(2, _interrupt, collective))
+    values_of(fresh_ranks(2, _interrupt, collective))
 
 
 # What is left behind
@@ -263,7 +259,7 @@ def _mappings_and_descriptors():
 
 def test_a_closed_communicator_keeps_no_mapping_and_no_descriptor():
     outcomes = fresh_ranks(2, _memory_that_is_gone)
-    assert_all_returned(outcomes)
+    values_of(outcomes)
     for mappings, descriptors in (outcome.value for outcome in outcomes):
         # The stores the ranks met at may have descriptors of their own, but not ten times as many.
         assert mappings == 0 and descriptors < 5
@@ -336,7 +332,7 @@ def _of_what_use_is(comm, work):
 
 def test_a_forked_child_is_told_and_its_parent_goes_on():
     outcomes = fresh_ranks(2, _fork)
-    assert_all_returned(outcomes)
+    values_of(outcomes)
     for answer, pid in (outcome.value for outcome in outcomes):
         lines = answer.splitlines()
         assert len(lines) == 4
@@ -355,7 +351,7 @@ def _use_a_data_loader(place):
 
 
 def test_the_workers_of_a_data_loader_disturb_nobody():
-    assert_all_returned(fresh_ranks(2, _use_a_data_loader))
+    values_of(fresh_ranks(2, _use_a_data_loader))
 
 
 # Ranks that cannot be brought together
@@ -453,4 +449,4 @@ def _init_on_hosts(place, backend):
 
 
 def test_ranks_on_one_host_by_another_name_are_brought_together():
-    assert_all_returned(fresh_ranks(2, _init, env={"FASTCOMM_HOST_ID": "one"}))
+    values_of(fresh_ranks(2, _init, env={"FASTCOMM_HOST_ID": "one"}))

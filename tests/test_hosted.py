@@ -17,7 +17,7 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
-from ranks import Ranks, fresh_ranks, gloo, on_ranks
+from ranks import Ranks, fresh_ranks, gloo, on_ranks, values_of
 from reference import DTYPES, OPS, assert_same_bits, check_all_reduce, check_async_collectives, reduced, shards_of
 
 import fastcomm
@@ -43,11 +43,6 @@ def communicator(place, **options):
 
 def outcomes_of(world_size, body, *args):
     return fresh_ranks(world_size, body, *args, transport="hosted")
-
-
-def values_of(outcomes):
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
 
 
 # Results

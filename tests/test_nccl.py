@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from models import assert_gradients, backward, check_gradients, mean_gradients, mlp
-from ranks import fresh_ranks, on_ranks
+from ranks import fresh_ranks, on_ranks, values_of
 from reference import DTYPES, HALVES, OPS, assert_same_bits, check_async_collectives, reduced, shards_of
 from stand_ins import environment, loaded, log_of, nccl_without, stand_ins
 
@@ -31,9 +31,7 @@ def _over_nccl(ranks):
 
 def stand_in_values(world_size, body, *args, env=None):
     """What the body returned on new ranks that work with the stand-ins."""
-    outcomes = fresh_ranks(world_size, body, *args, env={**environment(stand_ins()), **(env or {})}, timeout=40)
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
+    return values_of(fresh_ranks(world_size, body, *args, env={**environment(stand_ins()), **(env or {})}, timeout=40))
 
 
 def communicator(place):

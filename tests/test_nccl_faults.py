@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 from models import Fail, assert_gradients, backward, batch, mean_gradients, mlp
-from ranks import fresh_ranks, note, noted, torchrun_env
+from ranks import fresh_ranks, note, noted, torchrun_env, values_of
 from stand_ins import environment, failing, loaded, log_of, stand_ins
 
 import fastcomm
@@ -39,11 +39,6 @@ def outcomes_of(world_size, body, *args, env=None, timeout=15):
     """How the body ended on new ranks, which work with the stand-ins also where there is a GPU."""
     env = env or [{}] * world_size
     return fresh_ranks(world_size, body, *args, env=[{**environment(stand_ins()), **own} for own in env], timeout=timeout)
-
-
-def values_of(outcomes):
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
 
 
 def communicator(place, **options):

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from ranks import fresh_ranks
+from ranks import fresh_ranks, values_of
 from stand_ins import environment, stand_ins
 
 import fastcomm
@@ -26,11 +26,6 @@ def outcomes_of(world_size, body, *args, env=None):
     """How the body ended on new ranks with the stand-ins, but for what `env` says, for all or rank by rank."""
     env = env if isinstance(env, list) else [env or {}] * world_size
     return fresh_ranks(world_size, body, *args, env=[{**environment(stand_ins()), **own} for own in env], timeout=20)
-
-
-def values_of(outcomes):
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
 
 
 def _init(place, device="cpu", backend="nccl"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from models import backward, mlp
 from process_groups import ranks, start, world  # noqa: F401 (the fixture)
-from ranks import fresh_ranks, on_ranks, torchrun_env
+from ranks import fresh_ranks, on_ranks, torchrun_env, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,8 +70,7 @@ def _different_models(place):
 
 
 def test_ddp_of_different_models_raises_on_both_ranks():
-    outcomes = fresh_ranks(2, _different_models)
-    assert all(outcome.kind == "returned" for outcome in outcomes), outcomes
+    values_of(fresh_ranks(2, _different_models))
 
 
 def _one_is_killed(place):
@@ -117,8 +116,7 @@ def _one_is_late(place):
 
 
 def test_the_timeout_of_init_is_that_of_every_collective():
-    outcomes = fresh_ranks(2, _one_is_late)
-    assert all(outcome.kind == "returned" for outcome in outcomes), outcomes
+    values_of(fresh_ranks(2, _one_is_late))
 
 
 def _destroyed(place):
@@ -131,8 +129,7 @@ def _destroyed(place):
 
 
 def test_a_destroyed_group_says_so():
-    outcomes = fresh_ranks(2, _destroyed)
-    assert all(outcome.kind == "returned" for outcome in outcomes), outcomes
+    values_of(fresh_ranks(2, _destroyed))
 
 
 def _abort(place):
@@ -146,5 +143,4 @@ def _abort(place):
 
 
 def test_abort_ends_what_the_others_wait_for():
-    outcomes = fresh_ranks(2, _abort)
-    assert all(outcome.kind == "returned" for outcome in outcomes), outcomes
+    values_of(fresh_ranks(2, _abort))
