@@ -25,6 +25,7 @@ def extension(name: str) -> Extension:
 
 
 EXTENSIONS = (
+    "gradient_hook",
     *("shm_memory", "shm"),
     *("cuda", "multi_tensor", "nccl_library", "nccl_memory", "nccl_lane", "nccl_link", "nccl_bucket", "nccl"),
 )

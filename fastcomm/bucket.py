@@ -33,25 +33,25 @@ class Bucket:
         self._references = [weakref.ref(parameter) for parameter in own]
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
-        self.dtype = own[0].dtype
+        assert isinstance(layout.dtype, torch.dtype)  # for the type checker
+        self.dtype = layout.dtype
         numel = layout.numel + len(own)  # behind the gradients the ranks tell each other which of them they have
         if wire_dtype is None or wire_dtype == self.dtype:
-            self.flat = wire = comm.empty(numel, dtype=self.dtype).zero_()
+            self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
-            wire = _zero_(comm.empty(numel, dtype=wire_dtype))
         offsets = [slot.offset for slot in layout.slots]
         self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, own, strict=True)]
         self._bound: BoundBucket
         if hooked is None:
-            self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label, lane=lane)
+            self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane)
         else:
-            self._bound = HookedBucket(comm, hooked, self.flat, self.views)
+            self._bound = HookedBucket(comm, hooked, self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
-        self._work: BucketWork | None = None
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
+        self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
         # The hooks hold `ready` itself. By slot: has this backward produced the gradient; has one under no_sync, since the last reduction.
         self.ready = [False] * len(layout.slots)
         self.unsynced = [False] * len(layout.slots)
@@ -64,25 +64,39 @@ class Bucket:
 
     @property
     def is_launched(self) -> bool:
-        return self._work is not None
+        return self._bound.posted is not None
 
-    def launch(self, op: str) -> None:
+    def count_all(self) -> None:
+        """Every gradient there is takes part in the next launch."""
+        self.n_pending = 0
+
+    def launch(self, op: str, *, keeps_graph: bool = False) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and starts its reduction."""
         taking_part = self.parameters
         if self.n_pending:
             taking_part = [p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)]
+        if keeps_graph:
+            self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
         for i in missing:
             self._fill_missing(i)
-        self._work = self._bound.launch(op, missing)
+        self._bound.launch(op, missing)
+
+    def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
+        """Of backward(create_graph=True). What is reduced has no graph; its values go back into the tensors that have."""
+        for i, parameter in enumerate(parameters):
+            if parameter is not None and parameter.grad is not None and parameter.grad.requires_grad:
+                self._with_graph[i] = parameter.grad
+                parameter.grad = parameter.grad.detach()
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
         try:
             return self._bound.gather(taking_part)
         except RuntimeError as error:
-            for name, parameter in zip(self.names, self.parameters, strict=True):
-                if parameter is not None and parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                    raise FastcommError(f"the gradient of parameter {name} is sparse, which cannot be reduced: use sparse=False") from error
+            for name, parameter, view in zip(self.names, self.parameters, self.views, strict=True):
+                trouble = None if parameter is None or parameter.grad is None else _misfit(parameter, parameter.grad, view)
+                if trouble is not None:
+                    raise FastcommError(f"the gradient of parameter {name} {trouble}") from error
             raise
 
     def _fill_missing(self, i: int) -> None:
@@ -97,18 +111,28 @@ class Bucket:
 
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
-        if self._work is None:
+        work = self._bound.posted
+        if work is None:
             raise RuntimeError("finish() before launch()")
         try:
-            self._work.wait()
+            work.wait()
         except FastcommError as error:
             raise type(error)(f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}") from error
 
-    def settle_missing(self) -> None:
+    def settle(self) -> None:
+        """Brings every gradient to where it belongs. Gives the same when it is called again."""
+        work = self._bound.posted
+        if work is not None and self._untouched:
+            self._settle_missing(work)
+        for i, gradient in self._with_graph.items():
+            parameter = self._references[i]()
+            if parameter is not None:
+                gradient.data.copy_(self.views[i])  # not seen by autograd: the graph is that of this rank's gradient
+                parameter.grad = gradient
+
+    def _settle_missing(self, work: BucketWork) -> None:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what they had before if none had."""
-        if self._work is None or not self._untouched:
-            return
-        is_present = self._work.present()
+        is_present = work.present()
         for i, before in self._untouched.items():
             parameter = self._references[i]()
             if parameter is None:
@@ -117,6 +141,16 @@ class Bucket:
                 parameter.grad = self.views[i]
             elif before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
+
+    def find_unreduced(self) -> str | None:
+        """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or None."""
+        for name, parameter, view, is_unsynced in zip(self.names, self.parameters, self.views, self.unsynced, strict=True):
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None or gradient is view or is_unsynced or gradient.is_sparse:
+                continue
+            if gradient.data_ptr() != view.data_ptr():
+                return name
+        return None
 
     def square_sum(self) -> Tensor | None:
         """Of all gradients, as a float64 scalar on the device, without a launch for each. None where the transport does not count, or a
@@ -136,8 +170,9 @@ class Bucket:
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
-        self._work = None
+        self._bound.posted = None
         self._untouched.clear()
+        self._with_graph.clear()
         n = len(self.views)
         self.ready[:] = [False] * n
         self.unsynced[:] = [False] * n
@@ -156,14 +191,24 @@ class Bucket:
                 parameter.grad = view.clone()
 
 
-def _zero_(tensor: Tensor) -> Tensor:
-    """As bytes: torch has no kernels for some dtypes of one byte."""
-    tensor.view(torch.uint8).zero_()
-    return tensor
+def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
+    """Why the gradient has no place in its bucket."""
+    if gradient.layout is not torch.strided:
+        return "is sparse, which cannot be reduced: use sparse=False"
+    if gradient.shape != view.shape or parameter.shape != view.shape:
+        was, now = tuple(view.shape), tuple(gradient.shape)
+        return f"has shape {now}, and had {was} at attach(): call refresh() on every rank after changing a parameter's shape"
+    if gradient.dtype != view.dtype or parameter.dtype not in (view.dtype, gradient.dtype):
+        return f"is {gradient.dtype}, and was {view.dtype} at attach(): call refresh() on every rank after changing a parameter's dtype"
+    if gradient.device != view.device:
+        return f"is on {gradient.device}, and was on {view.device} at attach(): call refresh() on every rank after moving the model"
+    return None
 
 
 def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
     """A tensor on flat's memory with the layout autograd gives to the parameter's gradient: its strides where it is dense."""
     strides = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
     # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and optimizers call.
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, parameter.size(), strides)
+    place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, parameter.size(), strides)
+    # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
+    return torch.from_dlpack(place) if place.numel() else place

@@ -52,7 +52,13 @@ class BucketWork(Work):
 
 
 class BoundBucket(abc.ABC):
-    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been."""
+    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been.
+
+    posted: the newest launch, from the very moment at which the other ranks count on it; None from gather() on until then. The reducer
+        sets it to None at the end of a round.
+    """
+
+    posted: BucketWork | None
 
     @abc.abstractmethod
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
@@ -123,7 +129,9 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it; with async_op, `wait` of the Work does."""
 
     @abc.abstractmethod
-    def bind_bucket(self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0) -> BoundBucket:
+    def bind_bucket(
+        self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire_dtype: torch.dtype | None, label: int, lane: int = 0
+    ) -> BoundBucket:
         """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins at element offsets[i], ascending.
 
         wire: what is reduced: `flat` itself, or a tensor of another dtype to which and from which it is cast. Both end with one element

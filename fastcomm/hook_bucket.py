@@ -41,12 +41,13 @@ class HookedPlace:
 class GradBucket:
     """What hooks take for torch.distributed.GradBucket, which cannot be made from Python. Its index is the same in every step."""
 
-    def __init__(self, index: int, is_last: bool, buffer: Tensor, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+    def __init__(self, index: int, is_last: bool, buffer: Tensor, offsets: list[int], like: list[Tensor], parameters: list[Tensor]) -> None:
+        """like: tensors of the gradients' shapes and strides, which begin at these offsets of the buffer."""
         self._index = index
         self._is_last = is_last
-        self._buffer = buffer
-        self._gradients = gradients
+        self._offsets, self._like = offsets, like
         self._parameters = parameters
+        self.set_buffer(buffer)
 
     def index(self) -> int:
         return self._index
@@ -60,8 +61,9 @@ class GradBucket:
 
     def set_buffer(self, buffer: Tensor) -> None:
         """What buffer() returns, and the gradients lie in, from here on: for hooks that wrap others, and cast."""
-        moved = buffer.storage_offset() - self._buffer.storage_offset()
-        self._gradients = [buffer.as_strided(one.shape, one.stride(), one.storage_offset() + moved) for one in self._gradients]
+        begin = buffer.storage_offset()
+        places = zip(self._offsets, self._like, strict=True)
+        self._gradients = [buffer.as_strided(one.shape, one.stride(), begin + offset) for offset, one in places]
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -74,7 +76,9 @@ class GradBucket:
 class HookedBucket(BoundBucket):
     """A flat buffer that hooks reduce, one after the other: each gets what the one before has left."""
 
-    def __init__(self, comm: Communicator, place: HookedPlace, flat: Tensor, views: list[Tensor]) -> None:
+    def __init__(self, comm: Communicator, place: HookedPlace, flat: Tensor, views: list[Tensor], offsets: list[int]) -> None:
+        self.posted = None
+        self._offsets = offsets
         self._comm = comm
         self._place = place
         self._flat = flat
@@ -82,6 +86,7 @@ class HookedBucket(BoundBucket):
         self._parameters: list[Tensor] = []
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        self.posted = None
         left = copy_gradients(self._flat, self._views, parameters)
         self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
         return left
@@ -92,11 +97,12 @@ class HookedBucket(BoundBucket):
         known = self._comm.all_reduce(presence, "max", async_op=True)
         assert known is not None  # for the type checker: async_op was asked for
         buffer = self._flat[: self._flat.numel() - len(self._views)]
-        bucket = GradBucket(self._place.index, self._place.is_last, buffer, self._views, self._parameters)
+        bucket = GradBucket(self._place.index, self._place.is_last, buffer, self._offsets, self._views, self._parameters)
         *wrapped, (state, hook) = self._place.hooks
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
-        return _HookedWork(buffer, hook(state, bucket), presence, known)
+        self.posted = _HookedWork(buffer, hook(state, bucket), presence, known)
+        return self.posted
 
     def note_stream(self) -> None:
         """The gradients are gathered on the stream that is current at the launch, which hooks expect."""

@@ -105,13 +105,18 @@ cdef class NcclCommunicator(Link):
         self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
         return memory.view(dtype)
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label, int lane=0):
+    def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):
         """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises TypeError for dtypes without a kernel,
         or that NCCL does not reduce; InitError without kernels."""
         self._check_usable()
+        wire = flat
+        if wire_dtype is not None and wire_dtype is not flat.dtype:
+            dtype_number(wire_dtype)
+            if wire_dtype in FP8 and flat.is_cuda and torch.cuda.get_device_capability(flat.device) < (9, 0):
+                raise TypeError(f"{wire_dtype} is reduced by GPUs of compute capability 9.0 or newer")
+            wire = self.empty(flat.numel(), dtype=wire_dtype)
+            wire.view(torch.uint8).zero_()  # as bytes: torch has no kernels for some dtypes of one byte
         dtype_number(wire.dtype)
-        if wire.dtype in FP8 and wire.is_cuda and torch.cuda.get_device_capability(wire.device) < (9, 0):
-            raise TypeError(f"{wire.dtype} is reduced by GPUs of compute capability 9.0 or newer")
         with self.cuda.selected():
             return NcclBucket(self, flat, views, offsets, wire, label, lane)
 
@@ -249,6 +254,8 @@ cdef class NcclCommunicator(Link):
             raise ValueError(f"this communicator takes dense tensors on {self.device}; got {tensor.layout} on {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+        if tensor.is_neg():
+            raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
         return 0
 
     cdef int _check_out(self, str name, out, inp, numel) except -1:

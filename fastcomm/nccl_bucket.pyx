@@ -53,6 +53,7 @@ cdef class NcclBucketWork:
 cdef class NcclBucket:
     """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of the host's per round."""
 
+    cdef public NcclBucketWork posted  # see BoundBucket.posted
     cdef Link comm
     cdef object __weakref__
     cdef Lane lane
@@ -128,32 +129,38 @@ cdef class NcclBucket:
     def gather(self, list parameters):
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
         cdef list left = []
-        cdef char *source
+        self.posted = None
         self._order_gathering()
         self.is_moved = False
         self.kept = []
         for i in range(len(parameters)):
             parameter, view = parameters[i], self.views[i]
-            self.gathering.addresses[i] = place = <void *><size_t>view.data_ptr()
+            self.gathering.addresses[i] = <void *><size_t>view.data_ptr()
             gradient = None if parameter is None else parameter.grad
             if gradient is None:
                 left.append(i)
-                continue
-            if gradient is view:
-                continue
-            if gradient.layout is not torch.strided:
-                raise RuntimeError("sparse gradients cannot be gathered")
-            source = <char *><size_t>gradient.data_ptr()
-            if source != place and self._is_another_gradient(source):
-                raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-            if gradient.dtype is not view.dtype or not _lies_alike(gradient, view):
-                view.copy_(gradient.clone() if source == place else gradient)
-            else:
-                self.gathering.addresses[i] = source
-                self.kept.append(gradient)
-                self.is_moved = True
-            parameter.grad = view
+            elif gradient is not view:
+                parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
+                try:
+                    self._take(i, gradient, view)
+                except BaseException:
+                    parameter.grad = gradient
+                    raise
         return left
+
+    cdef int _take(self, Py_ssize_t i, gradient, view) except -1:
+        """Notes where one gradient is, or moves it to its place if the launch cannot."""
+        cdef char *source = <char *><size_t>gradient.data_ptr()
+        cdef bint is_at_home = source == self.gathering.addresses[i]
+        if not is_at_home and self._is_another_gradient(source):
+            raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+        if gradient.dtype is not view.dtype or not _lies_alike(gradient, view) or gradient.is_neg():
+            view.copy_(gradient.clone() if is_at_home else gradient)
+        elif not is_at_home:
+            self.gathering.addresses[i] = source
+            self.kept.append(gradient)
+            self.is_moved = True
+        return 0
 
     def launch(self, str op, list missing):
         """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the lane's."""
@@ -162,6 +169,7 @@ cdef class NcclBucket:
         cdef double scale = 1.0 / comm.world_size if op == "mean" else 1.0
         cdef int code
         comm._check_usable()
+        self.posted = None
         cdef CUstream current = comm.cuda.current_stream()
         cdef CUcontext before = comm.cuda.enter()
         try:
@@ -179,9 +187,10 @@ cdef class NcclBucket:
                 raise comm._reason(comm._error(code, b"ncclAllReduce"))
         finally:
             comm.cuda.leave(before)
+        work.bucket, work.op, work.epoch = self, op, comm.epoch
+        self.posted = work
         self.token, self.was_captured, self.is_awaited = token, work.is_captured, False
         self._release(current)
-        work.bucket, work.op, work.epoch = self, op, comm.epoch
         return work
 
     cdef int _launch_on(self, CUstream current, double scale, bint flattens, int op) except -1:

@@ -22,6 +22,7 @@ from fastcomm.watchdog import Watchdog, failure_note
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport calloc
+from posix.unistd cimport usleep
 
 from fastcomm.cuda cimport (
     CU_GRAPH_USER_OBJECT_MOVE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
@@ -33,7 +34,7 @@ from fastcomm.nccl_memory cimport pool_of
 from fastcomm.shm_memory cimport forks
 
 
-cdef double POLL_S = 50e-6
+cdef unsigned int POLL_US = 50
 cdef double ABORT_S = 10  # NCCL's abort may hang itself; nobody waits longer for it
 
 
@@ -87,12 +88,32 @@ cdef class Link:
         return self.lanes[place]
 
     cdef _wait_for(self, Ticket ticket):
-        """Until the newest collective launched with the ticket is over. Blocks."""
+        """Until the newest collective launched with the ticket is over. Blocks.
+
+        What a signal handler raises meanwhile (Ctrl-C) is raised then, because the peers count on this rank; what it raises a second time
+        is raised at once, and aborts the communicator.
+        """
+        deferred = None
         while not self._is_over(ticket.done):
-            PyErr_CheckSignals()
-            time.sleep(POLL_S)
+            try:
+                PyErr_CheckSignals()
+            except BaseException as error:
+                if deferred is not None:
+                    self.abort()
+                    raise
+                deferred = error
+            with nogil:
+                usleep(POLL_US)
+            if self.failure is not None or self.interruption is not None:
+                break
+        try:
             self._check_alive()
-        self._check_alive()
+        except FastcommError as error:
+            if deferred is not None:
+                raise deferred from error
+            raise
+        if deferred is not None:
+            raise deferred
 
     @contextlib.contextmanager
     def _meeting(self):
@@ -108,6 +129,9 @@ cdef class Link:
                 self._end(lane, ticket, True)
         except FastcommError as error:
             raise self._reason(error) from error
+        except BaseException:  # Ctrl-C: the other ranks have met without this one
+            self.abort()
+            raise
 
     def _look(self):
         """While the ranks meet once more: raises when the watchdog has found that they will not."""

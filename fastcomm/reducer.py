@@ -8,31 +8,31 @@ section 3.2; where it departs from DistributedDataParallel, the departure is sai
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter, UninitializedParameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastcomm import agreement
+from fastcomm.autograd import enclosing_backward, refuse_compiled_autograd
 from fastcomm.bucket import Bucket
-from fastcomm.communicator import Communicator, canonical_op, gather_objects
-from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.communicator import Communicator, canonical_op
+from fastcomm.errors import FastcommError
+from fastcomm.gradient_hook import EndOfBackward, GradientHook
 from fastcomm.hook_bucket import Hook, HookedPlace, hooks_of
 from fastcomm.layout import plan_buckets
+from fastcomm.optimizer_steps import watch_steps
 from fastcomm.rendezvous import init
+from fastcomm.tripwires import Tripwires
 
 MB = 1024 * 1024
 
 # Which reducer reduces a parameter: two would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_attached: weakref.WeakSet[Reducer] = weakref.WeakSet()
 # How many models were attached to a communicator. Attaching is collective, so the count is the same on all ranks: it keeps the buckets
 # of several reducers apart.
 _n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -96,12 +96,16 @@ class Reducer:
         # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both go when it goes.
         self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
         self._buckets: list[Bucket] = []
-        self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._handles: list[RemovableHandle] = []
+        self._tripwires = Tripwires(lambda p: _owner_of(p) is not None, self._refuse_stranger)
         self._is_synchronizing = True  # False inside no_sync
         self._has_callback = False  # the running backward will call us at its end
         self._is_open = False  # a round has begun: some gradient is ready
-        self._number = 0  # among the reducers of the communicator
+        self._keeps_graph = False  # the running backward is one with create_graph=True
+        self._deferred: BaseException | None = None  # raised where nobody could catch it
+        self.number = 0  # among the reducers of the communicator
+        self.n_rounds = 0  # that have ended as they should
+        self._n_rounds_at_step = 0  # of any optimizer
         self._n_launched = 0
         self._n_abandoned = 0  # comm.n_abandoned when the round began
 
@@ -118,12 +122,18 @@ class Reducer:
         on another device than the communicator, or attached already.
         """
         source = model if isinstance(model, nn.Module) else list(model)
+        with torch.inference_mode(False):  # in which buckets could not be made for training
+            self._attach(source)
+        return self
+
+    def _attach(self, source: nn.Module | list[tuple[str, Parameter]]) -> None:
         named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
-        self._verify(named, buffers)
-        _broadcast(self.comm, [tensor.detach() for _, tensor in (*named, *buffers)], 0)
+        problem = self._find_problem(named, buffers)
+        model = None if problem else agreement.signature(named, buffers)
+        agreement.compare(self.comm, problem, self._options, model)
+        agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        self._frozen = [(name, weakref.ref(p)) for name, p in named if not p.requires_grad]
         try:
             self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
         except BaseException:  # memory, for example: the other ranks are not to wait for this one
@@ -132,66 +142,48 @@ class Reducer:
             raise
         self._model = weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         for bucket in self._buckets:
+            note_stream = bucket.note_stream if self.comm.has_streams else None
             for i, index in enumerate(bucket.indices):
                 parameter = trainable[index][1]
                 _owners[parameter] = weakref.ref(self)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook_for(bucket, i)))
-        _attached.add(self)
+                hook = GradientHook(self, bucket, i, note_stream)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        if isinstance(source, nn.Module):
+            self._tripwires.watch(source)
+        else:
+            self._tripwires.lay(p for _, p in named)
+        watch_steps(_owner_of)
         self.comm.barrier()  # what was prepared here is in place, whatever stream the first backward runs on
-        return self
 
-    def _verify(self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]) -> None:
-        """Every rank learns every rank's model, or why it has none, and all come to the same verdict."""
-        problem = self._find_problem(named)
-        signature = (
-            None
-            if problem
-            else [_signature(kind, *entry) for kind, entries in (("parameter", named), ("buffer", buffers)) for entry in entries]
-        )
-        ranks = gather_objects(self.comm, (str(problem) if problem else None, self._options, signature))
-        if problem is not None:
-            raise problem
-        for rank, (trouble, _, _) in enumerate(ranks):
-            if trouble is not None:
-                raise FastcommError(f"rank {rank} cannot attach its model: {trouble}")
-        for rank, (_, options, model) in enumerate(ranks):
-            for name, value in options.items():
-                if value != self._options[name]:
-                    ours = f"{self._options[name]} on rank {self.comm.rank}"
-                    raise MismatchError(f"the ranks have different reducers: {name} is {ours} and {value} on rank {rank}")
-            difference = _first_difference(ranks[0][2], model, rank)
-            if difference is not None:
-                raise MismatchError(f"the ranks attach different models: {difference}")
-
-    def _find_problem(self, named: list[tuple[str, Parameter]]) -> ValueError | None:
+    def _find_problem(self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]) -> ValueError | None:
         """What is wrong with the model on this rank alone."""
         if self._model is not None:
             return ValueError("this reducer is attached already; detach() it first, or make one reducer for each model")
         if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
             return ValueError("attach() takes a module or named parameters: model.named_parameters(), not model.parameters()")
-        if not any(p.requires_grad for _, p in named):
-            return ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
         if len({id(p) for _, p in named}) < len(named):
             return ValueError("a parameter is given twice: its gradient would be reduced twice")
         for name, parameter in named:
-            if isinstance(parameter, UninitializedParameter):
-                return ValueError(f"parameter {name} is not initialised: run the lazy modules once before attach()")
-            if parameter.device != self.comm.device:
-                return ValueError(f"parameter {name} is on {parameter.device}, but the communicator reduces on {self.comm.device}")
-            if parameter.requires_grad and not parameter.dtype.is_floating_point:
-                return ValueError(f"parameter {name} is {parameter.dtype}; only real floating-point gradients can be reduced")
-            owner = _owners.get(parameter)
-            if owner is not None and owner() is not None:
+            trouble = agreement.refuse_parameter(name, parameter, self.comm.device)
+            if trouble is not None:
+                return ValueError(trouble)
+            if _owner_of(parameter) is not None:
                 return ValueError(f"parameter {name} is attached to another reducer already; detach() that one first")
-        return None
+        if not any(p.requires_grad for _, p in named):
+            return ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+        troubles = (agreement.refuse_buffer(*buffer, self.comm.device) for buffer in buffers)
+        return next((ValueError(trouble) for trouble in troubles if trouble is not None), None)
 
     def _make_buckets(self, names: list[str], parameters: list[Parameter]) -> list[Bucket]:
+        dtypes = [agreement.grad_dtype(p) for p in parameters]
         layouts = plan_buckets(
-            [(p.numel(), p.dtype, p.element_size()) for p in parameters], cap_bytes=self._cap_bytes, first_cap_bytes=self._first_cap_bytes
+            [(p.numel(), dtype, dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)],
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=self._first_cap_bytes,
         )
-        self._number = _n_attached.get(self.comm, 0)
-        _n_attached[self.comm] = self._number + 1
-        first_label = self._number * 65536 + 1
+        self.number = _n_attached.get(self.comm, 0)
+        _n_attached[self.comm] = self.number + 1
+        first_label = self.number * 65536 + 1
         buckets = []
         for i, layout in enumerate(layouts):
             hooked = HookedPlace(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
@@ -207,9 +199,10 @@ class Reducer:
             for parameter in bucket.parameters:
                 if parameter is not None:
                     _owners.pop(parameter, None)
-        self._handles, self._buckets, self._frozen, self._model = [], [], [], None
-        self._is_open = False
-        _attached.discard(self)
+        self._tripwires.remove()
+        self._handles, self._buckets, self._model = [], [], None
+        self._is_open = self._has_callback = False
+        watch_steps(_owner_of)
 
     def _attached_model(self) -> nn.Module | list[tuple[str, Parameter]]:
         model = None if self._model is None else self._model()
@@ -225,51 +218,38 @@ class Reducer:
 
     # -- one round --------------------------------------------------------------------------------------------------------------
 
-    def _hook_for(self, bucket: Bucket, i: int) -> Callable[[Tensor], None]:
-        # This runs for every parameter in every backward: it counts, and nothing more. The work is done once per bucket.
-        ready = bucket.ready
-
-        def gradient_is_ready(parameter: Tensor) -> None:
-            if not self._is_synchronizing:
-                bucket.unsynced[i] = True
-                return
-            if not self._has_callback:
-                self._begin()
-            if ready[i]:
-                self._check_second_gradient(bucket, i)
-                return
-            ready[i] = True
-            bucket.n_pending -= 1
-            if not bucket.n_pending and self._overlap:
-                self._launch_full_buckets()
-
-        if not self.comm.has_streams:
-            return gradient_is_ready
-
-        def gradient_is_ready_on_its_stream(parameter: Tensor) -> None:
-            bucket.note_stream()
-            gradient_is_ready(parameter)
-
-        return gradient_is_ready_on_its_stream
-
     def _begin(self) -> None:
-        """Asks autograd to call back at the end of the running backward."""
+        """The first gradient of a backward is ready: asks autograd to call back at the end."""
+        refuse_compiled_autograd()
+        self._raise_deferred()
+        self._open()
+        self._keeps_graph = torch.is_grad_enabled()
+        self._has_callback = True
+        # A backward that ends with an exception drops the callback uncalled; then the round must be ended all the same.
+        callback = EndOfBackward(self._end_of_backward, self._backward_was_dropped)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _open(self) -> None:
         if not self._is_open:
             self._is_open = True
             self._n_abandoned = self.comm.n_abandoned
-        self._has_callback = True
-        callback = _EndOfBackward(self)
-        # A backward that ends with an exception drops the callback uncalled; then the round must be ended all the same.
-        callback.dropped = weakref.finalize(callback, _leave_if_alive, weakref.ref(self))
-        callback.dropped.atexit = False
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _check_second_gradient(self, bucket: Bucket, i: int) -> None:
+    def _refuse_second_gradient(self, bucket: Bucket, i: int) -> None:
         """With reentrant checkpointing a shared parameter gets several gradients in one backward. Good as long as the bucket is here."""
-        if bucket.is_launched:
+        raise FastcommError(
+            f"parameter {bucket.names[i]} got another gradient in this backward after its bucket was launched (shared parameters "
+            "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or Reducer(overlap=False)"
+        )
+
+    def _refuse_stranger(self, parameter: Tensor) -> None:
+        """A parameter that is not reduced has a gradient. Raises if it belongs to the model."""
+        model = None if self._model is None else self._model()
+        named = list(model.named_parameters() if isinstance(model, nn.Module) else model or [])
+        strangers = {p: name for name, p in named if p.requires_grad and _owner_of(p) is None}
+        if parameter in strangers:
             raise FastcommError(
-                f"parameter {bucket.names[i]} got another gradient in this backward after its bucket was launched (shared parameters "
-                "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or Reducer(overlap=False)"
+                f"parameter {', '.join(strangers.values())} was unfrozen, or came into the model, after attach(): its gradient is not "
+                "reduced. Call refresh() on every rank after such a change"
             )
 
     def _launch_full_buckets(self) -> None:
@@ -282,12 +262,12 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._buckets[self._n_launched].launch(self.op)
+        self._buckets[self._n_launched].launch(self.op, keeps_graph=self._keeps_graph)
         self._n_launched += 1
 
     def _end_of_backward(self) -> None:
         self._has_callback = False
-        is_inside, node = _enclosing_backward()
+        is_inside, node = enclosing_backward()
         if node is not None:
             self._continue_after(node)
         elif not is_inside or all(not bucket.n_pending for bucket in self._buckets):
@@ -311,29 +291,72 @@ class Reducer:
     def synchronize(self) -> None:
         """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does nothing when no round is open.
 
-        Called at the end of backward and before every torch.optim optimizer's step. Raises FastcommError when the gradients are of no
-        use: a peer was lost, or another rank's backward ended with an exception.
+        Called at the end of backward and before every step of a torch.optim optimizer that owns parameters of this model. Raises
+        FastcommError when the gradients are of no use: a peer was lost, or another rank's backward ended with an exception; and inside a
+        backward, whose gradients are not all there.
+
+        What a signal handler raises here (Ctrl-C) is raised when the round has ended, if all of it is under way already: the other ranks
+        will have this step's gradients, and so has this one. What it raises a second time aborts the communicator.
         """
+        self._raise_deferred()
+        if self._has_callback:
+            raise FastcommError(
+                f"the gradient of parameter {self._first_name()} is not reduced yet: the reduction ends with backward(). Call synchronize() "
+                "and step the optimizer after backward(), not in a hook inside it"
+            )
         if not self._is_open:
             self.comm.check()
             return
         try:
             while self._n_launched < len(self._buckets):
                 self._launch_next()
+            self._finish()
+        except FastcommError:  # the other ranks have heard of it, or will when this one leaves
+            self._leave()
+            raise
+        except BaseException as error:
+            if self._is_open and not self._buckets[-1].is_launched:
+                self._leave()
+            else:
+                self._finish_in_spite_of(error)
+            raise
+
+    def _finish(self) -> None:
+        """All buckets are under way. May be called again if a signal handler has raised in it."""
+        if self._is_open:
             for bucket in self._buckets:
                 bucket.finish()
             for bucket in self._buckets:
-                bucket.settle_missing()
-        except BaseException:  # also Ctrl-C
-            self._leave()
-            raise
+                bucket.settle()
+            self.n_rounds += 1
+            self._is_open = False
         self._close()
-        for name, reference in self._frozen:
-            parameter = reference()
-            if parameter is not None and parameter.requires_grad:
-                raise FastcommError(
-                    f"parameter {name} was unfrozen after attach(): its gradient is not reduced. Call refresh() on every rank"
-                )
+
+    def _finish_in_spite_of(self, interruption: BaseException) -> None:
+        """The last bucket is under way, so the round ends well on the other ranks; it must not end differently here."""
+        try:
+            self._finish()
+        except BaseException as trouble:  # once more: there is no way to go on in step with the others
+            self.comm.abort()
+            self._drop_round()
+            raise interruption from trouble
+        if hasattr(interruption, "add_note"):  # Python 3.11
+            interruption.add_note(
+                "fastcomm: all ranks have the reduced gradients of this step, and so has this one. Make the step here, too, or on no rank"
+            )
+
+    def _backward_was_dropped(self) -> None:
+        """By autograd, in the middle of an exception. What comes on top of that is raised by the next call."""
+        self._has_callback = False
+        try:
+            self._leave()
+        except BaseException as error:
+            self._deferred = error
+
+    def _raise_deferred(self) -> None:
+        if self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            raise error
 
     def _leave(self) -> None:
         """The round cannot be ended as it should, because backward has raised, or a bucket. The other ranks hear of it."""
@@ -345,15 +368,34 @@ class Reducer:
                 with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user already
                     self.comm.abandon()
         finally:
-            for bucket in self._buckets:  # half reduced: an optimizer that steps all the same must not drive the ranks apart
-                bucket.drop_gradients()
-            self._close()
+            self._drop_round()
+
+    def _drop_round(self) -> None:
+        for bucket in self._buckets:  # half reduced: an optimizer that steps all the same must not drive the ranks apart
+            bucket.drop_gradients()
+        self._close()
 
     def _close(self) -> None:
         for bucket in self._buckets:
             bucket.reset()
         self._n_launched = 0
-        self._is_open = False
+        self._is_open = self._keeps_graph = False
+
+    def reduce(self) -> None:
+        """Gathers and reduces what stands in .grad now. Collective: every rank calls it.
+
+        For gradients that no backward of this model has made: per-sample gradients by torch.func, evolution strategies. A parameter
+        without a gradient here counts as zero, and receives the mean if another rank has one. Raises as synchronize().
+        """
+        self._attached_model()
+        if self._has_callback:
+            raise FastcommError("reduce() was called inside backward(), which reduces the gradients itself: call it afterwards")
+        if self._is_open:
+            self.synchronize()
+        self._open()
+        for bucket in self._buckets:
+            bucket.count_all()
+        self.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -366,31 +408,57 @@ class Reducer:
 
     # -- with the reduced gradients -------------------------------------------------------------------------------------------------
 
+    def before_step(self, since: int | None) -> None:
+        """Called before an optimizer with parameters of this model steps. See optimizer_steps."""
+        self._settle(self._n_rounds_at_step if since is None else since)
+        self._n_rounds_at_step = self.n_rounds
+
+    def _settle(self, since: int) -> None:
+        """All gradients are reduced when this returns: the one place that decides it. Raises FastcommError naming one that is not.
+
+        since: how many rounds had ended when the gradients were last used.
+        """
+        self.synchronize()
+        if self.n_rounds > since:
+            return  # what the user has made of the gradients since then is the user's
+        for bucket in self._buckets:
+            name = bucket.find_unreduced()
+            if name is not None:
+                raise FastcommError(
+                    f"the gradient of parameter {name} was made without a backward() that reduces it (by hand, by torch.func, or in a "
+                    "graph that torch.compile has traced through backward): call reducer.reduce() on every rank first"
+                )
+
+    def _first_name(self) -> str:
+        return self._buckets[0].names[0]
+
     def _with_gradient(self) -> list[Parameter]:
         return [p for bucket in self._buckets for p in bucket.parameters if p is not None and p.grad is not None]
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on all ranks. Does not synchronise with the
-        device: over NCCL it is one pass over each bucket, as GradScaler and others change gradients unseen."""
-        self._settle()
+        device: over NCCL it is one pass over each bucket, as GradScaler and others change gradients unseen. Of 16-bit gradients the norm
+        is taken in float32. Raises FastcommError for gradients that nothing has reduced."""
+        self._settle_for_use()
         return self._norm([bucket.square_sum() for bucket in self._buckets])
 
-    def _settle(self) -> None:
+    def _settle_for_use(self) -> None:
         self._attached_model()
-        self.synchronize()
+        self._settle(self._n_rounds_at_step)
 
     def _norm(self, square_sums: list[Tensor | None]) -> Tensor:
         known = [square_sum for square_sum in square_sums if square_sum is not None]
         if len(known) < len(square_sums):
-            return torch.nn.utils.get_total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
+            return _norm_of([p.grad for p in self._with_gradient() if p.grad is not None])
         norm = torch.stack(known).sum().sqrt()
         return norm if any(bucket.dtype == torch.float64 for bucket in self._buckets) else norm.float()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_."""
+        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_.
+        Raises as grad_norm()."""
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
-        self._settle()
+        self._settle_for_use()
         square_sums = [bucket.square_sum() for bucket in self._buckets]
         norm = self._norm(square_sums)
         if None in square_sums:
@@ -403,7 +471,7 @@ class Reducer:
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor, equal on all ranks. To skip a step."""
-        self._settle()
+        self._settle_for_use()
         found = [bucket.n_nonfinite() for bucket in self._buckets]
         counts = [count for count in found if count is not None]
         if len(counts) < len(found):
@@ -414,71 +482,31 @@ class Reducer:
         """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective; never done behind your back."""
         model = self._attached_model()
         if isinstance(model, nn.Module):
-            _broadcast(self.comm, list(model.buffers()), src)
+            agreement.broadcast(self.comm, list(model.buffers()), src)
+
+    def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's state and options if it is given.
+        Collective. Raises MismatchError, on every rank, naming the first that differs and the ranks. Waits for the device."""
+        model = self._attached_model()
+        tensors = agreement.named_tensors(model)
+        values: list[tuple[str, str]] = []
+        if optimizer is not None:
+            named = model.named_parameters() if isinstance(model, nn.Module) else model
+            more, values = agreement.optimizer_contents(optimizer, {p: name for name, p in named})
+            tensors += more
+        agreement.check_in_sync(self.comm, tensors, values)
 
 
-class _EndOfBackward:
-    """What autograd calls when a backward is through; see Reducer._begin."""
-
-    dropped: weakref.finalize[Any, Any]
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self) -> None:
-        self.dropped.detach()
-        self._reducer._end_of_backward()
+def _owner_of(parameter: Tensor) -> Reducer | None:
+    """Which reducer reduces the parameter's gradients."""
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()
 
 
-def _leave_if_alive(reference: weakref.ref[Reducer]) -> None:
-    reducer = reference()
-    if reducer is not None:
-        reducer._leave()
-
-
-def _synchronize_all(*_: object) -> None:
-    """The net under the callback: whatever round is still open when an optimizer steps is ended first."""
-    for reducer in sorted(_attached, key=lambda reducer: reducer._number):  # in the same order on all ranks
-        if not reducer._has_callback:  # not for an optimizer that steps inside backward
-            reducer.synchronize()
-
-
-register_optimizer_step_pre_hook(_synchronize_all)
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-_BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
-
-
-def _enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
-    """Whether the backward that is ending now was run inside another one, and the autograd Function that did it, if it was one.
-
-    A reentrant checkpoint does it, or a hook that calls backward. Autograd has no name for that; the stack has. On a GPU hooks run on a
-    thread of autograd's own, where the outermost backward is not on the stack.
-    """
-    n_backwards = int(isinstance(threading.current_thread(), threading._DummyThread))
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _BACKWARD_OF_A_FUNCTION:
-            return True, frame.f_locals["self"]
-        n_backwards += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    return n_backwards > 1, None
-
-
-def _broadcast(comm: Communicator, tensors: list[Tensor], src: int) -> None:
-    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes."""
-    flats = [tensor.contiguous().reshape(-1) for tensor in tensors]
-    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src)
-    for tensor, flat in zip(tensors, flats, strict=True):
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
-
-
-def _signature(kind: str, name: str, tensor: Tensor) -> tuple[str, str, dict[str, Any]]:
-    described: dict[str, Any] = {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype)}
-    if kind == "parameter":
-        described |= {"strides": tensor.stride(), "requires_grad": tensor.requires_grad}
-    return kind, name, described
+def _norm_of(gradients: list[Tensor]) -> Tensor:
+    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares are soon infinite."""
+    is_half = any(gradient.dtype.itemsize < 4 for gradient in gradients)
+    return torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients] if is_half else gradients)
 
 
 def _named_references(named: list[tuple[str, Parameter]]) -> Callable[[], list[tuple[str, Parameter]] | None]:
@@ -491,17 +519,3 @@ def _named_references(named: list[tuple[str, Parameter]]) -> Callable[[], list[t
         return alive if len(alive) == len(references) else None
 
     return recall
-
-
-def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
-    """In words, where the model of `rank` first departs from that of rank 0."""
-    for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
-        if (kind, name) != (their_kind, their_name):
-            return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
-        for what, value in mine.items():
-            if their[what] != value:
-                return f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
-    if len(ours) != len(theirs):
-        longer, shorter, extra = (0, rank, ours[len(theirs) :]) if len(ours) > len(theirs) else (rank, 0, theirs[len(ours) :])
-        return f"rank {longer} has {extra[0][0]} {extra[0][1]}, which rank {shorter} lacks"
-    return None

@@ -7,6 +7,7 @@ rendezvous.py's business: it arrives here as a `bootstrap` whose `exchange(value
 """
 
 import os
+import sys
 import time
 
 import torch
@@ -28,9 +29,12 @@ from fastcomm.shm_memory cimport Block, Segment, forks
 
 MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
+cdef double NOTICE_S = 1  # how long an interrupted rank waits before it says what for
 cdef size_t SMALL_GRADIENT = 16384  # bytes
+cdef int MAX_TOKENS = 16
 
 cdef object TENSOR = torch.Tensor
+cdef object STRIDED = torch.strided
 cdef char *NO_DATA = b""  # where a tensor without elements lies: not NULL, which says that an exception was raised
 cdef dict DTYPES = {
     torch.float32: SHM_FLOAT32, torch.float64: SHM_FLOAT64, torch.float16: SHM_FLOAT16, torch.bfloat16: SHM_BFLOAT16,
@@ -62,14 +66,17 @@ cdef class ShmWork:
         free(self.pieces)
 
     def wait(self):
-        """Blocks until the result is in place. Raises the FastcommError that ended the collective, if one did."""
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective, if one did.
+
+        What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over, because the peers count on it; what it
+        raises a second time is raised at once, and aborts the communicator.
+        """
         if not self.finished:
             self.comm._finish(self)
-        if self.error is not None:
-            raise self.error
+        self.comm._raise_what_ended(self)
 
     def is_completed(self):
-        """Whether the result is in place; does on the way whatever can be done without waiting."""
+        """Whether the result is in place, or never will be; does on the way whatever can be done without waiting. Raises nothing."""
         if not self.finished:
             self.comm._advance(self, 0)
         return self.finished
@@ -102,10 +109,19 @@ cdef struct Place:
     bint is_contiguous
 
 
+cdef struct Range:  # of memory in which gradients have their places
+    char *base
+    size_t nbytes
+    Range *next
+
+
+@cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class ShmBucket:
     """A flat buffer and the places of the gradients in it: worked out once, launched once per round."""
 
+    cdef public ShmWork posted  # see BoundBucket.posted
     cdef ShmCommunicator comm
+    cdef Range range
     cdef object flat, wire, dtype, presence
     cdef dict tokens  # by op and by what is missing: what to put into `presence`
     cdef list views
@@ -115,8 +131,10 @@ cdef class ShmBucket:
     cdef Place *places
     cdef ShmWork next  # holds what gather has left to the next launch
 
-    def __cinit__(self, ShmCommunicator comm, flat, list views, list offsets, wire, uint32_t label):
-        self.comm, self.flat, self.wire, self.views, self.label = comm, flat, wire, views, label
+    def __cinit__(self, ShmCommunicator comm, flat, list views, list offsets, wire_dtype, uint32_t label):
+        self.comm, self.flat, self.wire, self.views, self.label = comm, flat, flat, views, label
+        if wire_dtype is not None and wire_dtype is not flat.dtype:
+            self.wire = comm.empty(flat.numel(), dtype=wire_dtype).zero_()
         self.dtype, self.itemsize = flat.dtype, flat.element_size()
         self.base = <char *><size_t>flat.data_ptr()
         self.presence, self.tokens = flat[flat.numel() - len(views):], {}
@@ -125,46 +143,57 @@ cdef class ShmBucket:
             raise MemoryError("out of memory")
         for i, view in enumerate(views):
             self.places[i] = Place(offsets[i], view.numel(), view.is_contiguous())
+        self.range = Range(self.base, flat.nbytes, comm.ranges)
+        comm.ranges = &self.range
 
     def __dealloc__(self):
+        cdef Range **link
+        if self.range.base != NULL:
+            link = &self.comm.ranges
+            while link[0] != &self.range:
+                link = &link[0].next
+            link[0] = self.range.next
         free(self.places)
 
     def gather(self, list parameters):
         """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch copies what the peers will read, and
         the reduction reads the rest there. Small ones are copied here, which is cheaper than to keep many tensors alive."""
         cdef ShmWork work = self._next_work(len(parameters))
-        cdef size_t keep_from = SMALL_GRADIENT if self.wire is self.flat else SIZE_MAX
-        cdef size_t nbytes
-        cdef Place place
-        cdef Segment arena = self.comm.segments[self.comm.rank]
-        cdef const char *source
         cdef list left = []
+        self.posted = None
         for i in range(len(parameters)):
             parameter, view = parameters[i], self.views[i]
             gradient = None if parameter is None else parameter.grad
             if gradient is None:
                 left.append(i)
-                continue
-            if gradient is view:
-                continue
-            place = self.places[i]
-            nbytes = place.numel * self.itemsize
-            source = <const char *><size_t>gradient.data_ptr()
-            if source == self.base + place.offset * self.itemsize:  # a tensor of the user's on our memory
-                if not _lies_alike(gradient, view, place.is_contiguous):
-                    view.copy_(gradient.clone())
-            elif <size_t>(source - arena.base) < arena.nbytes:
-                raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-            elif gradient.dtype is not self.dtype or not _lies_alike(gradient, view, place.is_contiguous):
-                view.copy_(gradient)
-            elif nbytes < keep_from:
-                memcpy(self.base + place.offset * self.itemsize, source, nbytes)
-            else:
-                work.pieces[work.n_pieces] = shm_piece(source, place.offset, place.numel)
-                work.n_pieces += 1
-                work.tensors.append(gradient)
-            parameter.grad = view
+            elif gradient is not view:
+                parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
+                try:
+                    self._take(work, self.places[i], gradient, view)
+                except BaseException:
+                    parameter.grad = gradient
+                    raise
         return left
+
+    cdef int _take(self, ShmWork work, Place place, gradient, view) except -1:
+        """Moves one gradient to its place, now or in the launch."""
+        cdef const char *source = <const char *><size_t>gradient.data_ptr()
+        cdef char *target = self.base + place.offset * self.itemsize
+        cdef size_t nbytes = place.numel * self.itemsize
+        cdef bint is_at_home = source == target
+        if not is_at_home and self.comm.is_in_a_bucket(source):
+            raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+        if gradient.dtype is not self.dtype or not _lies_alike(gradient, view, place.is_contiguous) or gradient.is_neg():
+            view.copy_(gradient.clone() if is_at_home else gradient)
+        elif is_at_home:  # a tensor of the user's on our memory
+            pass
+        elif self.wire is not self.flat or nbytes < SMALL_GRADIENT:
+            memcpy(target, source, nbytes)
+        else:
+            work.pieces[work.n_pieces] = shm_piece(source, place.offset, place.numel)
+            work.n_pieces += 1
+            work.tensors.append(gradient)
+        return 0
 
     cdef ShmWork _next_work(self, Py_ssize_t n_pieces):
         cdef ShmWork work = ShmWork.__new__(ShmWork)
@@ -181,21 +210,24 @@ cdef class ShmBucket:
         cdef ShmWork work = self.next or self._next_work(0)
         cdef shm_descriptor d = _descriptor(SHM_ALL_REDUCE, _op_code(op))
         cdef char *data = self.comm._check(self.wire, &d)
-        self.next = None
+        self.next = self.posted = None
         work.op, work.presence = op, self.presence
         d.label = self.label
         self.presence.copy_(self._token(op, tuple(missing)))
         if self.wire is not self.flat:
             self.wire.copy_(self.flat)
         self.comm._post(&d, data, data, work)
+        self.posted = work
         self.comm._advance(work, 0)  # earlier buckets, too, whose peers have come meanwhile
-        if work.error is not None:
-            raise work.error
+        if work.error is not None or self.comm.deferred is not None:
+            self.comm._raise_what_ended(work)
         return work
 
     cdef object _token(self, str op, tuple missing):
         token = self.tokens.get((op, missing))
         if token is None:
+            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
+                self.tokens.clear()
             absent, present = presence_values(op)
             token = self.tokens[op, missing] = torch.full_like(self.presence, present)
             token[list(missing)] = absent
@@ -216,6 +248,11 @@ cdef inline bint _lies_alike(gradient, view, bint is_contiguous) except -1:
     return gradient.is_contiguous() if is_contiguous else gradient.stride() == view.stride()
 
 
+cdef struct Patience:  # of one wait
+    double deadline
+    uint64_t progress
+
+
 # ---- the communicator ------------------------------------------------------------------------------------------------------------
 
 @cython.no_gc_clear  # __dealloc__ needs the segments
@@ -234,6 +271,10 @@ cdef class ShmCommunicator:
     cdef list segments
     cdef list works  # the unfinished ShmWork of each slot of the ring, or None
     cdef list leaving  # works that were abandoned, and whose tensors may still be read or written
+    cdef Range *ranges  # the flat buffers of all buckets
+    cdef object interruption  # another rank has abandoned what was under way, which the caller has not heard of yet
+    cdef object deferred  # what a signal handler has raised while this rank waits, to be raised when that is over
+    cdef double deferred_since
     cdef uint32_t last  # number of the newest collective
     cdef int pidfds[SHM_MAX_RANKS]
     cdef int n_pidfds  # how many of them are initialised
@@ -273,7 +314,7 @@ cdef class ShmCommunicator:
             self.pids = tuple(theirs["pid"] for theirs in ranks)
             try:
                 for r, theirs in enumerate(ranks):
-                    self._map_peer(r, theirs)
+                    self._map_memory(r, theirs)
             except (OSError, InitError) as error:
                 raise InitError(f"rank {self.rank} cannot reach the memory of its peers: {error}") from error
             bootstrap.exchange("mapped")
@@ -287,10 +328,10 @@ cdef class ShmCommunicator:
         if self.handle == NULL:
             raise MemoryError("out of memory")
 
-    def _map_peer(self, rank, theirs):
+    def _map_memory(self, rank, theirs):
         fd = os.open(f"/proc/{theirs['pid']}/fd/{theirs['fd']}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.segments.append(Segment(fd, theirs["nbytes"], shm_control_bytes()))
+            self.segments.append(Segment(fd, theirs["nbytes"], shm_control_bytes(), rank == self.rank))
         finally:
             os.close(fd)
         if rank != self.rank:
@@ -421,17 +462,30 @@ cdef class ShmCommunicator:
         return self._collective(&d, None, NULL, None, NULL, async_op)
 
     def check(self):
-        """See Communicator.check. Whoever waits hears of it there."""
+        """See Communicator.check. Waits only after another rank has abandoned what was under way: until the ranks have met anew."""
+        self._check_usable()
+        self._hear()
 
     def abandon(self):
         """See Communicator.abandon."""
         self._check_usable()
+        self.interruption = None  # if another rank has abandoned the same, this one joins it
         self._realign(FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+        self._raise_deferred(None)
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label, int lane=0):
+    def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):
         """See Communicator.bind_bucket. There are no lanes: every core is busy with one bucket already."""
         keep_freed_memory()
-        return ShmBucket(self, flat, views, offsets, wire, label)
+        return ShmBucket(self, flat, views, offsets, wire_dtype, label)
+
+    cdef bint is_in_a_bucket(self, const char *address) noexcept:
+        """Whether gradients have their places there, this bucket's or another's, which change at times of their own."""
+        cdef Range *candidate = self.ranges
+        while candidate != NULL:
+            if <size_t>(address - candidate.base) < candidate.nbytes:
+                return True
+            candidate = candidate.next
+        return False
 
     # -- the way of every collective --
 
@@ -448,10 +502,12 @@ cdef class ShmCommunicator:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {tensor.dtype}")
-        if not tensor.is_cpu or tensor.is_sparse:
+        if not tensor.is_cpu or tensor.layout is not STRIDED:
             raise ValueError(f"the shm transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+        if tensor.is_neg():
+            raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
         data = <char *><size_t>tensor.data_ptr()
         d.dtype, d.numel = dtype, tensor.numel()
         d.where = data - arena.base if <size_t>(data - arena.base) < arena.nbytes else SHM_PRIVATE
@@ -471,7 +527,9 @@ cdef class ShmCommunicator:
             raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
                                 "call fastcomm.init here, or start workers with the spawn method")
         if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+            failure = type(self.failure)(*self.failure.args)
+            self._raise_deferred(failure)
+            raise failure
         if self.busy:
             raise FastcommError("another thread is inside this communicator: give each thread its own, or let them take turns")
         return 0
@@ -480,6 +538,8 @@ cdef class ShmCommunicator:
         cdef ShmWork work
         cdef uint32_t seq
         cdef int posted = SHM_AGAIN, status = SHM_AGAIN
+        if self.interruption is not None:
+            self._hear()
         if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
             # The short way of a blocking call: no Work, and one release of the GIL for posting and the first slice of waiting.
             self.busy = True
@@ -500,20 +560,21 @@ cdef class ShmCommunicator:
             self.works[seq % SHM_RING] = work
         else:
             self._post(d, input, output, work)
-        if async_op:
-            return work
-        work.wait()
+        if not async_op:
+            work.wait()
+            return None
+        self._raise_deferred(None)
+        return work
 
     cdef int _post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1:
         """Posts a collective; waits only when the ring is full."""
         cdef int status
-        cdef double deadline = 0
-        cdef int n_abandoned = self.n_abandoned
+        cdef Patience patience = Patience(0, 0)
         cdef ShmWork older = self.works[(self.last + 1) % SHM_RING]
         if older is not None:
             self._finish(older)
-            if self.n_abandoned != n_abandoned:  # the ranks have met anew, and this collective belongs to what was abandoned
-                raise older.error
+        if self.interruption is not None:  # this collective belongs to what was abandoned
+            self._hear()
         while True:
             self._check_usable()
             self.busy = True
@@ -528,16 +589,16 @@ cdef class ShmCommunicator:
             if status == SHM_PEER_LOST:
                 self._give_up(PeerLostError, self._lost_message())
             else:
-                self._between_slices(&deadline)
+                self._between_slices(&patience)
         self.last = work.seq
         self.works[work.seq % SHM_RING] = work
         return 0
 
     cdef int _finish(self, ShmWork work) except -1:
         """Waits until the work is finished, for good or ill."""
-        cdef double deadline = 0
+        cdef Patience patience = Patience(0, 0)
         while not self._advance(work, SLICE_NS):
-            self._between_slices(&deadline)
+            self._between_slices(&patience)
         return 0
 
     cdef bint _advance(self, ShmWork work, uint64_t slice_ns) except -1:
@@ -564,10 +625,38 @@ cdef class ShmCommunicator:
             work.settle(MismatchError(self._mismatch_message(work.seq)))
         else:
             work.settle(self._first_failure(work.seq))
-            if not work.is_realigning:
-                self._realign(work.error)
+            if not work.is_realigning:  # the caller hears of it in its next call that may raise; until then nothing more is posted
+                self.interruption = work.error
+                self.leaving += self._settle_all(work.error)
+                self.leaving.append(work)
+                return True
         work.release()
         return True
+
+    cdef int _hear(self) except -1:
+        """Raises what has interrupted this rank's collectives, if anything has. What is called from here on belongs to the next round."""
+        if self.interruption is None:
+            return 0
+        error, self.interruption = self.interruption, None
+        self._realign(error)
+        self._raise_deferred(error)
+        raise error
+
+    cdef int _raise_what_ended(self, ShmWork work) except -1:
+        """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
+        if work.error is not None and work.error is self.interruption:
+            self._hear()
+        if self.deferred is not None:
+            self._raise_deferred(work.error)
+        if work.error is not None:
+            raise work.error
+        return 0
+
+    cdef int _raise_deferred(self, cause) except -1:
+        if self.deferred is not None:
+            error, self.deferred = self.deferred, None
+            raise error from cause
+        return 0
 
     cdef _realign(self, error):
         """Ends what is under way on this rank with `error`, and meets what the peers have still posted, until all stand at one place."""
@@ -603,16 +692,34 @@ cdef class ShmCommunicator:
             (<ShmWork>work).settle(error)
         return unfinished
 
-    cdef int _between_slices(self, double *deadline) except -1:
-        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock."""
-        PyErr_CheckSignals()
+    cdef int _between_slices(self, Patience *patience) except -1:
+        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock, which runs while nothing moves."""
+        self._look_at_signals()
         cdef double now = time.monotonic()
+        cdef uint64_t progress
         if self.handle == NULL:  # a signal handler has ended the communicator
             return 0
-        if deadline[0] == 0:
-            deadline[0] = now + self.timeout_s
-        elif now >= deadline[0]:
+        progress = shm_progress(self.handle)
+        if patience.deadline == 0 or progress != patience.progress:
+            patience.deadline, patience.progress = now + self.timeout_s, progress
+        elif now >= patience.deadline:
             self._give_up(TimeoutError, self._timeout_message())
+        return 0
+
+    cdef int _look_at_signals(self) except -1:
+        """What a handler raises waits until the peers do not depend on this rank any more; the second one ends the communicator."""
+        try:
+            PyErr_CheckSignals()
+        except BaseException as error:
+            if self.deferred is not None:
+                self.deferred = None
+                self.abort()
+                raise
+            self.deferred, self.deferred_since = error, time.monotonic()
+        if self.deferred is not None and time.monotonic() - self.deferred_since > NOTICE_S:
+            self.deferred_since = float("inf")
+            print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) and ends a collective first, on which its "
+                  "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
         return 0
 
     # -- when it goes wrong --

@@ -36,6 +36,7 @@ cdef extern from "shm_allreduce.h" nogil:
                  const shm_piece *pieces, size_t n_pieces, uint32_t *seq)
     int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
     int shm_make_room(shm_comm *comm, uint64_t slice_ns)
+    uint64_t shm_progress(const shm_comm *comm)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)
     shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)

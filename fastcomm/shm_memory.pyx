@@ -6,16 +6,20 @@ Also here: what malloc does with freed gradients.
 """
 
 import os
+import weakref
 
 from fastcomm.errors import InitError
 
+from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
 from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap,
+    munmap,
 )
+from posix.unistd cimport close as close_fd
 
 
 cdef extern from "sys/mman.h" nogil:
-    int MADV_REMOVE, MADV_DONTDUMP, MAP_NORESERVE
+    int MADV_REMOVE, MADV_DONTDUMP, MADV_DONTFORK, MAP_NORESERVE
 
 
 cdef extern from "Python.h":
@@ -28,12 +32,19 @@ cdef int MADV_COLLAPSE = 25  # Linux 6.1; not in older headers
 cdef int n_forks = 0
 
 
-def _count_fork():
+cdef object own_segments = weakref.WeakSet()
+
+
+def _after_fork_in_child():
+    """A forked child gets memory of its own: what it writes to a gradient must not reach its parent, or the peers."""
     global n_forks
     n_forks += 1
+    for segment in list(own_segments):
+        (<Segment>segment).make_private()
+    own_segments.clear()  # they are ordinary memory now, as further forks are concerned
 
 
-os.register_at_fork(after_in_child=_count_fork)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 cdef int forks() noexcept:
@@ -41,9 +52,13 @@ cdef int forks() noexcept:
 
 
 cdef class Segment:
-    """One rank's memory file, mapped. The rank that owns it allocates tensors from what lies behind the first `n_reserved` bytes."""
+    """One rank's memory file, mapped. Its owner allocates tensors from what lies behind the first `n_reserved` bytes.
 
-    def __cinit__(self, int fd, size_t nbytes, size_t n_reserved):
+    A forked child does not see the segments of other ranks, and has a copy of its parent's own, page by page as either writes to it.
+    """
+
+    def __cinit__(self, int fd, size_t nbytes, size_t n_reserved, bint is_own):
+        self.fd, self.generation = -1, n_forks
         # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map at such an address.
         cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         cdef void *base = MAP_FAILED
@@ -60,10 +75,27 @@ cdef class Segment:
         madvise(base, nbytes, MADV_DONTDUMP)  # a core dump need not hold the whole arena
         n_reserved = (n_reserved + PAGE - 1) // PAGE * PAGE
         self.holes = [(n_reserved, nbytes - n_reserved)]
+        if is_own:
+            self.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)  # for a child to map anew
+            if self.fd < 0:
+                raise OSError("no file descriptor left for a shared segment; see `ulimit -n`")
+            own_segments.add(self)
+        else:
+            madvise(base, nbytes, MADV_DONTFORK)
 
     def __dealloc__(self):
-        if self.base != NULL:
+        if self.fd >= 0:
+            close_fd(self.fd)
+        # A child has never had its peers' segments: by now something else may be mapped there.
+        if self.base != NULL and (self.fd >= 0 or self.generation == n_forks):
             munmap(self.base, self.nbytes)
+
+    cdef int make_private(self) except -1:
+        """In a forked child: the same contents, but what is written stays here."""
+        cdef int flags = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED
+        if mmap(self.base, self.nbytes, PROT_READ | PROT_WRITE, flags, self.fd, 0) == MAP_FAILED:
+            raise MemoryError("a forked child cannot have the parent's shared memory to itself")
+        return 0
 
     cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0:
         """First fit. Returns the offset of `nbytes` in the segment, a multiple of `alignment`."""

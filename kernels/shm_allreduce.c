@@ -237,6 +237,11 @@ int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
     return status == SHM_MISMATCH || status == SHM_ABANDONED ? SHM_OK : status; /* whoever waits for that one hears of it */
 }
 
+uint64_t shm_progress(const struct shm_comm *comm) {
+    const struct collective *c = &comm->ring[comm->head % SHM_RING];
+    return comm->head + comm->chunk + c->n_in + c->n_worked + c->n_out;
+}
+
 int shm_stalled_on(const struct shm_comm *comm) {
     return comm->stall.rank;
 }

@@ -85,6 +85,9 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
 
+/* Grows whenever a collective moves forward on this rank: while it does, a deadline has not been missed. */
+uint64_t shm_progress(const struct shm_comm *comm);
+
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank `rank` last posted. */
 int shm_stalled_on(const struct shm_comm *comm);
 uint32_t shm_posted(const struct shm_comm *comm, int rank);

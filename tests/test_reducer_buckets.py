@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 
 import pytest
 import torch
@@ -21,13 +22,22 @@ pytestmark = pytest.mark.usefixtures("transport")
 # Buckets
 
 
-def _storages(model):
-    """The storages the gradients lie in, in the order a backward fills them: by storage, its size in bytes and its gradients' sizes."""
-    found = {}
+def _flat_buffers(model):
+    """The flat buffers the gradients lie in, in the order a backward fills them: the size in bytes of each, and its gradients' sizes.
+
+    In a buffer each gradient begins at the next cache line; two buffers never share a page.
+    """
+    found = []
+    end = None
     for parameter in reversed(list(model.parameters())):
-        storage = parameter.grad.untyped_storage()
-        found.setdefault(storage.data_ptr(), (storage.nbytes(), []))[1].append(parameter.grad.nbytes)
-    return list(found.values())
+        begin, nbytes = parameter.grad.data_ptr(), parameter.grad.nbytes
+        if end is None or not 0 <= begin - end < 64:
+            found.append([0, []])
+            first = begin
+        end = begin + nbytes
+        found[-1][0] = end - first
+        found[-1][1].append(nbytes)
+    return found
 
 
 def _layers(number, size=32):
@@ -44,8 +54,18 @@ def test_gradients_of_a_bucket_share_one_flat_buffer(comm):
     model = mlp()
     fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)
-    ((nbytes, sizes),) = _storages(model)
+    ((nbytes, sizes),) = _flat_buffers(model)
     assert nbytes <= sum(sizes) + 64 * len(sizes)
+
+
+@on_ranks(2)
+def test_a_saved_gradient_takes_its_own_size(comm):
+    model = _layers(4)
+    fastcomm.Reducer(comm).attach(model)
+    _backward_of_layers(model, comm.rank)
+    saved = io.BytesIO()
+    torch.save(model[1].weight.grad, saved)
+    assert len(saved.getvalue()) < 2 * model[1].weight.nbytes
 
 
 @on_ranks(2)
@@ -54,7 +74,7 @@ def test_buckets_fill_up_to_their_caps_and_the_first_is_smaller(comm):
     nbytes = model[0].weight.nbytes
     fastcomm.Reducer(comm, bucket_cap_mb=4 * nbytes / 2**20, first_bucket_cap_mb=2 * nbytes / 2**20).attach(model)
     _backward_of_layers(model, comm.rank)
-    assert [len(sizes) for _, sizes in _storages(model)] == [2, 4, 4, 1]
+    assert [len(sizes) for _, sizes in _flat_buffers(model)] == [2, 4, 4, 1]
 
 
 @on_ranks(2)
@@ -62,7 +82,7 @@ def test_a_bucket_overshoots_its_cap_by_at_most_one_parameter(comm):
     model = mlp()
     fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001).attach(model)
     backward(model, comm.rank)
-    first, *others = _storages(model)
+    first, *others = _flat_buffers(model)
     assert sum(first[1][:-1]) < 0.0001 * 2**20
     assert all(sum(sizes[:-1]) < 0.0005 * 2**20 for _, sizes in others)
     assert others
@@ -73,7 +93,7 @@ def test_by_default_the_first_bucket_takes_1_mib_and_the_others_25(comm):
     model = _layers(28, size=512)
     fastcomm.Reducer(comm).attach(model)
     _backward_of_layers(model, comm.rank)
-    assert [len(sizes) for _, sizes in _storages(model)] == [1, 25, 2]
+    assert [len(sizes) for _, sizes in _flat_buffers(model)] == [1, 25, 2]
 
 
 @on_ranks(2)

@@ -1,0 +1,225 @@
+"""Do the ranks have the same model? Compares what describes it, copies one rank's tensors to the others, and compares their bits.
+
+Owns nothing. Every function that takes a communicator is collective, and raises the same error on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter, UninitializedParameter
+
+from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.errors import FastcommError, MismatchError
+
+Named = Sequence[tuple[str, Tensor]]
+
+_WORDS = 2**20  # of 8 bytes, of which a checksum is made at a time
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """Of the parameter's gradient: its own dtype, unless the user has chosen another."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+# ---- what one rank alone can say ----------------------------------------------------------------
+
+
+def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
+    """Why the parameter cannot be attached, or None."""
+    if isinstance(parameter, UninitializedParameter):
+        return f"parameter {name} is not initialised: run the lazy modules once before attach()"
+    trouble = _refuse_tensor(f"parameter {name}", parameter, device)
+    if trouble is not None or not parameter.requires_grad:
+        return trouble
+    dtype = grad_dtype(parameter)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        return f"parameter {name} is {dtype}; only real gradients of 16, 32 or 64 bits can be reduced"
+    if not parameter.is_leaf:
+        return f"parameter {name} is the result of an operation, not a leaf: it gets no gradient"
+    if distinct_elements(parameter).numel() != parameter.numel():
+        return f"parameter {name} is expanded: its elements share memory. Clone it before attach()"
+    return None
+
+
+def refuse_buffer(name: str, buffer: Tensor, device: torch.device) -> str | None:
+    """Why the buffer cannot be copied from rank to rank, or None."""
+    return _refuse_tensor(f"buffer {name}", buffer, device)
+
+
+def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes dense tensors"
+    if tensor.device != device:
+        return f"{what} is on {tensor.device}, but the communicator reduces on {device}"
+    if tensor.is_inference():
+        return f"{what} was made in inference mode, which training cannot use: clone it outside"
+    return None
+
+
+def distinct_elements(tensor: Tensor) -> Tensor:
+    """A view of an expanded tensor in which every element of memory stands once."""
+    for dimension, (numel, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and numel > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+# ---- what the ranks compare ---------------------------------------------------------------------
+
+
+def signature(parameters: Named, buffers: Named) -> list[Any]:
+    """What must be equal on all ranks of a model, in the model's order."""
+    described = [("parameter", name, _description(p) | _layout(p)) for name, p in parameters]
+    return described + [("buffer", name, _description(b)) for name, b in buffers]
+
+
+def _description(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype)}
+
+
+def _layout(parameter: Tensor) -> dict[str, Any]:
+    return {
+        "strides": parameter.stride(),
+        "requires_grad": parameter.requires_grad,
+        "gradient of dtype": str(grad_dtype(parameter)),
+    }
+
+
+def compare(comm: Communicator, problem: ValueError | None, options: dict[str, Any], model: list[Any] | None) -> None:
+    """Every rank learns every rank's options and model, or why it has none; all come to one verdict.
+
+    Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
+    """
+    ranks = gather_objects(comm, (str(problem) if problem else None, options, model))
+    if problem is not None:
+        raise problem
+    for rank, (trouble, _, _) in enumerate(ranks):
+        if trouble is not None:
+            raise FastcommError(f"rank {rank} cannot attach its model: {trouble}")
+    for rank, (_, theirs, their_model) in enumerate(ranks):
+        for name, value in theirs.items():
+            if value != options[name]:
+                ours = f"{options[name]} on rank {comm.rank}"
+                raise MismatchError(f"the ranks have different reducers: {name} is {ours} and {value} on rank {rank}")
+        difference = _first_difference(ranks[0][2], their_model, rank)
+        if difference is not None:
+            raise MismatchError(f"the ranks attach different models: {difference}")
+
+
+def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
+    """In words, where the model of `rank` first departs from that of rank 0."""
+    for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
+        if (kind, name) != (their_kind, their_name):
+            return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
+        for what, value in mine.items():
+            if their[what] != value:
+                return f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
+    if len(ours) != len(theirs):
+        longer, shorter = (0, rank) if len(ours) > len(theirs) else (rank, 0)
+        kind, name, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+        return f"rank {longer} has {kind} {name}, which rank {shorter} lacks"
+    return None
+
+
+def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
+    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes."""
+    targets = [distinct_elements(tensor.detach()) for tensor in tensors]
+    flats = [_flat(target) for target in targets]
+    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src)
+    for target, flat in zip(targets, flats, strict=True):
+        if flat.data_ptr() != target.data_ptr() or target.is_neg() or target.is_conj():
+            target.copy_(flat.view(target.shape))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in order: the tensor's own memory where that holds them so."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+# ---- what the tensors hold ----------------------------------------------------------------------
+
+
+def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str, str]]) -> None:
+    """Raises MismatchError naming the first tensor, or value, that is not the same on all ranks."""
+    described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    bits = _checksums([tensor for _, tensor in tensors])
+    rows = [((*row, number)) for row, number in zip(described, bits, strict=True)]
+    ranks = gather_objects(comm, [*rows, *values])
+    first = next((row for row in zip(*ranks, strict=False) if len(set(row)) > 1), None)
+    if first is None and len({len(rows) for rows in ranks}) == 1:
+        return
+    if first is None:
+        counts = ", ".join(f"rank {rank}: {len(rows)}" for rank, rows in enumerate(ranks))
+        raise MismatchError(f"the ranks hold different numbers of tensors and values: {counts}")
+    names = sorted({row[0] for row in first})
+    groups: dict[Any, list[str]] = {}
+    for rank, row in enumerate(first):
+        groups.setdefault(row, []).append(str(rank))
+    holders = "; ".join(f"rank {', '.join(group)}{_shown(row)}" for row, group in groups.items())
+    raise MismatchError(
+        f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks in one group agree. "
+        "refresh() copies rank 0's parameters and buffers to all"
+    )
+
+
+def _shown(row: tuple[Any, ...]) -> str:
+    """What a rank holds: a value as it is, of a tensor a part of its checksum."""
+    return f": {row[1]}" if len(row) == 2 else f": {row[2]} {list(row[1])} #{row[3] & 0xFFFFFFFF:08x}"
+
+
+def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+    if not tensors:
+        return []
+    return [int(number) for number in torch.stack([_checksum(t).cpu() for t in tensors]).tolist()]
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Of the bits of all elements and their order: a wrapping sum of words times odd numbers."""
+    octets = _flat(tensor.detach()).view(torch.uint8)
+    octets = torch.cat([octets, octets.new_zeros(-octets.numel() % 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin, words in _chunks(octets.view(torch.int64)):
+        places = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=tensor.device)
+        total += ((words ^ (words >> 29)) * (2 * places + 1)).sum()
+    return total
+
+
+def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for begin in range(0, words.numel(), _WORDS):
+        yield begin, words[begin : begin + _WORDS]
+
+
+def optimizer_contents(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
+) -> tuple[list[tuple[str, Tensor]], list[tuple[str, str]]]:
+    """The tensors and the other values an optimizer goes by, each with a name. names: of parameters."""
+    tensors: list[tuple[str, Tensor]] = []
+    values: list[tuple[str, str]] = []
+
+    def note(name: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            tensors.append((name, value))
+        else:
+            values.append((name, repr(value)))
+
+    for i, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                note(f"{key} of the optimizer's group {i}", value)
+        for j, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"{j} of the optimizer's group {i}")
+            for key, value in optimizer.state.get(parameter, {}).items():
+                note(f"the optimizer's {key} of parameter {name}", value)
+    return tensors, values
+
+
+def named_tensors(model: nn.Module | list[tuple[str, Parameter]]) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, named as in messages."""
+    if not isinstance(model, nn.Module):
+        return [(f"parameter {name}", p) for name, p in model]
+    parameters = [(f"parameter {name}", p) for name, p in model.named_parameters()]
+    return parameters + [(f"buffer {name}", b) for name, b in model.named_buffers()]

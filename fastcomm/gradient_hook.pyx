@@ -1,0 +1,80 @@
+# cython: language_level=3
+"""What autograd calls: when a gradient is ready, when a backward has ended, when a parameter that nobody reduces gets a gradient.
+
+The hook on each parameter runs in every backward: it counts, and nothing more; the work is done once per bucket. All of this is
+compiled, so that torch.compile, which traces the Python frames it meets during a backward, meets none here; what is called from here
+runs untraced.
+"""
+
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+
+cdef object _untraced(function):
+    """Calls it so that torch.compile leaves it alone."""
+    before = set_eval_frame(None)
+    try:
+        return function()
+    finally:
+        set_eval_frame(before)
+
+
+cdef class GradientHook:
+    """The hook on parameter `i` of a bucket. Counts its gradient, and tells the reducer when the bucket is full.
+
+    reducer: has is_synchronizing, is_overlapping and the methods _begin, _launch_full_buckets and _refuse_second_gradient.
+    note_stream: called first, for transports with streams; or None.
+    """
+
+    cdef object reducer, bucket, note_stream
+    cdef list ready, unsynced
+    cdef Py_ssize_t i
+
+    def __cinit__(self, reducer, bucket, Py_ssize_t i, note_stream):
+        self.reducer, self.bucket, self.i, self.note_stream = reducer, bucket, i, note_stream
+        self.ready, self.unsynced = bucket.ready, bucket.unsynced
+
+    def __call__(self, parameter):
+        if self.note_stream is not None:
+            self.note_stream()
+        if not self.reducer._is_synchronizing:
+            self.unsynced[self.i] = True
+            return
+        if not self.reducer._has_callback:
+            _untraced(self.reducer._begin)
+        if self.ready[self.i]:
+            if self.bucket.is_launched:
+                self.reducer._refuse_second_gradient(self.bucket, self.i)
+            return
+        self.ready[self.i] = True
+        self.bucket.n_pending -= 1
+        if self.bucket.n_pending == 0 and self.reducer._overlap:
+            _untraced(self.reducer._launch_full_buckets)
+
+
+cdef class EndOfBackward:
+    """What autograd calls when a backward is through, and drops uncalled when one ends with an exception."""
+
+    cdef object when_through, when_dropped, __weakref__
+
+    def __cinit__(self, when_through, when_dropped):
+        self.when_through, self.when_dropped = when_through, when_dropped
+
+    def __call__(self):
+        self.when_dropped = None
+        _untraced(self.when_through)
+
+    def __del__(self):
+        if self.when_dropped is not None:
+            _untraced(self.when_dropped)
+
+
+cdef class Tripwire:
+    """The hook on a parameter that is not reduced: calls `refuse(parameter)`, which may raise."""
+
+    cdef object refuse
+
+    def __cinit__(self, refuse):
+        self.refuse = refuse
+
+    def __call__(self, parameter):
+        _untraced(lambda: self.refuse(parameter))
