@@ -10,16 +10,18 @@ from matrix import ROWS, THEMES, Row
 INTRO = """\
 # Guarantees
 
-Whatever autograd and `nn.Module` are asked to do, one of two things happens under a `fastcomm.Reducer`:
+Whatever you do with autograd and `nn.Module`, one of two things happens under a `fastcomm.Reducer`:
 
-- **reduced**: when backward returns, gradients are the mean over ranks of what every rank's own model would have had, bitwise
-  equal on all ranks; after the optimizer's step, so are the parameters;
-- **error**: every rank gets an exception (`FastcommError`, or `ValueError` from `attach()`, or torch's own) that names the
-  parameter, where it is about one, and says what to do. No parameter has moved, and after the remedy training goes on.
+- **reduced**: gradients are the mean over ranks of what every rank's own model would have had,
+  bitwise equal on all ranks; after the optimizer's step, so are the parameters;
+- **error**: every rank gets an exception (`FastcommError`; `ValueError` from `attach()`; torch's
+  own where torch refuses) that names the parameter, where it is about one, and says what to do.
+  No parameter has moved, and after the remedy training goes on.
 
-There is no third outcome: no hang, no rank that silently goes its own way. Every line below is a test, in `tests/matrix`, that runs
-over every transport with 2 ranks, over shared memory with 3 and over two hosts with 4. The page is made from the tests: do not
-edit it, run `python tests/guarantees.py > docs/guarantees.md`.
+There is no third outcome: no hang, and no rank that silently goes its own way. Every line below is
+a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared memory with 3 and
+across two hosts with 4. The tables are made from the tests: instead of editing them, run
+`python tests/guarantees.py > docs/guarantees.md`.
 """
 
 

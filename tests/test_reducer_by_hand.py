@@ -1,4 +1,4 @@
-"""reduce(), for gradients that no backward has made, and check_in_sync(), which compares ranks that should be equal."""
+"""reduce(), for gradients that no backward has made; check_in_sync(), for ranks to be compared."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def test_reduce_leaves_the_optimizer_and_clip_nothing_to_refuse(comm, buckets):
     reducer.reduce()
     reducer.clip_grad_norm_(1.0)
     optimizer.step()
-    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-6, atol=1e-7)
+    mine, wanted = list(model.parameters()), list(alone.parameters())
+    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

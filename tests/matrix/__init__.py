@@ -1,4 +1,7 @@
-"""The matrix: features of autograd and of nn.Module, and what a reducer makes of each. One module per theme; see row.py."""
+"""The matrix: features of autograd and of nn.Module, and what a reducer makes of each.
+
+A module for each theme; what a row is stands in row.py.
+"""
 
 from matrix import backwards, changes, compiled, dtypes, functions, gradients, modules, optimizers
 from matrix.row import ROWS, Row, run_row

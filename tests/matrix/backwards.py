@@ -38,10 +38,10 @@ def summed_losses(case):
 
 @reduced("`torch.autograd.backward([loss, loss])`")
 def list_of_losses(case):
-    case.train(
-        mlp,
-        lambda model, rank, i: torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)]),
-    )
+    def run(model, rank, i):
+        torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)])
+
+    case.train(mlp, run)
 
 
 @reduced("`output.backward(gradient)` of something that is no scalar")
@@ -71,13 +71,13 @@ def retain_graph(case):
 
 @reduced("`loss.backward(inputs=[...])`: the others get no gradient")
 def backward_inputs(case):
-    case.train(
-        mlp,
-        lambda model, rank, i: loss_of(model, rank, i).backward(inputs=[model[0].weight, model[4].bias]),
-    )
+    def run(model, rank, i):
+        loss_of(model, rank, i).backward(inputs=[model[0].weight, model[4].bias])
+
+    case.train(mlp, run)
 
 
-@reduced("`torch.autograd.grad`: what it returns is this rank's own; `.grad` is left alone, the next backward is reduced")
+@reduced("`torch.autograd.grad` (not a reduction: what it returns is local), then backward")
 def autograd_grad_is_local(case):
     def run(model, rank, i):
         local = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
@@ -98,7 +98,7 @@ def create_graph(case):
     case.train(mlp, lambda model, rank, i: loss_of(model, rank, i).backward(create_graph=True))
 
 
-@reduced("`loss.backward(create_graph=True)`, then a penalty on the reduced `p.grad`, backward again")
+@reduced("`backward(create_graph=True)`, then backward of a penalty on the reduced `p.grad`")
 def penalty_on_reduced_gradients(case):
     def penalise(model):
         sum(p.grad.square().sum() for p in model.parameters()).backward()

@@ -18,7 +18,7 @@ REFRESH = "`reducer.refresh()` on every rank, and an optimizer that has the new 
 
 
 def refused_until_refresh(case, training, run=backward):
-    """Backward refuses what is not reduced, as often as it is tried; after refresh() training goes on."""
+    """Backward refuses what is not reduced, as often as one tries; refresh() mends it."""
     for _ in range(2):
         training.zero_grad()
         with case.refused():
@@ -160,7 +160,11 @@ def replaced_head_with_refresh(case):
         training.step(backward)
 
 
-@error("a module added without refresh()", match=r"(?s)extra\.(weight|bias).*refresh", instead=REFRESH)
+@error(
+    "a module added without refresh()",
+    match=r"(?s)extra\.(weight|bias).*refresh",
+    instead=REFRESH,
+)
 def added_module(case):
     def add(model):
         torch.manual_seed(1)
@@ -171,7 +175,11 @@ def added_module(case):
     refused_until_refresh(case, training)
 
 
-@error("LoRA adapters added without refresh()", match=r"(?s)trunk\.(down|up).*refresh", instead=REFRESH)
+@error(
+    "LoRA adapters added without refresh()",
+    match=r"(?s)trunk\.(down|up).*refresh",
+    instead=REFRESH,
+)
 def added_adapters(case):
     training = case.train(_two_parts, backward)
     training.change(lambda model: setattr(model, "trunk", Adapter(model.trunk)))
@@ -221,7 +229,11 @@ def removed_module(case):
 # Parameters that become something else
 
 
-@error("`model.double()` without refresh()", match=r"(?s)\w+\.(weight|bias).*refresh", instead=REFRESH)
+@error(
+    "`model.double()` without refresh()",
+    match=r"(?s)\w+\.(weight|bias).*refresh",
+    instead=REFRESH,
+)
 def converted(case):
     def run(model, rank, i):
         x, y = batch(rank, i)
@@ -280,10 +292,8 @@ def grown(case):
 @reduced("`load_state_dict`")
 def loading(case):
     training = case.train(mlp, backward)
-    torch.manual_seed(1)
-    state = nn.Sequential(*(nn.Linear(p.shape[1], p.shape[0]) for p in mlp().parameters() if p.dim() == 2)).state_dict()
-    names = list(mlp().state_dict())
-    training.change(lambda model: model.load_state_dict(dict(zip(names, state.values(), strict=True))))
+    state = {name: tensor / 2 for name, tensor in mlp().state_dict().items()}
+    training.change(lambda model: model.load_state_dict(state))
     for _ in range(2):
         training.step(backward)
 
@@ -310,6 +320,10 @@ def loading_by_assignment(case):
     refused_until_refresh(case, training)
 
 
+def _swap(model):
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(16, 8)))
+
+
 @error(
     "`torch.utils.swap_tensors` of an attached parameter",
     match="swap|weakref",
@@ -319,7 +333,7 @@ def loading_by_assignment(case):
 def swapped(case):
     training = case.train(mlp, backward)
     with case.refused():
-        torch.utils.swap_tensors(training.model[0].weight, nn.Parameter(torch.zeros(16, 8)))
+        _swap(training.model)
     for _ in range(2):
         training.step(backward)
 
@@ -328,7 +342,7 @@ def swapped(case):
 def swapped_with_detach(case):
     training = case.train(mlp, backward)
     training.reducer.detach()
-    training.change(lambda model: torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(16, 8))))
+    training.change(_swap)
     training.reducer.attach(training.model)
     training.renew_optimizers()
     for _ in range(2):

@@ -25,7 +25,7 @@ def _with(step):
     def run(model, rank, i):
         x, y = batch(rank, i)
         device = torch.get_default_device()
-        torch.set_default_device(None)  # as in most programs; the compiler would trace the mode, too
+        torch.set_default_device(None)  # as most programs have it; the compiler traces the mode
         try:
             step(model, x, y)
         finally:
@@ -128,7 +128,8 @@ def _refuse_compiled_autograd(case, run, enable=contextlib.nullcontext, **config
 
 @error("compiled autograd (`torch._dynamo.config.compiled_autograd`)", **COMPILED_AUTOGRAD)
 def compiled_autograd(case):
-    _refuse_compiled_autograd(case, _with(torch.compile(_step, backend="eager")), compiled_autograd=True)
+    run = _with(torch.compile(_step, backend="eager"))
+    _refuse_compiled_autograd(case, run, compiled_autograd=True)
 
 
 @error(

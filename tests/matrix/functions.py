@@ -25,16 +25,18 @@ class _Scale(torch.autograd.Function):
 
 @reduced("a custom `autograd.Function`")
 def custom_function(case):
-    case.train(
-        mlp,
-        lambda model, rank, i: F.mse_loss(Fail.apply(model(batch(rank, i)[0]), False), batch(rank, i)[1]).backward(),
-    )
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        F.mse_loss(Fail.apply(model(x), False), y).backward()
+
+    case.train(mlp, run)
 
 
 @reduced("a `Function` that returns None for a parameter: its gradient stays None")
 def function_returns_none(case):
     def run(model, rank, i):
-        F.mse_loss(_Scale.apply(model[0](batch(rank, i)[0]), model[1].weight), batch(rank, i)[1]).backward()
+        x, y = batch(rank, i)
+        F.mse_loss(_Scale.apply(model[0](x), model[1].weight), y).backward()
 
     case.train(_two_layers, run)
 
@@ -42,8 +44,9 @@ def function_returns_none(case):
 @reduced("a `Function` that returns None on some ranks only: they count as zero")
 def function_returns_none_on_a_rank(case):
     def run(model, rank, i):
-        hidden, weight = model[0](batch(rank, i)[0]), model[1].weight
-        F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, batch(rank, i)[1]).backward()
+        x, y = batch(rank, i)
+        hidden, weight = model[0](x), model[1].weight
+        F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, y).backward()
 
     case.train(_two_layers, run)
 
@@ -174,10 +177,10 @@ def _functional_loss(model, parameters, rank, i):
 
 @reduced("`functional_call` with the model's own parameters, `loss.backward()`")
 def functional_call_of_its_own(case):
-    case.train(
-        mlp,
-        lambda model, rank, i: _functional_loss(model, dict(model.named_parameters()), rank, i).backward(),
-    )
+    def run(model, rank, i):
+        _functional_loss(model, dict(model.named_parameters()), rank, i).backward()
+
+    case.train(mlp, run)
 
 
 @reduced("an inner loop on fast weights, then `outer_loss.backward()` (MAML)")
@@ -185,8 +188,10 @@ def maml(case):
     def run(model, rank, i):
         fast = dict(model.named_parameters())
         for inner in range(2):
-            slopes = torch.autograd.grad(_functional_loss(model, fast, rank, inner), list(fast.values()), create_graph=True)
-            fast = {name: p - 0.1 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
+            loss = _functional_loss(model, fast, rank, inner)
+            slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            steps = dict(zip(fast, slopes, strict=True))
+            fast = {name: p - 0.1 * steps[name] for name, p in fast.items()}
         _functional_loss(model, fast, rank, i + 10).backward()
 
     case.train(mlp, run)
@@ -242,7 +247,7 @@ BY_HAND = {
 
 
 def refuse_gradients_by_hand(case, set_gradients):
-    """The step refuses gradients that nothing has reduced; after reduce() it takes them, and training goes on."""
+    """The step refuses gradients that nothing has reduced; after reduce() it takes them."""
 
     def by_hand(model, rank, i):
         set_gradients(model, rank, i)
@@ -273,7 +278,8 @@ def private_gradients_without_reduce(case):
 
 def _set_autograd_gradients(model, rank, i):
     parameters = list(model.parameters())
-    for p, slope in zip(parameters, torch.autograd.grad(loss_of(model, rank, i), parameters), strict=True):
+    slopes = torch.autograd.grad(loss_of(model, rank, i), parameters)
+    for p, slope in zip(parameters, slopes, strict=True):
         p.grad = slope
 
 

@@ -7,7 +7,9 @@ import os
 
 import torch
 from models import backward, batch, convnet, image_backward, mlp
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from matrix.functions import BY_HAND
 from matrix.row import Training, error, reduced
@@ -67,11 +69,25 @@ def replaced(case):
     case.train(mlp, run)
 
 
+@reduced("`p.grad` replaced after backward by what is made of it, then `optimizer.step()`")
+def replaced_after_backward(case):
+    def halve(model):
+        for p in model.parameters():
+            p.grad = p.grad / 2
+
+    training = Training(case, mlp)
+    for _ in range(3):
+        training.zero_grad()
+        training.backward(backward)
+        training.change(halve)
+        training.update()
+
+
 @reduced("gradients that lie in the user's own `comm.empty` memory")
 def in_memory_of_the_communicator(case):
     def run(model, rank, i):
-        flat = case.comm.empty(sum(p.numel() for p in model.parameters()), dtype=torch.float32).zero_()
-        parts = flat.split([p.numel() for p in model.parameters()])
+        sizes = [p.numel() for p in model.parameters()]
+        parts = case.comm.empty(sum(sizes), dtype=torch.float32).zero_().split(sizes)
         for p, part in zip(model.parameters(), parts, strict=True):
             p.grad = part.view_as(p)
         backward(model, rank, i)
@@ -115,7 +131,7 @@ def negative_bit(case):
 
     probe = make()
     backward(probe, 0)
-    assert probe[0].weight.grad.is_neg(), "autograd resolves the bit by itself: the row shows nothing"
+    assert probe[0].weight.grad.is_neg(), "autograd resolves the bit: the row shows nothing"
     case.train(make, backward)
 
 
@@ -129,17 +145,21 @@ def strides(case):
 
 
 def _evolve(model, rank, i):
-    """An evolution strategy: the gradient is the noise, weighted by what it did to the loss."""
+    """An evolution strategy: the gradient is noise, weighted by what it does to the loss.
+
+    The noise goes into copies: what adding and subtracting it leaves behind differs by rank.
+    """
     generator = torch.Generator("cpu").manual_seed(100 * i + rank)
     x, y = batch(rank, i)
-    parameters = list(model.parameters())
-    noise = [(0.1 * torch.randn(p.shape, generator=generator, device="cpu")).to(p.device) for p in parameters]
+    named = dict(model.named_parameters())
+    noise = {}
+    for name, p in named.items():
+        noise[name] = torch.randn(p.shape, generator=generator, device="cpu").to(p.device) / 10
     with torch.no_grad():
-        torch._foreach_add_(parameters, noise)
-        loss = F.mse_loss(model(x), y)
-        torch._foreach_sub_(parameters, noise)
-    for p, direction in zip(parameters, noise, strict=True):
-        p.grad = loss * direction
+        moved = {name: p + noise[name] for name, p in named.items()}
+        loss = F.mse_loss(functional_call(model, moved, (x,)), y)
+    for name, p in named.items():
+        p.grad = loss * noise[name]
 
 
 @reduced("gradients of an evolution strategy, then `reducer.reduce()`")
@@ -158,7 +178,7 @@ def partly_by_hand(case):
 
 
 def refuse_by_hand(case, refused):
-    """`refused(training)` refuses gradients set by hand, as often as it is tried; after reduce() it takes them."""
+    """`refused(training)` refuses gradients set by hand; after reduce() it takes them."""
     training = case.train(mlp, backward)
     training.zero_grad()
     _evolve(training.model, case.rank, training.n_steps)
@@ -217,12 +237,13 @@ def forked(case):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert all(torch.equal(p.grad, old) for p, old in zip(training.model.parameters(), before, strict=True))
+    after = [p.grad for p in training.model.parameters()]
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
     training.update()
     training.step(backward)
 
 
-class _Numbers(torch.utils.data.Dataset):
+class _Numbers(Dataset):
     def __init__(self, rank):
         self.items = [batch(rank, i)[0] for i in range(4)]
 
@@ -235,10 +256,10 @@ class _Numbers(torch.utils.data.Dataset):
 
 @reduced("`DataLoader` workers (`num_workers=2`, fork) started during training")
 def loader_workers(case):
-    multiprocessing.current_process().daemon = False  # as the process of a user is: daemons may have no children
+    multiprocessing.current_process().daemon = False  # a daemon, unlike a user, may not have any
     training = case.train(mlp, backward)
     for _ in range(2):
-        loader = torch.utils.data.DataLoader(_Numbers(case.rank), num_workers=2, multiprocessing_context="fork")
-        for x in loader:
+        numbers = _Numbers(case.rank)
+        for x in DataLoader(numbers, num_workers=2, multiprocessing_context="fork"):
             assert x.shape == (1, 4, 8)
         training.step(backward)

@@ -44,7 +44,10 @@ def unused(case):
 
 @reduced("parameters that some ranks do not use: they count as zero there")
 def unused_on_a_rank(case):
-    case.train(Heads, lambda model, rank, i: loss_of(model, rank, i, *range(1 + rank % 2)).backward())
+    def run(model, rank, i):
+        loss_of(model, rank, i, *range(1 + rank % 2)).backward()
+
+    case.train(Heads, run)
 
 
 @reduced("branches that change with the rank and the step (mixture of experts)")
@@ -85,7 +88,11 @@ def lstm(case):
         torch.manual_seed(0)
         return nn.LSTM(8, 4, num_layers=2, batch_first=True)
 
-    case.train(make, lambda model, rank, i: model(batch(rank, i)[0][None])[0].square().sum().backward())
+    def run(model, rank, i):
+        output, _ = model(batch(rank, i)[0][None])
+        output.square().sum().backward()
+
+    case.train(make, run)
 
 
 @reduced("`weight_norm` before attach()")
@@ -241,7 +248,8 @@ def sparse_parameter(case):
     raises=ValueError,
 )
 def negated_parameter(case):
-    _refuse_to_attach(case, lambda: _with(tilt=lambda: nn.Parameter(torch._neg_view(torch.ones(3)))))
+    tilt = torch._neg_view(torch.ones(3))
+    _refuse_to_attach(case, lambda: _with(tilt=lambda: nn.Parameter(tilt)))
 
 
 @error(
@@ -275,7 +283,8 @@ def expanded_parameter(case):
     raises=ValueError,
 )
 def float8_parameter(case):
-    _refuse_to_attach(case, lambda: _with(coarse=lambda: nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn))))
+    coarse = torch.ones(4).to(torch.float8_e4m3fn)
+    _refuse_to_attach(case, lambda: _with(coarse=lambda: nn.Parameter(coarse)))
 
 
 @error(
@@ -285,7 +294,8 @@ def float8_parameter(case):
     raises=ValueError,
 )
 def complex_parameter(case):
-    _refuse_to_attach(case, lambda: _with(phase=lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64))))
+    phase = torch.ones(3, dtype=torch.complex64)
+    _refuse_to_attach(case, lambda: _with(phase=lambda: nn.Parameter(phase)))
 
 
 @error(

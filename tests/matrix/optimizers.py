@@ -17,7 +17,8 @@ def param_groups(case):
     def groups(parameters):
         parameters = list(parameters)
         weights, biases = parameters[::2], parameters[1::2]
-        return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 1e-2}], lr=1e-3)
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 1e-2}]
+        return torch.optim.AdamW(groups, lr=1e-3)
 
     def run(model, rank, i):
         with case.no_sync(model):
@@ -33,9 +34,10 @@ def fused_optimizers(case):
     case.train(mlp, backward, optimizer=functools.partial(torch.optim.SGD, lr=0.1, foreach=True))
 
 
-@reduced("`LBFGS`, its closure returning the mean of the ranks' losses (`comm.all_reduce(loss, 'mean')`)")
+@reduced("`LBFGS` whose closure returns the ranks' mean loss (`comm.all_reduce(loss, 'mean')`)")
 def lbfgs(case):
-    training = Training(case, mlp, optimizer=functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=4))
+    optimizer = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=4)
+    training = Training(case, mlp, optimizer=optimizer)
 
     def closure():
         training.model.zero_grad()
@@ -88,7 +90,7 @@ IN_BACKWARD = {
 
 
 def _step_in_hooks(model):
-    """One optimizer for each parameter, which steps as soon as there is a gradient; returns the hooks."""
+    """An optimizer for each parameter, stepping as soon as it can; returns the hooks."""
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(p):
@@ -125,11 +127,10 @@ def step_in_backward_before_attach(case):
 
     def make():
         model = mlp()
-        handles.append(_step_in_hooks(model))
+        handles.extend(_step_in_hooks(model))
         return model
 
-    training = Training(case, make)
-    _refuse_steps_in_hooks(case, training, [handle for of_a_model in handles for handle in of_a_model])
+    _refuse_steps_in_hooks(case, Training(case, make), handles)
 
 
 def _with_a_local_part():
@@ -208,7 +209,7 @@ def exception_in_backward(case):
 
 
 @error(
-    "an exception in forward on one rank, before any gradient: the others hear of it by `comm.abandon()`",
+    "an exception in forward on one rank: the others hear of it by `comm.abandon()`",
     match=r"rank 1 .*abandon|abandon.* rank 1",
     instead="catch it, `comm.abandon()`, and go on with the next batch, on every rank",
 )

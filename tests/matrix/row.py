@@ -1,7 +1,8 @@
-"""One row of the matrix: a feature of autograd or of nn.Module, and which of two things happens under a reducer.
+"""One row of the matrix: a feature of autograd or of nn.Module, and its outcome under a reducer.
 
-Either gradients come out reduced, as the replicas of a Training say, or every rank gets a clear error and training goes on after
-the remedy. A row is a function of a Case, marked `@reduced` or `@error`; no other outcome can be written down.
+Either gradients come out reduced, as the replicas of a Training say, or every rank gets a clear
+error, and training goes on after the remedy. A row is a function of a Case, marked `@reduced` or
+`@error`; no other outcome can be written down.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 import fastcomm
 
+Body = Callable[["Case"], None]
+Make = Callable[[], nn.Module]
 Run = Callable[[nn.Module, int, int], object]  # of a model, a rank and the number of the step
 
 ROWS: dict[str, Row] = {}
@@ -44,7 +47,7 @@ class Row:
     needs     whether this release of torch has the feature
     """
 
-    body: Callable[[Case], None]
+    body: Body
     feature: str
     match: str = ""
     instead: str = ""
@@ -66,17 +69,17 @@ class Row:
         return not self.match
 
 
-def reduced(feature: str, **options: Any) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-    """Marks a row whose gradients are the mean over ranks of what every rank's own model would have."""
+def reduced(feature: str, **options: Any) -> Callable[[Body], Body]:
+    """Marks a row whose gradients are the mean over ranks of what replicas get."""
     return lambda body: _add(Row(body, feature, **options))
 
 
-def error(feature: str, *, match: str, instead: str, **options: Any) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-    """Marks a row that every rank refuses, in whole or in part: the row says where, by `case.refused()`."""
+def error(feature: str, *, match: str, instead: str, **options: Any) -> Callable[[Body], Body]:
+    """Marks a row that every rank refuses; where, it says by `case.refused()`."""
     return lambda body: _add(Row(body, feature, match, instead, **options))
 
 
-def _add(row: Row) -> Callable[[Case], None]:
+def _add(row: Row) -> Body:
     if row.name in ROWS:
         raise ValueError(f"there are two rows named {row.name}")
     ROWS[row.name] = row
@@ -84,7 +87,7 @@ def _add(row: Row) -> Callable[[Case], None]:
 
 
 def run_row(comm: Any, name: str) -> list[str]:
-    """A body for `ranks`: runs one row and returns a digest of all it has compared, which must be equal on all ranks."""
+    """A body for `ranks`: runs a row. Returns digests that must be equal on all ranks."""
     case = Case(comm, ROWS[name])
     try:
         with warnings.catch_warnings():
@@ -94,7 +97,7 @@ def run_row(comm: Any, name: str) -> list[str]:
         if case.row.is_whole:
             comm.barrier()  # what a row has left under way is found here, not in the next one
     except BaseException:
-        comm.abort()  # the ranks are replaced; those that are still at work need not wait for this one
+        comm.abort()  # the ranks will be replaced; the others need not wait for this one
         raise
     finally:
         case.close()
@@ -102,7 +105,7 @@ def run_row(comm: Any, name: str) -> list[str]:
 
 
 class Case:
-    """A row as one rank runs it. Notes what was compared and what was refused, so that no row can end without its outcome."""
+    """A row as one rank runs it. Notes what was compared and refused: no row ends without."""
 
     def __init__(self, comm: Any, row: Row) -> None:
         self.comm = comm
@@ -113,29 +116,29 @@ class Case:
         self.trainings: list[Training] = []
         self.n_refused = 0
 
-    def train(self, make: Callable[[], nn.Module], run: Run, steps: int = 2, **options: Any) -> Training:
-        """Trains what `make` makes for some steps, each of them compared with the oracle; options as Training's."""
+    def train(self, make: Make, run: Run, steps: int = 2, **options: Any) -> Training:
+        """Trains for some steps, each of them compared with the oracle; options as Training's."""
         training = Training(self, make, **options)
         for _ in range(steps):
             training.step(run)
         return training
 
     @contextlib.contextmanager
-    def refused(self, raises: type[Exception] | None = None, match: str | None = None) -> Iterator[None]:
+    def refused(self, raises: type[Exception] | None = None, match: str = "") -> Iterator[None]:
         """What is inside raises, on this rank, what the row (or the arguments) says."""
         with pytest.raises(raises or self.row.raises, match=match or self.row.match):
             yield
         self.n_refused += 1
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """For runs: no_sync() of every reducer of the model; nothing for a replica, which has none."""
+        """For runs: no_sync() of every reducer of the model. A replica has none."""
         stack = contextlib.ExitStack()
         for reducer in self._reducers_of(model):
             stack.enter_context(reducer.no_sync())
         return stack
 
     def reduce(self, model: nn.Module) -> None:
-        """For runs: reduce() of every reducer of the model; nothing for a replica."""
+        """For runs: reduce() of every reducer of the model. A replica has none."""
         for reducer in self._reducers_of(model):
             reducer.reduce()
 
@@ -147,7 +150,7 @@ class Case:
             assert self.n_refused, "the row has refused nothing"
 
     def same(self, *tensors: Tensor) -> None:
-        """These tensors are to be bitwise equal on all ranks; whoever started the ranks compares the digests."""
+        """These tensors are to be bitwise equal on all ranks: digests are compared in the end."""
         sha = hashlib.sha256()
         for tensor in tensors:
             sha.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
@@ -159,7 +162,8 @@ class Case:
                 reducer.detach()
 
     def _reducers_of(self, model: nn.Module) -> list[fastcomm.Reducer]:
-        return [reducer for training in self.trainings if training.model is model for reducer in training.reducers]
+        mine = [training for training in self.trainings if training.model is model]
+        return [reducer for training in mine for reducer in training.reducers]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -167,18 +171,18 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Training:
-    """A model under a reducer and, beside it in this process alone, a replica of it for every rank: the oracle.
+    """A model under a reducer and, in this process alone, a replica for every rank: the oracle.
 
     make: makes the model, the same on every call and every rank.
     parts: which modules of the model get a reducer each; by default the model itself.
-    oracle: where the oracle is not the mean of every rank's own run, the run that gives the expected gradients on a replica.
+    oracle: what gives the expected gradients on a replica, where it is not the mean of the runs.
     optimizer: makes one of parameters.
     """
 
     def __init__(
         self,
         case: Case,
-        make: Callable[[], nn.Module],
+        make: Make,
         *,
         parts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: [model],
         oracle: Run | None = None,
@@ -203,7 +207,7 @@ class Training:
         return self.reducers[0]
 
     def step(self, run: Run) -> None:
-        """One step of training by `run`, compared: gradients after it, parameters after the optimizer."""
+        """Trains for one step by `run`; compares gradients, and parameters after the optimizer."""
         self.zero_grad()
         self.backward(run)
         self.update()
@@ -213,7 +217,7 @@ class Training:
             model.zero_grad()
 
     def backward(self, run: Run) -> None:
-        """Runs, and compares the gradients with the mean of what the replicas get; the replicas have the mean from here on."""
+        """Runs, and compares the gradients with the mean of what the replicas get."""
         run(self.model, self.case.rank, self.n_steps)
         self.expect(run)
         pairs = self._pairs()
@@ -253,7 +257,8 @@ class Training:
 
     def renew_optimizers(self) -> None:
         """New ones, of the parameters the models have now."""
-        self.optimizer, *self.replica_optimizers = (self._make_optimizer(model.parameters()) for model in (self.model, *self.replicas))
+        self.optimizer = self._make_optimizer(self.model.parameters())
+        self.replica_optimizers = [self._make_optimizer(r.parameters()) for r in self.replicas]
 
     def refresh(self) -> None:
         """The remedy after a change of the model's parameters."""
@@ -280,4 +285,5 @@ def _assert_close(what: str, mine: Tensor | None, wanted: Tensor | None) -> None
     rtol, atol = _TOLERANCE[mine.dtype]
     if mine.dtype == wanted.dtype and torch.allclose(mine, wanted, rtol=rtol, atol=atol):
         return  # at a tenth of the cost of what follows
-    torch.testing.assert_close(mine, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+    name = f"{what}: {{}}".format
+    torch.testing.assert_close(mine, wanted, rtol=rtol, atol=atol, msg=name)
