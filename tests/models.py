@@ -111,7 +111,7 @@ def mean_gradients(model: nn.Module, world_size: int, run: Callable[[nn.Module, 
         replica = copy.deepcopy(model)
         run(replica, rank)
         by_rank.append(gradients(replica))
-    return [_mean(column) for column in zip(*by_rank, strict=True)]
+    return [mean_of(column) for column in zip(*by_rank, strict=True)]
 
 
 def assert_gradients(model: nn.Module, expected: Sequence[Tensor | None]) -> None:
@@ -135,7 +135,8 @@ def check_gradients(comm: Any, model: nn.Module, run: Callable[[nn.Module, int],
     return reducer
 
 
-def _mean(column: Sequence[Tensor | None]) -> Tensor | None:
+def mean_of(column: Sequence[Tensor | None]) -> Tensor | None:
+    """The mean over ranks of one parameter's gradients. None counts as zero; if all are None, so is the mean."""
     present = [gradient for gradient in column if gradient is not None]
     if not present:
         return None

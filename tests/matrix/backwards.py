@@ -1,0 +1,282 @@
+"""Ways to call backward"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from models import backward, batch, loss_of, mlp
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from matrix.row import Training, error, reduced
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
+
+
+@reduced("`loss.backward()`")
+def plain_backward(case):
+    case.train(mlp, backward)
+
+
+@reduced("`loss.backward()` of a model in many buckets")
+def many_buckets(case):
+    case.train(mlp, backward, **SMALL_BUCKETS)
+
+
+@reduced("several losses, summed")
+def summed_losses(case):
+    case.train(
+        mlp,
+        lambda model, rank, i: (loss_of(model, rank, i) + loss_of(model, rank, i + 10)).backward(),
+    )
+
+
+@reduced("`torch.autograd.backward([loss, loss])`")
+def list_of_losses(case):
+    def run(model, rank, i):
+        torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)])
+
+    case.train(mlp, run)
+
+
+@reduced("`output.backward(gradient)` of something that is no scalar")
+def backward_of_a_vector(case):
+    case.train(mlp, lambda model, rank, i: model(batch(rank, i)[0]).backward(batch(rank, i)[1]))
+
+
+@reduced("two losses, two backwards")
+def two_backwards(case):
+    def run(model, rank, i):
+        first, second = loss_of(model, rank, i), loss_of(model, rank, i + 10)
+        first.backward()
+        second.backward()
+
+    case.train(mlp, run)
+
+
+@reduced("two backwards through one graph (`retain_graph=True`)")
+def retain_graph(case):
+    def run(model, rank, i):
+        hidden = model(batch(rank, i)[0])
+        hidden.sum().backward(retain_graph=True)
+        hidden.square().sum().backward()
+
+    case.train(mlp, run)
+
+
+@reduced("`loss.backward(inputs=[...])`: the others get no gradient")
+def backward_inputs(case):
+    def run(model, rank, i):
+        loss_of(model, rank, i).backward(inputs=[model[0].weight, model[4].bias])
+
+    case.train(mlp, run)
+
+
+@reduced("`torch.autograd.grad` (not a reduction: what it returns is local), then backward")
+def autograd_grad_is_local(case):
+    def run(model, rank, i):
+        local = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
+        again = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
+        assert torch.equal(local, again)
+        backward(model, rank, i)
+
+    case.train(mlp, run)
+
+
+def _mean_loss(case, model, i):
+    """The oracle's loss where gradients of gradients meet: that of all ranks' batches at once."""
+    return torch.stack([loss_of(model, rank, i) for rank in range(case.world_size)]).mean()
+
+
+@reduced("`loss.backward(create_graph=True)`")
+def create_graph(case):
+    case.train(mlp, lambda model, rank, i: loss_of(model, rank, i).backward(create_graph=True))
+
+
+@reduced("`backward(create_graph=True)`, then backward of a penalty on the reduced `p.grad`")
+def penalty_on_reduced_gradients(case):
+    def penalise(model):
+        sum(p.grad.square().sum() for p in model.parameters()).backward()
+
+    def run(model, rank, i):
+        loss_of(model, rank, i).backward(create_graph=True)
+        penalise(model)
+
+    def whole_batch(model, rank, i):
+        _mean_loss(case, model, i).backward(create_graph=True)
+        penalise(model)
+
+    case.train(mlp, run, oracle=whole_batch)
+
+
+@reduced("gradient penalty by `torch.autograd.grad(..., create_graph=True)`")
+def gradient_penalty(case):
+    def run(model, rank, i):
+        x = batch(rank, i)[0].requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (loss_of(model, rank, i) + slope.square().sum()).backward()
+
+    case.train(mlp, run)
+
+
+@reduced("two backwards in a step with the parameters moved between them (SAM)")
+def sharpness_aware(case):
+    def sam(loss):
+        def run(model, rank, i):
+            loss(model, rank, i).backward()
+            moves = [0.05 * p.grad for p in model.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moves)
+            model.zero_grad()
+            loss(model, rank, i).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moves)
+
+        return run
+
+    case.train(mlp, sam(loss_of), oracle=sam(lambda model, _, i: _mean_loss(case, model, i)))
+
+
+# Threads. An unused parameter makes the end of backward do some of the work.
+
+
+def _with_unused():
+    model = mlp()
+    model.unused = nn.Parameter(torch.ones(3))
+    return model
+
+
+@reduced("backward in a `threading.Thread`, some parameters unused")
+def in_a_thread(case):
+    def run(model, rank, i):
+        thread = threading.Thread(target=backward, args=(model, rank, i))
+        thread.start()
+        thread.join()
+
+    case.train(_with_unused, run)
+
+
+@reduced("backward in a `concurrent.futures` pool, some parameters unused")
+def in_a_pool(case):
+    with ThreadPoolExecutor(1) as pool:
+        case.train(_with_unused, lambda *args: pool.submit(backward, *args).result())
+
+
+@reduced("backward in a thread that `threading` did not start, some parameters unused")
+def in_a_bare_thread(case):
+    def run(model, rank, i):
+        is_done = _thread.allocate_lock()
+        is_done.acquire()
+
+        def body():
+            try:
+                backward(model, rank, i)
+            finally:
+                is_done.release()
+
+        _thread.start_new_thread(body, ())
+        is_done.acquire()
+
+    case.train(_with_unused, run)
+
+
+@reduced("backward in a thread of a C library, some parameters unused")
+def in_a_thread_of_c(case):
+    libc = ctypes.CDLL(None)
+
+    def run(model, rank, i):
+        thread = ctypes.c_ulong()
+
+        @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+        def body(_):
+            backward(model, rank, i)
+
+        assert libc.pthread_create(ctypes.byref(thread), None, body, None) == 0
+        libc.pthread_join(thread, None)
+
+    case.train(_with_unused, run)
+
+
+# Accumulation
+
+
+@reduced("gradient accumulation with `no_sync()`")
+def no_sync(case):
+    def run(model, rank, i):
+        with case.no_sync(model):
+            backward(model, rank, i)
+            backward(model, rank, i + 10)
+        backward(model, rank, i + 20)
+
+    case.train(mlp, run)
+
+
+@reduced("gradient accumulation without `no_sync()`")
+def accumulation(case):
+    def run(model, rank, i):
+        backward(model, rank, i)
+        backward(model, rank, i + 10)
+
+    case.train(mlp, run)
+
+
+# Checkpointing
+
+
+def _checkpointed(reentrant):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
+        F.mse_loss(checkpoint(model[2:], hidden, use_reentrant=reentrant), y).backward()
+
+    return run
+
+
+def _shared_layer(reentrant):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        hidden = model[0](x)
+        for _ in range(2):
+            hidden = checkpoint(model[1:4], hidden, use_reentrant=reentrant)
+        F.mse_loss(model[4](hidden), y).backward()
+
+    return run
+
+
+@reduced("`checkpoint(..., use_reentrant=False)`")
+def checkpointing(case):
+    case.train(mlp, _checkpointed(reentrant=False))
+
+
+@reduced("`checkpoint(..., use_reentrant=True)`")
+def reentrant_checkpointing(case):
+    case.train(mlp, _checkpointed(reentrant=True))
+
+
+@reduced("a layer under two non-reentrant checkpoints")
+def shared_layer(case):
+    case.train(mlp, _shared_layer(reentrant=False), **SMALL_BUCKETS)
+
+
+@reduced("a layer under two reentrant checkpoints, with `Reducer(overlap=False)`")
+def shared_layer_without_overlap(case):
+    case.train(mlp, _shared_layer(reentrant=True), overlap=False, **SMALL_BUCKETS)
+
+
+@error(
+    "a layer under two reentrant checkpoints, its bucket launched in between",
+    match=r"2\.(weight|bias).*use_reentrant=False.*overlap=False",
+    instead="`checkpoint(..., use_reentrant=False)`, or `Reducer(overlap=False)`",
+)
+def shared_layer_under_reentrant(case):
+    training = Training(case, mlp, **SMALL_BUCKETS)
+    with case.refused():
+        _shared_layer(reentrant=True)(training.model, case.rank, 0)
+    training.assert_parameters()
+    training.step(_shared_layer(reentrant=False))
+    training.step(backward)

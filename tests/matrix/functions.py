@@ -1,0 +1,293 @@
+"""Functions, hooks and torch.func"""
+
+from __future__ import annotations
+
+import torch
+from models import Fail, backward, batch, loss_of, mlp
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from matrix.row import Training, error, reduced
+
+
+class _Scale(torch.autograd.Function):
+    """Returns None for the second of its inputs."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@reduced("a custom `autograd.Function`")
+def custom_function(case):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        F.mse_loss(Fail.apply(model(x), False), y).backward()
+
+    case.train(mlp, run)
+
+
+@reduced("a `Function` that returns None for a parameter: its gradient stays None")
+def function_returns_none(case):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        F.mse_loss(_Scale.apply(model[0](x), model[1].weight), y).backward()
+
+    case.train(_two_layers, run)
+
+
+@reduced("a `Function` that returns None on some ranks only: they count as zero")
+def function_returns_none_on_a_rank(case):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        hidden, weight = model[0](x), model[1].weight
+        F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, y).backward()
+
+    case.train(_two_layers, run)
+
+
+def _two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False))
+
+
+class _Fused(torch.autograd.Function):
+    """A loss that works out its gradients in forward, as fused cross entropies do."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target):
+        with torch.enable_grad():
+            inputs = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = F.mse_loss(inputs[0] @ inputs[1].t(), target)
+            ctx.save_for_backward(*torch.autograd.grad(loss, inputs))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_hidden, of_weight = ctx.saved_tensors
+        return gradient * of_hidden, gradient * of_weight, None
+
+
+@reduced("a loss whose `Function` works out its gradients in forward (fused cross entropy)")
+def gradients_in_forward(case):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        _Fused.apply(model[0](x), model[1].weight, y).backward()
+
+    case.train(_two_layers, run)
+
+
+class _BackwardInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        with torch.enable_grad():
+            layer(x.detach()).square().sum().backward()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@reduced("a backward inside a `Function`'s forward")
+def backward_in_forward(case):
+    def run(model, rank, i):
+        hidden = _BackwardInForward.apply(model[0](batch(rank, i)[0]), model[1])
+        F.mse_loss(model[1](hidden), batch(rank, i)[1]).backward()
+
+    case.train(_two_layers, run)
+
+
+@reduced("a backward inside a tensor's hook")
+def backward_in_a_hook(case):
+    def run(model, rank, i):
+        def another(_):
+            with torch.enable_grad():
+                model[1](batch(rank, i + 10)[1]).square().mean().backward()
+
+        hidden = model[0](batch(rank, i)[0])
+        hidden.register_hook(another)
+        hidden.square().mean().backward()
+
+    case.train(_two_layers, run)
+
+
+# Hooks
+
+
+def _hooked():
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda g: 2 * g)
+    return model
+
+
+@reduced("`parameter.register_hook` that changes the gradient")
+def tensor_hooks(case):
+    case.train(_hooked, backward)
+
+
+def _double(p):
+    p.grad.mul_(2)
+
+
+def _post_accumulate_hooked():
+    model = mlp()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_double)
+    return model
+
+
+@reduced("`register_post_accumulate_grad_hook` before attach(): what it leaves is reduced")
+def post_accumulate_hooks(case):
+    case.train(_post_accumulate_hooked, backward)
+
+
+@reduced("`module.register_full_backward_hook`")
+def module_hooks(case):
+    def make():
+        model = mlp()
+        model[2].register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
+        return model
+
+    case.train(make, backward)
+
+
+@reduced("saved-tensor hooks (`save_on_cpu`) and `detect_anomaly`")
+def saved_tensor_hooks(case):
+    def run(model, rank, i):
+        with torch.autograd.graph.save_on_cpu(), torch.autograd.detect_anomaly(check_nan=True):
+            backward(model, rank, i)
+
+    case.train(mlp, run)
+
+
+# torch.func
+
+
+def _functional_loss(model, parameters, rank, i):
+    x, y = batch(rank, i)
+    return F.mse_loss(functional_call(model, parameters, (x,)), y)
+
+
+@reduced("`functional_call` with the model's own parameters, `loss.backward()`")
+def functional_call_of_its_own(case):
+    def run(model, rank, i):
+        _functional_loss(model, dict(model.named_parameters()), rank, i).backward()
+
+    case.train(mlp, run)
+
+
+@reduced("an inner loop on fast weights, then `outer_loss.backward()` (MAML)")
+def maml(case):
+    def run(model, rank, i):
+        fast = dict(model.named_parameters())
+        for inner in range(2):
+            loss = _functional_loss(model, fast, rank, inner)
+            slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            steps = dict(zip(fast, slopes, strict=True))
+            fast = {name: p - 0.1 * steps[name] for name, p in fast.items()}
+        _functional_loss(model, fast, rank, i + 10).backward()
+
+    case.train(mlp, run)
+
+
+@reduced("a Jacobian-vector product in forward mode, then backward")
+def forward_mode(case):
+    def run(model, rank, i):
+        x, tangent = batch(rank, i)[0], batch(rank, i + 10)[0]
+        _, slope = torch.func.jvp(model, (x,), (tangent,))
+        slope.square().sum().backward()
+
+    case.train(mlp, run)
+
+
+def _set_func_gradients(model, rank, i):
+    """torch.func.grad returns gradients; here the user puts them in .grad."""
+    slopes = grad(lambda parameters: _functional_loss(model, parameters, rank, i))(
+        {name: p.detach() for name, p in model.named_parameters()}
+    )
+    for name, p in model.named_parameters():
+        p.grad = slopes[name]
+
+
+def _set_private_gradients(model, rank, i):
+    """A gradient for each sample, clipped each, added up: DP-SGD without its noise."""
+
+    def loss(parameters, x, y):
+        return F.mse_loss(functional_call(model, parameters, (x[None],)), y[None])
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    slopes = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, *batch(rank, i))
+    norms = torch.stack([slope.flatten(1).norm(dim=1) for slope in slopes.values()]).norm(dim=0)
+    factors = (0.5 / norms).clamp(max=1)
+    for name, p in model.named_parameters():
+        p.grad = torch.einsum("s,s...->...", factors, slopes[name])
+
+
+@reduced("gradients by `torch.func.grad`, put into `.grad`, then `reducer.reduce()`")
+def func_grad(case):
+    case.train(mlp, lambda *args: (_set_func_gradients(*args), case.reduce(args[0])))
+
+
+@reduced("gradients of every sample by `vmap`, clipped (DP-SGD), then `reducer.reduce()`")
+def private_gradients(case):
+    case.train(mlp, lambda *args: (_set_private_gradients(*args), case.reduce(args[0])))
+
+
+BY_HAND = {
+    "match": r"(weight|bias).*reduce\(\)",
+    "instead": "`reducer.reduce()` before the step, on every rank",
+}
+
+
+def refuse_gradients_by_hand(case, set_gradients):
+    """The step refuses gradients that nothing has reduced; after reduce() it takes them."""
+
+    def by_hand(model, rank, i):
+        set_gradients(model, rank, i)
+        case.reduce(model)
+
+    training = Training(case, mlp)
+    for _ in range(2):
+        training.zero_grad()
+        set_gradients(training.model, case.rank, training.n_steps)
+        with case.refused():
+            training.optimizer.step()
+        training.assert_parameters()
+        training.zero_grad()
+        training.backward(by_hand)
+        training.update()
+        training.step(backward)
+
+
+@error("gradients by `torch.func.grad`, put into `.grad`, then `optimizer.step()`", **BY_HAND)
+def func_grad_without_reduce(case):
+    refuse_gradients_by_hand(case, _set_func_gradients)
+
+
+@error("gradients of every sample by `vmap` (DP-SGD), then `optimizer.step()`", **BY_HAND)
+def private_gradients_without_reduce(case):
+    refuse_gradients_by_hand(case, _set_private_gradients)
+
+
+def _set_autograd_gradients(model, rank, i):
+    parameters = list(model.parameters())
+    slopes = torch.autograd.grad(loss_of(model, rank, i), parameters)
+    for p, slope in zip(parameters, slopes, strict=True):
+        p.grad = slope
+
+
+@error("gradients by `torch.autograd.grad`, put into `.grad`, then `optimizer.step()`", **BY_HAND)
+def autograd_grad_without_reduce(case):
+    refuse_gradients_by_hand(case, _set_autograd_gradients)
+
+
+@reduced("gradients by `torch.autograd.grad`, put into `.grad`, then `reducer.reduce()`")
+def autograd_grad(case):
+    case.train(mlp, lambda *args: (_set_autograd_gradients(*args), case.reduce(args[0])))

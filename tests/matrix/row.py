@@ -1,0 +1,289 @@
+"""One row of the matrix: a feature of autograd or of nn.Module, and its outcome under a reducer.
+
+Either gradients come out reduced, as the replicas of a Training say, or every rank gets a clear
+error, and training goes on after the remedy. A row is a function of a Case, marked `@reduced` or
+`@error`; no other outcome can be written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import mean_of
+from torch import Tensor, nn
+
+import fastcomm
+
+Body = Callable[["Case"], None]
+Make = Callable[[], nn.Module]
+Run = Callable[[nn.Module, int, int], object]  # of a model, a rank and the number of the step
+
+ROWS: dict[str, Row] = {}
+
+_TOLERANCE = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (1e-5, 1e-6),
+    torch.bfloat16: (2**-6, 2**-8),
+    torch.float16: (2**-9, 2**-11),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature, in a user's words, and its outcome.
+
+    match     for errors: what the message says on every rank
+    instead   for errors: what a user does instead, or to mend it
+    raises    for errors: the type; another than FastcommError where torch, or attach(), refuses
+    is_whole  False: the row leaves the communicator unusable, and runs in processes of its own
+    needs     whether this release of torch has the feature
+    """
+
+    body: Body
+    feature: str
+    match: str = ""
+    instead: str = ""
+    raises: type[Exception] = fastcomm.FastcommError
+    is_whole: bool = True
+    needs: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.body.__name__
+
+    @property
+    def theme(self) -> str:
+        """The module the row stands in."""
+        return self.body.__module__
+
+    @property
+    def is_reduced(self) -> bool:
+        return not self.match
+
+
+def reduced(feature: str, **options: Any) -> Callable[[Body], Body]:
+    """Marks a row whose gradients are the mean over ranks of what replicas get."""
+    return lambda body: _add(Row(body, feature, **options))
+
+
+def error(feature: str, *, match: str, instead: str, **options: Any) -> Callable[[Body], Body]:
+    """Marks a row that every rank refuses; where, it says by `case.refused()`."""
+    return lambda body: _add(Row(body, feature, match, instead, **options))
+
+
+def _add(row: Row) -> Body:
+    if row.name in ROWS:
+        raise ValueError(f"there are two rows named {row.name}")
+    ROWS[row.name] = row
+    return row.body
+
+
+def run_row(comm: Any, name: str) -> list[str]:
+    """A body for `ranks`: runs a row. Returns digests that must be equal on all ranks."""
+    case = Case(comm, ROWS[name])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of features on their way out
+            case.row.body(case)
+        case.check_outcome()
+        if case.row.is_whole:
+            comm.barrier()  # what a row has left under way is found here, not in the next one
+    except BaseException:
+        comm.abort()  # the ranks will be replaced; the others need not wait for this one
+        raise
+    finally:
+        case.close()
+    return case.digests
+
+
+class Case:
+    """A row as one rank runs it. Notes what was compared and refused: no row ends without."""
+
+    def __init__(self, comm: Any, row: Row) -> None:
+        self.comm = comm
+        self.row = row
+        self.rank: int = comm.rank
+        self.world_size: int = comm.world_size
+        self.digests: list[str] = []
+        self.trainings: list[Training] = []
+        self.n_refused = 0
+
+    def train(self, make: Make, run: Run, steps: int = 2, **options: Any) -> Training:
+        """Trains for some steps, each of them compared with the oracle; options as Training's."""
+        training = Training(self, make, **options)
+        for _ in range(steps):
+            training.step(run)
+        return training
+
+    @contextlib.contextmanager
+    def refused(self, raises: type[Exception] | None = None, match: str = "") -> Iterator[None]:
+        """What is inside raises, on this rank, what the row (or the arguments) says."""
+        with pytest.raises(raises or self.row.raises, match=match or self.row.match):
+            yield
+        self.n_refused += 1
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """For runs: no_sync() of every reducer of the model. A replica has none."""
+        stack = contextlib.ExitStack()
+        for reducer in self._reducers_of(model):
+            stack.enter_context(reducer.no_sync())
+        return stack
+
+    def reduce(self, model: nn.Module) -> None:
+        """For runs: reduce() of every reducer of the model. A replica has none."""
+        for reducer in self._reducers_of(model):
+            reducer.reduce()
+
+    def check_outcome(self) -> None:
+        if self.row.is_reduced:
+            assert self.digests, "the row has compared nothing"
+            assert not self.n_refused, "a row that is reduced refuses nothing"
+        else:
+            assert self.n_refused, "the row has refused nothing"
+
+    def same(self, *tensors: Tensor) -> None:
+        """These tensors are to be bitwise equal on all ranks: digests are compared in the end."""
+        sha = hashlib.sha256()
+        for tensor in tensors:
+            sha.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+        self.digests.append(sha.hexdigest()[:16])
+
+    def close(self) -> None:
+        for training in self.trainings:
+            for reducer in training.reducers:
+                reducer.detach()
+
+    def _reducers_of(self, model: nn.Module) -> list[fastcomm.Reducer]:
+        mine = [training for training in self.trainings if training.model is model]
+        return [reducer for training in mine for reducer in training.reducers]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Training:
+    """A model under a reducer and, in this process alone, a replica for every rank: the oracle.
+
+    make: makes the model, the same on every call and every rank.
+    parts: which modules of the model get a reducer each; by default the model itself.
+    oracle: what gives the expected gradients on a replica, where it is not the mean of the runs.
+    optimizer: makes one of parameters.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        make: Make,
+        *,
+        parts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: [model],
+        oracle: Run | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+        **options: Any,
+    ) -> None:
+        self.case = case
+        self.model = make()
+        self.replicas = [make() for _ in range(case.world_size)]
+        self.n_steps = 0
+        self._parts = parts
+        self._oracle = oracle
+        self._make_optimizer = optimizer
+        self.renew_optimizers()
+        self.reducers: list[fastcomm.Reducer] = []
+        case.trainings.append(self)
+        for part in parts(self.model):
+            self.reducers.append(fastcomm.Reducer(case.comm, **options).attach(part))
+
+    @property
+    def reducer(self) -> fastcomm.Reducer:
+        return self.reducers[0]
+
+    def step(self, run: Run) -> None:
+        """Trains for one step by `run`; compares gradients, and parameters after the optimizer."""
+        self.zero_grad()
+        self.backward(run)
+        self.update()
+
+    def zero_grad(self) -> None:
+        for model in (self.model, *self.replicas):
+            model.zero_grad()
+
+    def backward(self, run: Run) -> None:
+        """Runs, and compares the gradients with the mean of what the replicas get."""
+        run(self.model, self.case.rank, self.n_steps)
+        self.expect(run)
+        pairs = self._pairs()
+        for name, mine, theirs in pairs:
+            _assert_close(f"the gradient of {name}", mine.grad, theirs.grad)
+        self.case.same(*(mine.grad for _, mine, _ in pairs if mine.grad is not None))
+
+    def expect(self, run: Run) -> None:
+        """The oracle: gives every replica the gradients that the model should have after `run`."""
+        run = self._oracle or run
+        for rank, replica in enumerate(self.replicas):
+            run(replica, rank, self.n_steps)
+        for column in zip(*map(self._attached, self.replicas), strict=True):
+            mean = mean_of([p.grad for p in column])
+            for p in column:
+                p.grad = None if mean is None else mean.clone()
+
+    def update(self) -> None:
+        """The optimizers' step, compared."""
+        self.optimizer.step()
+        for optimizer in self.replica_optimizers:
+            optimizer.step()
+        self.n_steps += 1
+        self.assert_parameters()
+
+    def assert_parameters(self) -> None:
+        """The parameters are those of the replicas, and the same on all ranks."""
+        pairs = self._pairs()
+        for name, mine, theirs in pairs:
+            _assert_close(f"parameter {name}", mine, theirs)
+        self.case.same(*(mine for _, mine, _ in pairs))
+
+    def change(self, how: Callable[[nn.Module], object]) -> None:
+        """Does the same to the model and its replicas, and leaves the optimizers what they are."""
+        for model in (self.model, *self.replicas):
+            how(model)
+
+    def renew_optimizers(self) -> None:
+        """New ones, of the parameters the models have now."""
+        self.optimizer = self._make_optimizer(self.model.parameters())
+        self.replica_optimizers = [self._make_optimizer(r.parameters()) for r in self.replicas]
+
+    def refresh(self) -> None:
+        """The remedy after a change of the model's parameters."""
+        self.renew_optimizers()
+        for reducer in self.reducers:
+            reducer.refresh()
+
+    def _attached(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that have a reducer."""
+        return list(nn.ModuleList(self._parts(model)).parameters())
+
+    def _pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Every such parameter with its name and its counterpart in a replica."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        mine, theirs = self._attached(self.model), self._attached(self.replicas[0])
+        return [(names[p], p, q) for p, q in zip(mine, theirs, strict=True)]
+
+
+def _assert_close(what: str, mine: Tensor | None, wanted: Tensor | None) -> None:
+    """Equal but for the roundings of a few steps, which differ with the order of additions."""
+    if mine is None or wanted is None:
+        assert mine is wanted, f"{what} is {mine}, expected {wanted}"
+        return
+    rtol, atol = _TOLERANCE[mine.dtype]
+    if mine.dtype == wanted.dtype and torch.allclose(mine, wanted, rtol=rtol, atol=atol):
+        return  # at a tenth of the cost of what follows
+    name = f"{what}: {{}}".format
+    torch.testing.assert_close(mine, wanted, rtol=rtol, atol=atol, msg=name)
