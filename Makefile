@@ -1,5 +1,6 @@
 # make demo      two ranks train a small GPT (about a minute)
 # make test      the tests
+# make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
 # make sanitize  the C core and the kernels under ASan and UBSan, the core under TSan, too
@@ -10,6 +11,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+MINUTES ?= 10
+SEED ?= random
 python := $(VENV)/bin/python
 pip_install := $(python) -m pip --disable-pip-version-check install --quiet --constraint ci/constraints.txt
 
@@ -21,12 +24,16 @@ cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd)
 kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c tests/*.h tests/*.cpp tests/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
-.PHONY: test demo bench lint sanitize format clean
+.PHONY: test fuzz demo bench lint sanitize format clean
 .NOTPARALLEL:
 
 test: $(VENV)/.installed-dev
 	$(rebuild)
 	$(python) -m pytest tests
+
+fuzz: $(VENV)/.installed-dev
+	$(rebuild)
+	PYTHONPATH=tests $(python) -m programs --minutes $(MINUTES) --seed $(SEED)
 
 demo: $(VENV)/.installed-demo
 	$(rebuild)

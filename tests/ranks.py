@@ -270,6 +270,11 @@ def gloo() -> Any:
     return dist.group.WORLD
 
 
+def meeting_place() -> Path:
+    """For bodies: a directory of these ranks alone, which goes with them."""
+    return Path(_place.directory)
+
+
 class _World:
     """The processes of one world and the pipes to them. Owns both, and the directory the ranks meet in."""
 

@@ -1,0 +1,173 @@
+"""Draws programs, runs them on ranks in batches, and shrinks one that fails to what is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, settings
+from ranks import RankError, Ranks
+
+from programs.strategies import collective_programs, reducer_programs
+
+# What draws programs for so many ranks over a transport.
+STRATEGIES: dict[str, Callable[[int, str], Any]] = {
+    "reducer": reducer_programs,
+    "collective": collective_programs,
+}
+# Many times what a program takes: who takes longer hangs.
+PROGRAM_LIMIT_S = 20.0
+SHRINKING_S = 90.0
+
+
+class Program(Protocol):
+    """Plain data. run() gives, by operation, what must be equal on all ranks."""
+
+    def run(self, comm: Any) -> list[dict[str, Any]]: ...
+
+
+class Failed(AssertionError):
+    """A program failed: prints how to run it again, and what happened on the ranks."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Of the program `index` of a batch."""
+
+    index: int
+    text: str
+
+
+# ---- on the ranks --------------------------------------------------------------------------------
+
+
+def run_programs(comm: Any, programs: Sequence[Program], progress: str) -> list[Any]:
+    """Returns what each program returned. Leaves in a file which program each rank has come to."""
+    results = []
+    with open(progress, "r+b", buffering=0) as file:
+        for i, program in enumerate(programs):
+            os.pwrite(file.fileno(), struct.pack("i", i), 4 * comm.rank)
+            try:
+                results.append(program.run(comm))
+            except BaseException:
+                comm.abort()  # nobody is to wait for this rank
+                raise
+    return results
+
+
+# ---- in the test's process -----------------------------------------------------------------------
+
+
+def draw(kind: str, n_ranks: int, transport: str, count: int, seed: int) -> list[Program]:
+    """The first `count` programs that this seed gives."""
+    programs: list[Program] = []
+    _for_all(kind, n_ranks, transport, count, seed, programs.append)
+    return programs
+
+
+def _for_all(
+    kind: str, n_ranks: int, transport: str, count: int, seed: int, take: Callable[[Program], None]
+) -> None:
+    """Calls `take` with one program after the other, and, when it raises, with smaller ones."""
+    strategy = STRATEGIES[kind](n_ranks, transport)
+    name = f"{kind} {n_ranks} {transport}"
+
+    @hypothesis.seed(seed + zlib.crc32(name.encode()))
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=False,  # the seed decides
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.given(strategy)
+    def every(program: Program) -> None:
+        take(program)
+
+    every()
+
+
+def find_failure(
+    ranks: Ranks, kind: str, n_ranks: int, transport: str, count: int, seed: int
+) -> int:
+    """Runs so many programs, in one batch; returns how many. Raises Failed with the least one that
+    fails."""
+    programs = draw(kind, n_ranks, transport, count, seed)
+    batch = _failure_of(ranks, n_ranks, transport, programs)
+    if batch is None:
+        return len(programs)
+    known: dict[Program, Failure | None] = {}
+    found: list[tuple[Program, Failure]] = []
+    deadline = [0.0]
+
+    def run_alone(program: Program) -> None:
+        """The same programs once more, in the same order, each alone; then smaller ones."""
+        if program not in known and not (found and time.monotonic() > deadline[0]):
+            known[program] = _failure_of(ranks, n_ranks, transport, [program])
+        failure = known.get(program)
+        if failure is not None:
+            if not found:
+                deadline[0] = time.monotonic() + SHRINKING_S
+            found.append((program, failure))
+            raise Failed
+
+    with contextlib.suppress(Failed, hypothesis.errors.Flaky):
+        _for_all(kind, n_ranks, transport, count, seed, run_alone)
+    if found:
+        program, failure = found[-1]
+        raise Failed(f"replay({transport!r}, {n_ranks}, {program!r})\n\n{failure.text}")
+    raise Failed(
+        f"program {batch.index} of find_failure(Ranks(), {kind!r}, {n_ranks}, {transport!r}, "
+        f"{count}, {seed}) fails, but not alone. It is\n"
+        f"{programs[batch.index]!r}\n\n{batch.text}"
+    )
+
+
+def replay(transport: str, n_ranks: int, *programs: Program) -> None:
+    """Runs programs on ranks of their own. Raises Failed."""
+    ranks = Ranks()
+    try:
+        failure = _failure_of(ranks, n_ranks, transport, programs)
+    finally:
+        ranks.close()
+    if failure is not None:
+        raise Failed(f"program {failure.index}: {failure.text}")
+
+
+def _failure_of(
+    ranks: Ranks, n_ranks: int, transport: str, programs: Sequence[Program]
+) -> Failure | None:
+    """Of the first program that fails."""
+    limit_s = PROGRAM_LIMIT_S * (1 + len(programs) / 20)
+    with tempfile.NamedTemporaryFile(prefix="programs-") as progress:
+        Path(progress.name).write_bytes(bytes(4 * n_ranks))
+        before, ranks.transport = ranks.transport, transport
+        try:
+            results = ranks(n_ranks, run_programs, programs, progress.name, timeout=limit_s)
+        except RankError as error:
+            reached = struct.unpack(f"{n_ranks}i", Path(progress.name).read_bytes())
+            return Failure(min(reached), str(error))
+        finally:
+            ranks.transport = before
+    for i, by_rank in enumerate(zip(*results, strict=True)):
+        for operation, facts in enumerate(zip(*by_rank, strict=True)):
+            differing = sorted({key for one in facts for key in one if one != facts[0]})
+            for what in differing:
+                values = [one.get(what) for one in facts]
+                if any(value != values[0] for value in values):
+                    text = f"after operation {operation} the ranks differ in {what}: {values}"
+                    return Failure(i, text)
+    return None

@@ -1,0 +1,150 @@
+"""What a reducer program should do, in one process: a replica of the model for each rank, whose
+gradients are combined where the ranks would reduce them.
+
+The rules of a reduction: every rank takes part with all that .grad holds, or zeros. A parameter
+counts as present on a rank if this backward, or one since the last reduction, gave it a gradient
+that is still there. Where no rank has it, every rank keeps what it had; else all get the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from programs.data import Layer, ReducerProgram
+from programs.modules import ProgramModel, stages
+
+LEARNING_RATE = 0.05
+_COMBINE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+}
+
+
+class Oracle:
+    """replicas: the models as they should be, by rank."""
+
+    def __init__(self, program: ReducerProgram) -> None:
+        self.op = "mean" if program.options.is_hooked else program.options.op
+        self.copies_buffers = not program.options.is_named
+        self.replicas = [ProgramModel(program.model, rank) for rank in range(program.world_size)]
+        self.optimizers = [
+            torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE, momentum=program.momentum)
+            for replica in self.replicas
+        ]
+        # By rank: the parameters that have got a gradient since the last reduction.
+        self.fresh: list[set[str]] = [set() for _ in self.replicas]
+        for rank in range(len(self.replicas)):
+            self._watch(rank, self.replicas[rank].named_parameters())
+        self.attached: set[str] = set()
+
+    def _watch(self, rank: int, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
+            note = functools.partial(self._note, rank, name)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note)
+            else:  # torch refuses hooks on what needs no gradient now
+                parameter.requires_grad = True
+                parameter.register_post_accumulate_grad_hook(note)
+                parameter.requires_grad = False
+
+    def _note(self, rank: int, name: str, parameter: Tensor) -> None:
+        self.fresh[rank].add(name)
+
+    def attach(self) -> None:
+        named = self.replicas[0].named_parameters()
+        self.attached = {name for name, parameter in named if parameter.requires_grad}
+        self._forget()
+        for replica in self.replicas[1:]:
+            _copy_all(replica.parameters(), self.replicas[0].parameters())
+        if self.copies_buffers:
+            self.sync_buffers(0)
+
+    def sync_buffers(self, src: int) -> None:
+        for replica in self.replicas:
+            _copy_all(replica.buffers(), self.replicas[src].buffers())
+
+    def _forget(self) -> None:
+        for fresh in self.fresh:
+            fresh.clear()
+
+    def grow(self, layer: Layer) -> None:
+        for rank, replica in enumerate(self.replicas):
+            replica.grow(layer, rank)
+            added = replica.layers[-1].named_parameters()
+            prefix = f"layers.{len(replica.layers) - 1}."
+            self._watch(rank, [(prefix + name, parameter) for name, parameter in added])
+            self.optimizers[rank].add_param_group({"params": [*replica.layers[-1].parameters()]})
+
+    def backwards(self, operation: Any, number: int, skipping: int = 0) -> Iterator[None]:
+        """Runs the operation's backwards on the replicas, but for the ranks that are bits of
+        `skipping`; yields after each, before it is reduced."""
+        running = [
+            stages(replica, operation, rank, number)
+            for rank, replica in enumerate(self.replicas)
+            if not skipping >> rank & 1
+        ]
+        yield from (None for _ in zip(*running, strict=True))
+
+    def reduce(self) -> dict[str, float]:
+        """Returns, by parameter that some rank has, the largest magnitude that went into it."""
+        scales = {}
+        by_rank = [dict(replica.named_parameters()) for replica in self.replicas]
+        for name in self.attached:
+            column = [named[name] for named in by_rank]
+            if not any(
+                name in fresh and parameter.grad is not None
+                for fresh, parameter in zip(self.fresh, column, strict=True)
+            ):
+                continue
+            values = [torch.zeros_like(p) if p.grad is None else p.grad for p in column]
+            result = functools.reduce(_COMBINE[self.op], values).detach()
+            result = result / len(values) if self.op == "mean" else result
+            for parameter in column:
+                parameter.grad = result.clone()
+            numbers = torch.stack([*values, result]).detach()
+            scales[name] = numbers.abs().max().item() if numbers.numel() else 0.0
+        self._forget()
+        return scales
+
+    def drop_gradients(self) -> None:
+        for replica in self.replicas:
+            for name, parameter in replica.named_parameters():
+                if name in self.attached:
+                    parameter.grad = None
+        self._forget()
+
+    def reduced(self, rank: int) -> list[Tensor]:
+        """The gradients a Reducer looks at, of one replica."""
+        named = self.replicas[rank].named_parameters()
+        return [p.grad for name, p in named if name in self.attached and p.grad is not None]
+
+    def agreed(self) -> set[str]:
+        """The parameters whose values, and those ("grad of ...") whose gradients, are equal to the
+        bit on all replicas, as they then must be on all ranks."""
+        found = set()
+        columns = zip(*(replica.named_parameters() for replica in self.replicas), strict=True)
+        for column in columns:
+            name, parameters = column[0][0], [parameter for _, parameter in column]
+            if all(torch.equal(parameters[0], one) for one in parameters[1:]):
+                found.add(name)
+            gradients = [parameter.grad for parameter in parameters]
+            if all(
+                one is not None and gradients[0] is not None and torch.equal(gradients[0], one)
+                for one in gradients
+            ):
+                found.add(f"grad of {name}")
+        return found
+
+
+def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

@@ -1,0 +1,331 @@
+"""Runs a ReducerProgram on one rank of several, and compares gradients, parameters and buffers with
+the oracle's after every reduction and every operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import fastcomm
+import torch
+from fastcomm import FastcommError
+from torch import Tensor
+
+from programs.data import (
+    Backward,
+    Clip,
+    Fail,
+    Freeze,
+    Grow,
+    Interrupt,
+    Layer,
+    Look,
+    Reattach,
+    Reduce,
+    ReducerProgram,
+    Route,
+    Step,
+    SyncBuffers,
+    Touch,
+    ZeroGrad,
+)
+from programs.interrupts import Interrupted, interrupting, new_gate
+from programs.modules import ProgramModel, stages, touch_gradient
+from programs.oracle import LEARNING_RATE, Oracle
+
+# A few roundings of each, relative to the largest number that goes into a sum.
+_EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
+HEARD_WITHIN_S = 20.0
+
+
+def run_reducer_program(comm: Any, program: ReducerProgram) -> list[dict[str, int]]:
+    """Returns, by operation, check sums of what must be equal on all ranks."""
+    run = _Run(comm, program)
+    sums = []
+    for number, operation in enumerate((*program.operations, *_finale(program))):
+        try:
+            _PERFORM[type(operation)](run, operation, number)
+            run.compare()
+        except Exception as error:
+            raise AssertionError(f"operation {number}, {operation}: {error}") from error
+        sums.append(run.check_sums())
+    run.reducer.detach()
+    return sums
+
+
+def _finale(program: ReducerProgram) -> tuple[object, ...]:
+    """To see that the ranks are still in step."""
+    return ZeroGrad(), Backward((Route(),) * program.world_size), Step()
+
+
+class _Run:
+    def __init__(self, comm: Any, program: ReducerProgram) -> None:
+        self.comm, self.program = comm, program
+        # Other values on every rank, for attach() to make equal.
+        self.model = ProgramModel(program.model, comm.rank)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=LEARNING_RATE, momentum=program.momentum
+        )
+        self.oracle = Oracle(program)
+        self.replica = self.oracle.replicas[comm.rank]
+        is_exact = all(layer.dtype == "float64" for layer in program.model.layers)
+        self.epsilon = _EPSILON["float64" if is_exact else "float32"]
+        wire = program.options.wire
+        self.wire_epsilon = (comm.world_size + 2) * _EPSILON[wire] if wire else self.epsilon
+        self.reducer = self._new_reducer()
+        self._attach()
+
+    def _new_reducer(self) -> fastcomm.Reducer:
+        options = self.program.options
+        return fastcomm.Reducer(
+            self.comm,
+            bucket_cap_mb=options.caps[0],
+            first_bucket_cap_mb=options.caps[1],
+            op=options.op,
+            wire_dtype=getattr(torch, options.wire) if options.wire else None,
+            streams=options.streams,
+            hook=(self.comm, _average) if options.is_hooked else None,
+            overlap=options.overlap,
+        )
+
+    def _attach(self) -> None:
+        is_named = self.program.options.is_named
+        self.reducer.attach(self.model.named_parameters() if is_named else self.model)
+        self.oracle.attach()
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def backward(self, operation: Backward, number: int) -> None:
+        for rank, touch in enumerate(operation.touches):
+            if touch is not None:
+                self._touch(rank, touch, number, is_set=False)
+        expected = self.oracle.backwards(operation, number)
+        context = contextlib.nullcontext() if operation.is_synced else self.reducer.no_sync()
+        with context:
+            for _ in stages(self.model, operation, self.comm.rank, number):
+                next(expected)
+                if operation.is_synced:
+                    self._reduce_oracle()
+
+    def _touch(self, rank: int, touch: Touch, number: int, is_set: bool) -> None:
+        models = [self.model] if rank == self.comm.rank else []
+        for model in (*models, self.oracle.replicas[rank]):
+            touch_gradient(model, touch, 1000 * number + 10 * rank + touch.parameter, is_set)
+
+    def _reduce_oracle(self) -> None:
+        """What this gives the ranks must have got; the replicas go on from what they have, so that
+        roundings do not add up."""
+        scales = self.oracle.reduce()
+        self._compare_gradients(scales)
+        mine = dict(self.model.named_parameters())
+        for replica in self.oracle.replicas:
+            for name, parameter in replica.named_parameters():
+                if name in scales:
+                    parameter.grad.copy_(mine[name].grad)
+
+    def fail(self, operation: Fail, number: int) -> None:
+        rank = self.comm.rank
+        is_failing = bool(operation.failing >> rank & 1)
+        skipping = operation.failing if operation.at is None else 0
+        for _ in self.oracle.backwards(operation, number, skipping):
+            pass
+        if skipping >> rank & 1:
+            self.comm.abandon()
+        else:
+            fail_at = operation.at if is_failing else None
+            loss = self.model.loss(rank, 10 * number, operation.routes[rank], fail_at)
+            self._hear(loss.backward, is_failing)
+            if self.comm.backend != "nccl":
+                named = self.model.named_parameters()
+                left = [n for n, p in named if n in self.oracle.attached and p.grad is not None]
+                assert not left, f"gradients of a step that all skip: {left}"
+        for name, parameter in self.model.named_parameters():
+            if name in self.oracle.attached:
+                parameter.grad = None
+        self.oracle.drop_gradients()
+
+    def _hear(self, backward: Callable[[], None], is_failing: bool) -> None:
+        """Runs a backward that fails on this rank or on another one. Over NCCL the others may hear
+        of it later."""
+        deadline = time.monotonic() + HEARD_WITHIN_S
+        try:
+            backward()
+            while self.comm.backend == "nccl" and time.monotonic() < deadline:
+                self.comm.check()
+                os.sched_yield()
+        except FastcommError as error:  # also where ranks fail at the same time
+            if "abandoned" not in str(error):
+                raise
+        except RuntimeError as error:
+            if not is_failing or "out of luck" not in str(error):
+                raise
+        else:
+            raise AssertionError("this rank has not heard that the step failed on another one")
+
+    def interrupt(self, operation: Interrupt, number: int) -> None:
+        gate = new_gate()
+        step = Backward(operation.routes)
+        for _ in self.oracle.backwards(step, number):
+            pass
+        rank = self.comm.rank
+        if rank == operation.rank:
+            with interrupting(gate) as watch, contextlib.suppress(Interrupted):
+                for _ in stages(self.model, step, rank, number, watch):
+                    raise AssertionError("backward swallowed what the signal handler raised")
+        else:
+            if rank == operation.holder:
+                gate.read_bytes()  # until the handler opens it
+            for _ in stages(self.model, step, rank, number):
+                pass
+        self._reduce_oracle()
+
+    def reduce(self, operation: Reduce, number: int) -> None:
+        for rank, touches in enumerate(operation.touches):
+            for touch in touches:
+                self._touch(rank, touch, number, is_set=True)
+        self.reducer.reduce()
+        for fresh in self.oracle.fresh:
+            fresh |= self.oracle.attached
+        self._reduce_oracle()
+
+    def zero_grad(self, operation: ZeroGrad, number: int) -> None:
+        for model in (self.model, *self.oracle.replicas):
+            model.zero_grad(set_to_none=operation.to_none)
+
+    def step(self, operation: Step, number: int) -> None:
+        for optimizer in (self.optimizer, *self.oracle.optimizers):
+            optimizer.step()
+
+    def clip(self, operation: Clip, number: int) -> None:
+        norm = self.reducer.clip_grad_norm_(operation.max_norm)
+        self._assert_norm(norm)
+        for replica in self.oracle.replicas:
+            named = replica.named_parameters()
+            clipped = [p for name, p in named if name in self.oracle.attached]
+            torch.nn.utils.clip_grad_norm_(clipped, operation.max_norm)
+
+    def look(self, operation: Look, number: int) -> None:
+        self._assert_norm(self.reducer.grad_norm())
+        assert self.reducer.nonfinite_count().item() == 0
+        self.reducer.synchronize()
+
+    def _assert_norm(self, norm: Tensor) -> None:
+        gradients = self.oracle.reduced(self.comm.rank)
+        expected = sum(one.double().square().sum().item() for one in gradients) ** 0.5
+        difference = abs(norm.item() - expected)
+        assert difference <= self.epsilon * expected, f"norm {norm}, expected {expected}"
+
+    def freeze(self, operation: Freeze, number: int) -> None:
+        for model in (self.model, *self.oracle.replicas):
+            parameters = [p for name, p in model.named_parameters() if name != "gain"]
+            for i in {index % max(len(parameters), 1) for index in operation.parameters}:
+                parameters[i].requires_grad = not parameters[i].requires_grad
+        self.reducer.refresh()
+        self.oracle.attach()
+
+    def grow(self, operation: Grow, number: int) -> None:
+        layer = Layer("heads", bias=number % 2 == 0)
+        self.model.grow(layer, self.comm.rank)
+        self.optimizer.add_param_group({"params": [*self.model.layers[-1].parameters()]})
+        self.oracle.grow(layer)
+        if self.program.options.is_named:  # the reducer knows no more than what it was given
+            self.reducer.detach()
+            self._attach()
+        else:
+            self.reducer.refresh()
+            self.oracle.attach()
+
+    def reattach(self, operation: Reattach, number: int) -> None:
+        self.reducer.detach()
+        if operation.alone:
+            alone = Backward((Route(),) * self.comm.world_size)
+            for _ in self.oracle.backwards(alone, number):
+                pass
+            for _ in stages(self.model, alone, self.comm.rank, number):
+                pass
+            self.step(Step(), number)
+            self.zero_grad(ZeroGrad(), number)
+        if operation.renew:
+            self.reducer = self._new_reducer()
+        self._attach()
+
+    def sync_buffers(self, operation: SyncBuffers, number: int) -> None:
+        self.reducer.sync_buffers(operation.src)
+        if self.oracle.copies_buffers:
+            self.oracle.sync_buffers(operation.src)
+
+    # -- comparing ---------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        self._compare_gradients({})
+        for kind in ("parameters", "buffers"):
+            ours, theirs = (getattr(m, f"named_{kind}")() for m in (self.model, self.replica))
+            for (name, mine), (_, expected) in zip(ours, theirs, strict=True):
+                _assert_close(name, mine.detach(), expected.detach(), self.epsilon)
+
+    def _compare_gradients(self, scales: dict[str, float]) -> None:
+        """scales: of what has just been reduced."""
+        for (name, mine), (_, expected) in zip(
+            self.model.named_parameters(), self.replica.named_parameters(), strict=True
+        ):
+            if mine.grad is None or expected.grad is None:
+                assert mine.grad is expected.grad, (
+                    f"the gradient of {name} is {mine.grad}, expected {expected.grad}"
+                )
+            else:
+                epsilon = self.wire_epsilon if name in scales else self.epsilon
+                scale = scales.get(name, 0.0)
+                _assert_close(f"the gradient of {name}", mine.grad, expected.grad, epsilon, scale)
+
+    def check_sums(self) -> dict[str, int]:
+        """Of what the oracle has equal on all ranks."""
+        agreed = self.oracle.agreed()
+        sums = {}
+        for name, parameter in self.model.named_parameters():
+            for what, tensor in ((name, parameter), (f"grad of {name}", parameter.grad)):
+                if what in agreed and tensor is not None:
+                    sums[what] = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return sums
+
+
+_PERFORM: dict[type, Callable[[_Run, Any, int], None]] = {
+    Backward: _Run.backward,
+    Fail: _Run.fail,
+    Interrupt: _Run.interrupt,
+    Reduce: _Run.reduce,
+    ZeroGrad: _Run.zero_grad,
+    Step: _Run.step,
+    Clip: _Run.clip,
+    Look: _Run.look,
+    Freeze: _Run.freeze,
+    Grow: _Run.grow,
+    Reattach: _Run.reattach,
+    SyncBuffers: _Run.sync_buffers,
+}
+
+
+def _assert_close(
+    what: str, mine: Tensor, expected: Tensor, epsilon: float, scale: float = 0.0
+) -> None:
+    """scale: the largest number that went into `expected`, if that is known."""
+    assert mine.dtype == expected.dtype, f"{what} is {mine.dtype}, expected {expected.dtype}"
+    assert mine.shape == expected.shape, f"{what} has {mine.shape}, expected {expected.shape}"
+    if torch.equal(mine, expected):
+        return
+    largest = max(scale, expected.abs().max().item())
+    difference = (mine.double() - expected.double()).abs().max().item()
+    assert difference <= epsilon * (largest + 1e-3), (
+        f"{what} is off by {difference:.3g}:\n{mine}\nexpected\n{expected}"
+    )
+
+
+def _average(comm: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """A communication hook."""
+    comm.all_reduce(bucket.buffer(), "mean")
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
