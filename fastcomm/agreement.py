@@ -33,8 +33,12 @@ def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> s
     if isinstance(parameter, UninitializedParameter):
         return f"parameter {name} is not initialised: run the lazy modules once before attach()"
     trouble = _refuse_tensor(f"parameter {name}", parameter, device)
-    if trouble is not None or not parameter.requires_grad:
+    if trouble is not None:
         return trouble
+    if parameter.is_neg() or parameter.is_conj():
+        return f"parameter {name} is a negated or conjugated view of its memory: clone it before attach()"
+    if not parameter.requires_grad:
+        return None
     dtype = grad_dtype(parameter)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return f"parameter {name} is {dtype}; only real gradients of 16, 32 or 64 bits can be reduced"
@@ -137,7 +141,8 @@ def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in order: the tensor's own memory where that holds them so."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat if flat.numel() != 1 else flat.as_strided((1,), (1,))  # its stride may be anything
 
 
 # ---- what the tensors hold ----------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fastcomm.errors import FastcommError
 
@@ -35,6 +37,13 @@ def _is_thread_of_autograd() -> bool:
         return False
     with open("/proc/thread-self/comm") as name:
         return name.read().startswith("pt_autograd")
+
+
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """register_post_accumulate_grad_hook, which torch forgets to tell its C++ half about after swap_tensors."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return handle
 
 
 def refuse_compiled_autograd() -> None:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
+from fastcomm.gradient_hook import displaced
 from fastcomm.hook_bucket import HookedBucket, HookedPlace
 from fastcomm.layout import BucketLayout
 
@@ -41,7 +42,9 @@ class Bucket:
         else:  # the gradients keep their dtype; what travels is a copy in the other one
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         offsets = [slot.offset for slot in layout.slots]
-        self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, own, strict=True)]
+        self._places = [(offset, p.size(), _strides_of(p)) for offset, p in zip(offsets, own, strict=True)]
+        self.views = [_view(self.flat, *place) for place in self._places]
+        self._addresses = [view.data_ptr() for view in self.views]
         self._bound: BoundBucket
         if hooked is None:
             self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane)
@@ -75,6 +78,8 @@ class Bucket:
         taking_part = self.parameters
         if self.n_pending:
             taking_part = [p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)]
+        for i in displaced(self.views, self._addresses):  # parameter.grad.data = ...: the view is the user's tensor now
+            self.views[i] = _view(self.flat, *self._places[i])
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
@@ -90,14 +95,16 @@ class Bucket:
                 parameter.grad = parameter.grad.detach()
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
+        """Raises FastcommError naming the parameter whose gradient has no place in the bucket."""
         try:
             return self._bound.gather(taking_part)
         except RuntimeError as error:
-            for name, parameter, view in zip(self.names, self.parameters, self.views, strict=True):
-                trouble = None if parameter is None or parameter.grad is None else _misfit(parameter, parameter.grad, view)
-                if trouble is not None:
-                    raise FastcommError(f"the gradient of parameter {name} {trouble}") from error
-            raise
+            i = getattr(error, "slot", None)
+            parameter = None if i is None else self._references[i]()
+            if parameter is None or parameter.grad is None:
+                raise
+            trouble = _misfit(parameter, parameter.grad, self.views[i])
+            raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble or error}") from error
 
     def _fill_missing(self, i: int) -> None:
         """A parameter without a new gradient takes part with the one it has, or with zeros."""
@@ -205,10 +212,14 @@ def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
     return None
 
 
-def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
-    """A tensor on flat's memory with the layout autograd gives to the parameter's gradient: its strides where it is dense."""
-    strides = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
+def _strides_of(parameter: Parameter) -> tuple[int, ...]:
+    """Those autograd gives to the parameter's gradient: the parameter's where it is dense."""
+    return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _view(flat: Tensor, offset: int, size: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """A tensor on flat's memory, for a parameter's gradient."""
     # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and optimizers call.
-    place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, parameter.size(), strides)
+    place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, strides)
     # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
     return torch.from_dlpack(place) if place.numel() else place

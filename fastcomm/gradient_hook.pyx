@@ -68,13 +68,22 @@ cdef class EndOfBackward:
             _untraced(self.when_dropped)
 
 
-cdef class Tripwire:
-    """The hook on a parameter that is not reduced: calls `refuse(parameter)`, which may raise."""
+cdef class Untraced:
+    """A function that torch.compile leaves alone, for hooks that do more than count."""
 
-    cdef object refuse
+    cdef object function
 
-    def __cinit__(self, refuse):
-        self.refuse = refuse
+    def __cinit__(self, function):
+        self.function = function
 
-    def __call__(self, parameter):
-        _untraced(lambda: self.refuse(parameter))
+    def __call__(self, *arguments):
+        return _untraced(lambda: self.function(*arguments))
+
+
+def displaced(list views, list addresses):
+    """The indices of views that do not lie where they lay: somebody has assigned to their `.data`."""
+    cdef list found = []
+    for i in range(len(views)):
+        if views[i].data_ptr() != addresses[i]:
+            found.append(i)
+    return found

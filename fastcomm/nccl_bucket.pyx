@@ -140,11 +140,11 @@ cdef class NcclBucket:
             if gradient is None:
                 left.append(i)
             elif gradient is not view:
-                parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
                 try:
+                    parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
                     self._take(i, gradient, view)
-                except BaseException:
-                    parameter.grad = gradient
+                except BaseException as error:
+                    parameter.grad, error.slot = gradient, i
                     raise
         return left
 
@@ -153,7 +153,7 @@ cdef class NcclBucket:
         cdef char *source = <char *><size_t>gradient.data_ptr()
         cdef bint is_at_home = source == self.gathering.addresses[i]
         if not is_at_home and self._is_another_gradient(source):
-            raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+            raise FastcommError("lies in that of another one: clone gradients before you exchange them")
         if gradient.dtype is not view.dtype or not _lies_alike(gradient, view) or gradient.is_neg():
             view.copy_(gradient.clone() if is_at_home else gradient)
         elif not is_at_home:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm import agreement
-from fastcomm.autograd import enclosing_backward, refuse_compiled_autograd
+from fastcomm.autograd import enclosing_backward, hook_gradient, refuse_compiled_autograd
 from fastcomm.bucket import Bucket
 from fastcomm.communicator import Communicator, canonical_op
 from fastcomm.errors import FastcommError
@@ -147,7 +147,7 @@ class Reducer:
                 parameter = trainable[index][1]
                 _owners[parameter] = weakref.ref(self)
                 hook = GradientHook(self, bucket, i, note_stream)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(hook_gradient(parameter, hook))
         if isinstance(source, nn.Module):
             self._tripwires.watch(source)
         else:

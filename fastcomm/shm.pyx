@@ -167,11 +167,11 @@ cdef class ShmBucket:
             if gradient is None:
                 left.append(i)
             elif gradient is not view:
-                parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
                 try:
+                    parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
                     self._take(work, self.places[i], gradient, view)
-                except BaseException:
-                    parameter.grad = gradient
+                except BaseException as error:
+                    parameter.grad, error.slot = gradient, i
                     raise
         return left
 
@@ -182,7 +182,7 @@ cdef class ShmBucket:
         cdef size_t nbytes = place.numel * self.itemsize
         cdef bint is_at_home = source == target
         if not is_at_home and self.comm.is_in_a_bucket(source):
-            raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+            raise FastcommError("lies in that of another one: clone gradients before you exchange them")
         if gradient.dtype is not self.dtype or not _lies_alike(gradient, view, place.is_contiguous) or gradient.is_neg():
             view.copy_(gradient.clone() if is_at_home else gradient)
         elif is_at_home:  # a tensor of the user's on our memory

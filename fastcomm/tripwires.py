@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.gradient_hook import Tripwire
+from fastcomm.autograd import hook_gradient
+from fastcomm.gradient_hook import Untraced
 
 # The modules of attached models, and what watches them.
 _watched: weakref.WeakKeyDictionary[nn.Module, Tripwires] = weakref.WeakKeyDictionary()
@@ -40,8 +41,8 @@ class Tripwires:
     def watch(self, module: nn.Module) -> None:
         """The module and all in it, and what will come into it."""
         if not _registration_hooks:
-            _registration_hooks.append(register_module_parameter_registration_hook(_on_parameter))
-            _registration_hooks.append(register_module_module_registration_hook(_on_module))
+            _registration_hooks.append(register_module_parameter_registration_hook(Untraced(_on_parameter)))
+            _registration_hooks.append(register_module_module_registration_hook(Untraced(_on_module)))
         for one in module.modules():
             _watched[one] = self
             self._modules.add(one)
@@ -50,7 +51,7 @@ class Tripwires:
     def lay(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if not self._is_reduced(parameter) and _may_get_gradients(parameter):
-                self._handles.append(_hook(parameter, Tripwire(self._refuse)))
+                self._handles.append(_hook(parameter, Untraced(self._refuse)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -67,14 +68,14 @@ def _may_get_gradients(parameter: Tensor) -> bool:
     return parameter.is_leaf and is_number and not parameter.is_inference()
 
 
-def _hook(parameter: Tensor, hook: Tripwire) -> RemovableHandle:
+def _hook(parameter: Tensor, hook: Untraced) -> RemovableHandle:
     """On a frozen parameter, too, whose hook stays for when it is not frozen any more."""
     is_frozen = not parameter.requires_grad
     with torch.inference_mode(False):
         if is_frozen:
             parameter.requires_grad_(True)
         try:
-            return parameter.register_post_accumulate_grad_hook(hook)
+            return hook_gradient(parameter, hook)
         finally:
             if is_frozen:
                 parameter.requires_grad_(False)

@@ -128,7 +128,9 @@ def _refuse_compiled_autograd(case, run, enable=contextlib.nullcontext, **config
 
 @error("compiled autograd (`torch._dynamo.config.compiled_autograd`)", **COMPILED_AUTOGRAD)
 def compiled_autograd(case):
-    run = _with(torch.compile(_step, backend="eager"))
+    def run(*args):  # compiled with the option on
+        _with(torch.compile(_step, backend="eager"))(*args)
+
     _refuse_compiled_autograd(case, run, compiled_autograd=True)
 
 

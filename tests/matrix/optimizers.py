@@ -84,8 +84,8 @@ def reducers_clip(case):
 # Optimizers that step inside backward
 
 IN_BACKWARD = {
-    "match": r"(weight|bias).*reduce\(\)",
-    "instead": "step after backward; or `reducer.reduce()` where gradients are made by hand",
+    "match": r"(weight|bias).*(after backward|reduce)\(\)",
+    "instead": "step after backward",
 }
 
 
