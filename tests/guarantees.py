@@ -20,8 +20,8 @@ Whatever you do with autograd and `nn.Module`, one of two things happens under a
 
 There is no third outcome: no hang, and no rank that silently goes its own way. Every line below is
 a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared memory with 3 and
-across two hosts with 4. The tables are made from the tests: instead of editing them, run
-`python tests/guarantees.py > docs/guarantees.md`.
+across two hosts with 4 (what compiles, over shared memory and NCCL alone). The tables are made
+from the tests: instead of editing them, run `python tests/guarantees.py > docs/guarantees.md`.
 """
 
 

@@ -275,7 +275,7 @@ def shared_layer_without_overlap(case):
 )
 def shared_layer_under_reentrant(case):
     training = Training(case, mlp, **SMALL_BUCKETS)
-    with case.refused():
+    with case.refused(may_hear=True):
         _shared_layer(reentrant=True)(training.model, case.rank, 0)
     training.assert_parameters()
     training.step(_shared_layer(reentrant=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from models import batch
@@ -10,6 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from matrix.row import Training, error, reduced
+
+slow_reduced = functools.partial(reduced, is_slow=True)
+slow_error = functools.partial(error, is_slow=True)
 
 
 def _tiny():
@@ -52,19 +56,19 @@ def _compiled(**options):
     return lambda: torch.compile(_tiny(), **{"backend": "eager", **options})
 
 
-@reduced("`torch.compile(model)` before attach(), the compiled module attached")
+@slow_reduced("`torch.compile(model)` before attach(), the compiled module attached")
 def compiled_before_attach(case):
     with _fresh_compiler():
         case.train(_compiled(), _backward)
 
 
-@reduced("`torch.compile(model)` by way of AOTAutograd, fullgraph")
+@slow_reduced("`torch.compile(model)` by way of AOTAutograd, fullgraph")
 def compiled_by_aot_autograd(case):
     with _fresh_compiler():
         case.train(_compiled(backend="aot_eager", fullgraph=True), _backward)
 
 
-@reduced("`model.compile()` after attach()")
+@slow_reduced("`model.compile()` after attach()")
 def compiled_after_attach(case):
     with _fresh_compiler():
         training = case.train(_tiny, _backward)
@@ -73,7 +77,7 @@ def compiled_after_attach(case):
             training.step(_backward)
 
 
-@reduced("layers compiled one by one (backward and communication still overlap)")
+@slow_reduced("layers compiled one by one (backward and communication still overlap)")
 def compiled_layers(case):
     def make():
         model = _tiny()
@@ -85,13 +89,13 @@ def compiled_layers(case):
         case.train(make, _backward, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001)
 
 
-@reduced("a compiled function that holds model, loss and backward")
+@slow_reduced("a compiled function that holds model, loss and backward")
 def compiled_step(case):
     with _fresh_compiler():
         case.train(_tiny, _with(torch.compile(_step, backend="eager")))
 
 
-@error(
+@slow_error(
     "a compiled function with `backward` traced into the graph (`trace_autograd_ops`)",
     match=r"(weight|bias).*reduce\(\)",
     instead="leave `trace_autograd_ops` off, or `reducer.reduce()` before the step",
@@ -126,7 +130,7 @@ def _refuse_compiled_autograd(case, run, enable=contextlib.nullcontext, **config
         training.step(_backward)
 
 
-@error("compiled autograd (`torch._dynamo.config.compiled_autograd`)", **COMPILED_AUTOGRAD)
+@slow_error("compiled autograd (`torch._dynamo.config.compiled_autograd`)", **COMPILED_AUTOGRAD)
 def compiled_autograd(case):
     def run(*args):  # compiled with the option on
         _with(torch.compile(_step, backend="eager"))(*args)
@@ -134,7 +138,7 @@ def compiled_autograd(case):
     _refuse_compiled_autograd(case, run, compiled_autograd=True)
 
 
-@error(
+@slow_error(
     "compiled autograd with a compiler of one's own (`compiled_autograd._enable`)",
     **COMPILED_AUTOGRAD,
 )
