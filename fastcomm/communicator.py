@@ -164,6 +164,29 @@ class Communicator(abc.ABC):
             self.abort()
 
 
+def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
+    """Integers as int64 rows whose sums over n ranks are exact, for `mean_of_addends`.
+
+    int64: a row of quotients by n and one of remainders, as the sum of n elements may overflow.
+    Other integers: one row. Shape (rows, *tensor.shape), in memory of its own.
+    """
+    if tensor.dtype != torch.int64:
+        return tensor.to(torch.int64, copy=True).unsqueeze(0)
+    quotients = torch.div(tensor, n, rounding_mode="trunc")
+    return torch.stack([quotients, tensor - quotients * n])
+
+
+def mean_of_addends(sums: Tensor, n: int) -> Tensor:
+    """The mean of integers over n ranks, truncated towards zero. sums: of `addends_of_mean`."""
+    carried = torch.div(sums[-1], n, rounding_mode="trunc")
+    if len(sums) == 1:
+        return carried
+    mean, rest = sums[0] + carried, sums[1] - carried * n
+    # Where the rest has the other sign, the exact mean lies nearer to zero.
+    sign = mean.sign()
+    return mean - torch.where(sign * rest < 0, sign, 0)
+
+
 def presence_values(op: str) -> tuple[float, float]:
     """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks is the first only if all put that."""
     return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastcomm.communicator import addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.hosted import GRACE, Bootstrap, HostedCommunicator
 from fastcomm.hosted_call import HALVES, reduce_rows
@@ -104,10 +105,10 @@ class HierarchicalCommunicator(HostedCommunicator):
     def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
         if rows is not None:
             self._exchange.all_reduce(flat, op, rows)
-        elif op == "mean" and not flat.dtype.is_floating_point:  # the sum of what is to be divided must not wrap around
-            total = flat.long()
-            self._reduce(total, "sum", total.dtype)
-            flat.copy_(torch.div(total, self.world_size, rounding_mode="trunc"))
+        elif op == "mean" and not flat.dtype.is_floating_point:  # of sums that do not wrap around
+            sums = addends_of_mean(flat, self.world_size)
+            self._reduce(sums.view(-1), "sum", sums.dtype)
+            flat.copy_(mean_of_addends(sums, self.world_size))
         else:
             self._reduce(flat, op, flat.dtype)
 

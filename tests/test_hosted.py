@@ -18,11 +18,22 @@ import ranks as harness
 import torch
 import torch.distributed as dist
 from ranks import Ranks, fresh_ranks, gloo, on_ranks, values_of
-from reference import DTYPES, OPS, assert_same_bits, check_all_reduce, check_async_collectives, reduced, shards_of
+from reference import (
+    DTYPES,
+    INTEGERS,
+    OPS,
+    assert_same_bits,
+    check_all_reduce,
+    check_async_collectives,
+    integer_mean,
+    reduced,
+    shards_of,
+)
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.hosted import HostedCommunicator
+from fastcomm.hosted_call import reduce_rows
 from fastcomm.hosted_exchange import CARRIED_NBYTES, SMALL_NBYTES
 
 # Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and one more; of two, and no multiple of
@@ -54,6 +65,16 @@ def test_all_reduce_is_the_reduction_in_rank_order(comm, dtype):
     for numel in SIZES:
         for op in OPS:
             check_all_reduce(comm, numel, dtype, op, "comm.empty", seed=numel)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_mean_of_integers_is_exact_where_their_sum_overflows(dtype, n):
+    limits = torch.iinfo(dtype)
+    near = [limits.min, limits.min + 1, -2, -1, 0, 1, 2, limits.max - 1, limits.max]
+    values = torch.tensor([value for value in near if value >= limits.min], dtype=dtype)
+    rows = torch.cartesian_prod(*[values] * n).view(-1, n).T.contiguous()
+    assert_same_bits(reduce_rows(rows, "mean"), integer_mean(list(rows)))
 
 
 @on_ranks(2, 3)
