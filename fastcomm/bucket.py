@@ -36,15 +36,14 @@ class Bucket:
         self.dtype = own[0].dtype
         numel = layout.numel + len(own)  # behind the gradients the ranks tell each other which of them they have
         if wire_dtype is None or wire_dtype == self.dtype:
-            self.flat = wire = comm.empty(numel, dtype=self.dtype).zero_()
+            self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
-            wire = _zero_(comm.empty(numel, dtype=wire_dtype))
         offsets = [slot.offset for slot in layout.slots]
         self.views = [_view(self.flat, offset, p) for offset, p in zip(offsets, own, strict=True)]
         self._bound: BoundBucket
         if hooked is None:
-            self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire=wire, label=label, lane=lane)
+            self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane)
         else:
             self._bound = HookedBucket(comm, hooked, self.flat, self.views)
         self.note_stream = self._bound.note_stream
@@ -154,12 +153,6 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter is not None and parameter.grad is view:
                 parameter.grad = view.clone()
-
-
-def _zero_(tensor: Tensor) -> Tensor:
-    """As bytes: torch has no kernels for some dtypes of one byte."""
-    tensor.view(torch.uint8).zero_()
-    return tensor
 
 
 def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:

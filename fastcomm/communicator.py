@@ -54,6 +54,15 @@ class BucketWork(Work):
 class BoundBucket(abc.ABC):
     """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been."""
 
+    @property
+    @abc.abstractmethod
+    def posted(self) -> BucketWork | None:
+        """The work of the newest launch once the other ranks may know of it; else None.
+
+        Also where an exception out of a signal handler has ended `launch`. None when `gather` or
+        `launch` begins.
+        """
+
     @abc.abstractmethod
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         """Moves the gradients to their places, now or in the launch that must follow; parameters[i].grad becomes views[i].
@@ -123,11 +132,22 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it; with async_op, `wait` of the Work does."""
 
     @abc.abstractmethod
-    def bind_bucket(self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0) -> BoundBucket:
+    def bind_bucket(
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        offsets: list[int],
+        *,
+        wire_dtype: torch.dtype | None,
+        label: int,
+        lane: int = 0,
+    ) -> BoundBucket:
         """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins at element offsets[i], ascending.
+        It ends with one element for each view, in which the ranks tell each other which gradients
+        they have.
 
-        wire: what is reduced: `flat` itself, or a tensor of another dtype to which and from which it is cast. Both end with one element
-        for each view, in which the ranks tell each other which gradients they have.
+        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen, and
+        the transport rounds as its all_reduce does. The same on all ranks.
 
         label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
         get MismatchError, all of them. lane: buckets of different lanes do not wait for each other, where the transport has lanes.

@@ -80,13 +80,21 @@ class HookedBucket(BoundBucket):
         self._flat = flat
         self._views = views
         self._parameters: list[Tensor] = []
+        self._posted: BucketWork | None = None
+
+    @property
+    def posted(self) -> BucketWork | None:
+        """See BoundBucket.posted. What a hook has begun, only the hook can finish."""
+        return self._posted
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        self._posted = None
         left = copy_gradients(self._flat, self._views, parameters)
         self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
         return left
 
     def launch(self, op: str, missing: list[int]) -> BucketWork:
+        self._posted = None
         presence = torch.ones(len(self._views), device=self._flat.device)
         presence[missing] = 0
         known = self._comm.all_reduce(presence, "max", async_op=True)
@@ -96,7 +104,8 @@ class HookedBucket(BoundBucket):
         *wrapped, (state, hook) = self._place.hooks
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
-        return _HookedWork(buffer, hook(state, bucket), presence, known)
+        self._posted = _HookedWork(buffer, hook(state, bucket), presence, known)
+        return self._posted
 
     def note_stream(self) -> None:
         """The gradients are gathered on the stream that is current at the launch, which hooks expect."""

@@ -80,6 +80,21 @@ def reduce_rows(rows: Tensor, op: str) -> Tensor:
     return total.to(dtype)
 
 
+def with_one_nan(tensor: Tensor) -> Tensor:
+    """With all NaNs alike, in place: of what kind they are depends on how a loop was vectorised."""
+    if tensor.is_floating_point():
+        tensor.masked_fill_(tensor != tensor, float("nan"))
+    return tensor
+
+
+def cast(source: Tensor, target: Tensor) -> Tensor:
+    """Copies to another dtype, to the same bits on all ranks, each of which does it for itself."""
+    target.copy_(source)
+    # There are several ways to convert a NaN, but for bfloat16, which is widened by a shift.
+    has_choice = target.dtype in HALVES or source.dtype == torch.float16
+    return with_one_nan(target) if has_choice and source.dtype != target.dtype else target
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """What every backend moves, whatever dtypes it knows."""
     return tensor.view(-1).view(torch.uint8)

@@ -106,10 +106,14 @@ cdef class NcclCommunicator(Link):
         self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
         return memory.view(dtype)
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label, int lane=0):
+    def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):
         """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises TypeError for dtypes without a kernel,
         or that NCCL does not reduce; InitError without kernels."""
         self._check_usable()
+        wire = flat
+        if wire_dtype is not None and wire_dtype != flat.dtype:
+            wire = self.empty(flat.numel(), dtype=wire_dtype)
+            wire.view(torch.uint8).zero_()  # torch has no kernels for some dtypes of one byte
         dtype_number(wire.dtype)
         if wire.dtype in FP8 and wire.is_cuda and torch.cuda.get_device_capability(wire.device) < (9, 0):
             raise TypeError(f"{wire.dtype} is reduced by GPUs of compute capability 9.0 or newer")

@@ -428,9 +428,12 @@ cdef class ShmCommunicator:
         self._check_usable()
         self._realign(FastcommError(f"rank {self.rank} abandoned the collectives under way"))
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire, uint32_t label, int lane=0):
+    def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):
         """See Communicator.bind_bucket. There are no lanes: every core is busy with one bucket already."""
         keep_freed_memory()
+        wire = flat
+        if wire_dtype is not None and wire_dtype != flat.dtype:
+            wire = self.empty(flat.numel(), dtype=wire_dtype).zero_()
         return ShmBucket(self, flat, views, offsets, wire, label)
 
     # -- the way of every collective --

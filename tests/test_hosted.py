@@ -17,7 +17,7 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
-from ranks import Ranks, fresh_ranks, gloo, on_ranks, values_of
+from ranks import Ranks, fresh_ranks, gloo, note, on_ranks, values_of
 from reference import (
     DTYPES,
     INTEGERS,
@@ -157,6 +157,7 @@ def test_an_async_all_reduce_does_not_wait_for_anybody(ranks):
 BAD_CALLS = {
     "not contiguous": (ValueError, "contiguous", lambda comm: comm.all_reduce(torch.zeros(6, 4)[:, :2])),
     "elsewhere": (ValueError, "CPU", lambda comm: comm.all_reduce(torch.zeros(4, device="meta"))),
+    "negative bit": (ValueError, "resolve_neg", lambda comm: comm.all_reduce(torch._neg_view(torch.ones(4)))),
     "sparse": (ValueError, "CPU", lambda comm: comm.broadcast(torch.zeros(4).to_sparse())),
     "dtype": (TypeError, "int16", lambda comm: comm.all_reduce(torch.zeros(4, dtype=torch.int16))),
     "no tensor": (TypeError, "list", lambda comm: comm.all_reduce([1.0])),
@@ -313,6 +314,38 @@ def test_a_peer_that_leaves_is_named_on_all_ranks_within_seconds(how, word):
     for message, seconds in values_of(others):
         assert re.search(rf"rank 2 \(pid \d+\) {word}", message), message
         assert seconds < 3
+
+
+def _lose_a_peer_while_ranks_meet(place):
+    """Rank 1 abandons, rank 0 joins it before it has heard of that, rank 2 is gone."""
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == 0:
+        work = comm.all_reduce(torch.ones(3), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        note(place, joins=True)
+    elif place.rank == 2:
+        announce, announced = comm._exchange.announce, []
+
+        def announce_once(*arguments):
+            if announced:  # that this rank abandons, too: what the others wait for
+                threading.Event().wait()
+            announced.append(True)
+            return announce(*arguments)
+
+        comm._exchange.announce = announce_once
+        comm.all_reduce(torch.ones(3), async_op=True)
+        while not Path(place.directory, "joins").exists():
+            time.sleep(0.01)
+        comm.abort()
+        return
+    with pytest.raises(PeerLostError, match="rank 2"):
+        comm.abandon()
+
+
+def test_a_peer_may_be_lost_while_the_ranks_meet():
+    values_of(outcomes_of(3, _lose_a_peer_while_ranks_meet))
 
 
 def _lose_rank_0(place):

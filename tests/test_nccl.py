@@ -264,7 +264,7 @@ def _use_after_the_end(place, end):
         comm.barrier,
         comm.abandon,
         lambda: comm.empty(4, dtype=torch.float32),
-        lambda: comm.bind_bucket(four, [four[:3]], [0], wire=four, label=1),
+        lambda: comm.bind_bucket(four, [four[:3]], [0], wire_dtype=None, label=1),
     )
     for call in calls:
         with pytest.raises(FastcommError, match=end):
@@ -514,7 +514,7 @@ def _note_side_streams(place):
     comm.cuda.raw_stream = lambda index: current[0]
     flat = comm.empty(101, dtype=torch.float32).fill_(1)
     views = [flat[:100]]
-    bucket = comm.bind_bucket(flat, views, [0], wire=flat, label=1)
+    bucket = comm.bind_bucket(flat, views, [0], wire_dtype=None, label=1)
     parameter = torch.nn.Parameter(torch.zeros(100))
     parameter.grad = views[0]
     current[0] = 1

@@ -363,7 +363,7 @@ WAITS = {
 
 def _bind(comm, lane):
     flat = comm.empty(101, dtype=torch.float32).zero_()
-    comm.bind_bucket(flat, [flat[:100]], [0], wire=flat, label=1, lane=lane)
+    comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=1, lane=lane)
 
 
 def _lose_a_peer(place, wait, how):
