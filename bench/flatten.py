@@ -360,9 +360,9 @@ def launch_cost(comm: Any, n_tensors: int, wire_dtype: torch.dtype) -> Launch:
     # Behind the gradients: one element for each, in which ranks tell each other which they have.
     numel = n_tensors * LAUNCHED_NUMEL + n_tensors
     flat = comm.empty(numel, dtype=torch.float32).zero_()
-    wire = flat if wire_dtype == torch.float32 else comm.empty(numel, dtype=wire_dtype).zero_()
     views = list(flat[: n_tensors * LAUNCHED_NUMEL].split(LAUNCHED_NUMEL))
-    bucket = comm.bind_bucket(flat, views, [i * LAUNCHED_NUMEL for i in range(n_tensors)], wire=wire, label=1)
+    offsets = [i * LAUNCHED_NUMEL for i in range(n_tensors)]
+    bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=1)
     stamps: list[tuple[int, int]] = []
     gc.collect()
     gc.disable()

@@ -177,10 +177,10 @@ class Methods:
         self.values = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         self.gloo, self.tensor = self.values.clone(), self.values.clone()
         self.flat = self.comm.empty(numel, dtype=torch.float32).copy_(self.values)
-        wire = self.comm.empty(numel, dtype=torch.bfloat16)
+        wire_dtypes = {"float32": None, "bfloat16": torch.bfloat16}
         self.buckets = {
-            "float32": self.comm.bind_bucket(self.flat, [self.flat[:1]], [0], wire=self.flat, label=1),
-            "bfloat16": self.comm.bind_bucket(self.flat, [self.flat[:1]], [0], wire=wire, label=2),
+            name: self.comm.bind_bucket(self.flat, [self.flat[:1]], [0], wire_dtype=wire_dtype, label=1 + label)
+            for label, (name, wire_dtype) in enumerate(wire_dtypes.items())
         }
 
     def compare(self) -> dict[str, float]:

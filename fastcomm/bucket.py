@@ -52,6 +52,7 @@ class Bucket:
             self._bound = HookedBucket(comm, hooked, self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
+        self._is_gathered = False  # in this round
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
@@ -67,7 +68,8 @@ class Bucket:
 
     @property
     def is_launched(self) -> bool:
-        return self._bound.posted is not None
+        """The other ranks count on what this one has put in."""
+        return self._is_gathered and self._bound.posted is not None
 
     def count_all(self) -> None:
         """Every gradient there is takes part in the next launch."""
@@ -83,6 +85,7 @@ class Bucket:
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
+        self._is_gathered = True
         for i in missing:
             self._fill_missing(i)
         self._bound.launch(op, missing)
@@ -119,7 +122,7 @@ class Bucket:
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
         work = self._bound.posted
-        if work is None:
+        if work is None or not self._is_gathered:
             raise RuntimeError("finish() before launch()")
         try:
             work.wait()
@@ -177,7 +180,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
-        self._bound.posted = None
+        self._is_gathered = False
         self._untouched.clear()
         self._with_graph.clear()
         n = len(self.views)

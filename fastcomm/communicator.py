@@ -52,13 +52,16 @@ class BucketWork(Work):
 
 
 class BoundBucket(abc.ABC):
-    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been.
+    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been."""
 
-    posted: the newest launch, from the very moment at which the other ranks count on it; None from gather() on until then. The reducer
-        sets it to None at the end of a round.
-    """
+    @property
+    @abc.abstractmethod
+    def posted(self) -> BucketWork | None:
+        """The work of the newest launch once the other ranks may know of it; else None.
 
-    posted: BucketWork | None
+        Also where an exception out of a signal handler has ended `launch`. None when `gather` or
+        `launch` begins.
+        """
 
     @abc.abstractmethod
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
@@ -130,12 +133,21 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def bind_bucket(
-        self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire_dtype: torch.dtype | None, label: int, lane: int = 0
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        offsets: list[int],
+        *,
+        wire_dtype: torch.dtype | None,
+        label: int,
+        lane: int = 0,
     ) -> BoundBucket:
         """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins at element offsets[i], ascending.
+        It ends with one element for each view, in which the ranks tell each other which gradients
+        they have.
 
-        wire: what is reduced: `flat` itself, or a tensor of another dtype to which and from which it is cast. Both end with one element
-        for each view, in which the ranks tell each other which gradients they have.
+        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen, and
+        the transport rounds as its all_reduce does. The same on all ranks.
 
         label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
         get MismatchError, all of them. lane: buckets of different lanes do not wait for each other, where the transport has lanes.
@@ -170,6 +182,29 @@ class Communicator(abc.ABC):
             self.close()
         else:
             self.abort()
+
+
+def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
+    """Integers as int64 rows whose sums over n ranks are exact, for `mean_of_addends`.
+
+    int64: a row of quotients by n and one of remainders, as the sum of n elements may overflow.
+    Other integers: one row. Shape (rows, *tensor.shape), in memory of its own.
+    """
+    if tensor.dtype != torch.int64:
+        return tensor.to(torch.int64, copy=True).unsqueeze(0)
+    quotients = torch.div(tensor, n, rounding_mode="trunc")
+    return torch.stack([quotients, tensor - quotients * n])
+
+
+def mean_of_addends(sums: Tensor, n: int) -> Tensor:
+    """The mean of integers over n ranks, truncated towards zero. sums: of `addends_of_mean`."""
+    carried = torch.div(sums[-1], n, rounding_mode="trunc")
+    if len(sums) == 1:
+        return carried
+    mean, rest = sums[0] + carried, sums[1] - carried * n
+    # Where the rest has the other sign, the exact mean lies nearer to zero.
+    sign = mean.sign()
+    return mean - torch.where(sign * rest < 0, sign, 0)
 
 
 def presence_values(op: str) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastcomm.communicator import addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.hosted import GRACE, Bootstrap, HostedCommunicator
-from fastcomm.hosted_call import HALVES, reduce_rows
+from fastcomm.hosted_call import HALVES, cast, reduce_rows
 from fastcomm.shm import ShmCommunicator
 
 # Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls that move it, small enough that filling
@@ -63,7 +64,11 @@ def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
 
 
 class HierarchicalCommunicator(HostedCommunicator):
-    """See HostedCommunicator. hosts: the ranks of each host, ascending. In a bucket, `wire` applies across hosts only."""
+    """See HostedCommunicator. hosts: the ranks of each host, ascending.
+
+    16-bit floats are added in float32 and rounded once. A wire_dtype that was chosen for a bucket
+    applies across hosts only.
+    """
 
     backend = "hierarchical"
 
@@ -98,22 +103,28 @@ class HierarchicalCommunicator(HostedCommunicator):
 
     # -- all_reduce -------------------------------------------------------------------------------------------------------------------
 
-    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str, rows: Tensor | None) -> None:
-        self._reduce(flat, op, wire.dtype)
+    def _travels_as(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+        return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
+
+    def _bucket_reduction(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[[str, Tensor | None], None]:
+        return lambda op, rows: self._reduce(flat, op, self._travels_as(flat.dtype, wire_dtype))
 
     def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
         if rows is not None:
             self._exchange.all_reduce(flat, op, rows)
-        elif op == "mean" and not flat.dtype.is_floating_point:  # the sum of what is to be divided must not wrap around
-            total = flat.long()
-            self._reduce(total, "sum", total.dtype)
-            flat.copy_(torch.div(total, self.world_size, rounding_mode="trunc"))
+        elif op == "mean" and not flat.dtype.is_floating_point:  # of sums that do not wrap around
+            sums = addends_of_mean(flat, self.world_size)
+            self._reduce(sums.view(-1), "sum")
+            flat.copy_(mean_of_addends(sums, self.world_size))
         else:
-            self._reduce(flat, op, flat.dtype)
+            self._reduce(flat, op)
 
-    def _reduce(self, flat: Tensor, op: str, wire: torch.dtype) -> None:
+    def _reduce(self, flat: Tensor, op: str, wire: torch.dtype | None = None) -> None:
+        """wire: what is sent from host to host; None stands for what is added without rounding."""
+        wire = wire or self._travels_as(flat.dtype, None)
         if self._n_hosts == 1:
-            self._in_host("all_reduce", flat, op)
+            for chunk in flat.split(CHUNK_NBYTES // flat.element_size()):
+                self._in_host("all_reduce", chunk, op)
             return
         quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
         numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
@@ -131,24 +142,42 @@ class HierarchicalCommunicator(HostedCommunicator):
         part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
         if op == "mean":  # before the wire, whose range may be small
             part.mul_(1 / self.world_size)
-        travelling = part if wire == part.dtype else part.to(wire)
-        unit = whole.numel() // self._n_units
-        segments = [travelling[one.begin * unit : one.end * unit].view(self._n_hosts, -1) for one in self._segments]
+        outgoing = part.to(wire)
+        # Rounded to the chunk's dtype by one rank for all, unless the wire cannot hold that.
+        rounded = chunk.dtype if torch.promote_types(wire, chunk.dtype) == wire else wire
+        result = outgoing if rounded == wire else self._empty(part.numel(), rounded)
+        segments, reduced = self._cut(outgoing), self._cut(result)
         received = [torch.empty_like(segment) for segment in segments]
         works = self._trade(2 * index, received, segments)
         yield
         self._wait(works)
-        for mine, theirs in zip(segments, received, strict=True):
-            theirs[self._host] = mine[self._host]
-            mine[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
-        reduced = [mine[self._host].expand(self._n_hosts, -1) for mine in segments]  # the same for every host
-        works = self._trade(2 * index + 1, segments, reduced)
+        for ours, theirs, shards in zip(segments, received, reduced, strict=True):
+            theirs[self._host] = ours[self._host]
+            shards[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
+        # The same for every host.
+        answers = [shards[self._host].expand(self._n_hosts, -1) for shards in reduced]
+        works = self._trade(2 * index + 1, reduced, answers)
         yield
         self._wait(works)
-        if travelling is not part:
-            part.copy_(travelling)
-        if part is not whole:
-            self._in_host("all_gather_single", whole, part)
+        self._gather_in_host(chunk, whole, result)
+
+    def _cut(self, part: Tensor) -> list[Tensor]:
+        """This rank's part of a chunk by segments, each with a row for every host."""
+        unit = part.numel() // self._segments[-1].end
+        return [part[one.begin * unit : one.end * unit].view(self._n_hosts, -1) for one in self._segments]
+
+    def _gather_in_host(self, chunk: Tensor, whole: Tensor, part: Tensor) -> None:
+        """Joins the parts of the host's ranks. whole: memory for it, if of the chunk's dtype."""
+        if self._shm.world_size == 1:
+            if part is not chunk:
+                cast(part[: chunk.numel()], chunk)
+            return
+        if part.dtype != chunk.dtype:
+            part = cast(part, self._empty(part.numel(), chunk.dtype))
+        if whole.dtype != chunk.dtype:
+            is_padded = whole.numel() > chunk.numel()
+            whole = self._empty(whole.numel(), chunk.dtype) if is_padded else chunk
+        self._in_host("all_gather_single", whole, part)
         if whole is not chunk:
             chunk.copy_(whole[: chunk.numel()])
 
@@ -176,6 +205,7 @@ class HierarchicalCommunicator(HostedCommunicator):
                 getattr(self._shm, collective)(*arguments)
         except FastcommError as error:  # counts the ranks of this host only
             raise PeerLostError(f"among the ranks of host {self._host}: {error}") from error
+        self._exchange.moved_at = time.monotonic()
 
     # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the order they were sent.
 
@@ -194,7 +224,7 @@ class HierarchicalCommunicator(HostedCommunicator):
     def _wait(self, works: list[Any]) -> None:
         for work in works:
             work.wait()
-        self._since = time.monotonic()  # the deadline is for what does not move
+        self._exchange.moved_at = time.monotonic()
 
 
 class _OneHost:

@@ -77,21 +77,27 @@ class HookedBucket(BoundBucket):
     """A flat buffer that hooks reduce, one after the other: each gets what the one before has left."""
 
     def __init__(self, comm: Communicator, place: HookedPlace, flat: Tensor, views: list[Tensor], offsets: list[int]) -> None:
-        self.posted = None
         self._offsets = offsets
         self._comm = comm
         self._place = place
         self._flat = flat
         self._views = views
         self._parameters: list[Tensor] = []
+        self._posted: BucketWork | None = None
+
+    @property
+    def posted(self) -> BucketWork | None:
+        """See BoundBucket.posted. What a hook has begun, only the hook can finish."""
+        return self._posted
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
-        self.posted = None
+        self._posted = None
         left = copy_gradients(self._flat, self._views, parameters)
         self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
         return left
 
     def launch(self, op: str, missing: list[int]) -> BucketWork:
+        self._posted = None
         presence = torch.ones(len(self._views), device=self._flat.device)
         presence[missing] = 0
         known = self._comm.all_reduce(presence, "max", async_op=True)
@@ -101,8 +107,8 @@ class HookedBucket(BoundBucket):
         *wrapped, (state, hook) = self._place.hooks
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
-        self.posted = _HookedWork(buffer, hook(state, bucket), presence, known)
-        return self.posted
+        self._posted = _HookedWork(buffer, hook(state, bucket), presence, known)
+        return self._posted
 
     def note_stream(self) -> None:
         """The gradients are gathered on the stream that is current at the launch, which hooks expect."""

@@ -18,7 +18,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -29,9 +30,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm.communicator import Communicator, canonical_op
 from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
-from fastcomm.hosted_call import ABANDON, DTYPES, Call, name_of
+from fastcomm.hosted_call import ABANDON, DTYPES, Call, as_bytes, cast, name_of
 from fastcomm.hosted_exchange import Exchange
-from fastcomm.hosted_work import HostedBucket, HostedWork, Move
+from fastcomm.hosted_work import HostedBucket, HostedWork, see_through
 from fastcomm.watchdog import Notes, Watchdog, failure_note
 
 VERDICT_S = 4.0  # how long the watchdog has to name the missing once a deadline has passed: longer than it asks around
@@ -39,6 +40,9 @@ EXPLAIN_S = 3.0  # how long the watchdog has to find out why a connection broke:
 TOLD_S = 0.3  # how long ranks that wait take to read a note
 # The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
 GRACE = timedelta(seconds=10)
+# From a failure on: by then whoever found it has told all who wait, unless an exception out of a signal
+# handler was in its way.
+INTERRUPTED_S = 3.0
 
 
 class Bootstrap(Notes, Protocol):
@@ -48,6 +52,15 @@ class Bootstrap(Notes, Protocol):
     def store(self, name: str) -> Store: ...
 
 
+@dataclass(frozen=True)
+class Interruption:
+    """Other ranks have abandoned a round. The caller has heard of it once n_abandoned is `number`."""
+
+    number: int
+    error: FastcommError
+    meeting: HostedWork  # ends when all ranks stand at one place again
+
+
 class HostedCommunicator(Communicator):
     """Collectives over a torch.distributed group. See fastcomm.communicator.Communicator for the contract. Made by fastcomm.init.
 
@@ -55,7 +68,8 @@ class HostedCommunicator(Communicator):
     collectives are under way here, and a thread that waits in it when a peer is lost stays there until the group's own time-out.
 
     More than the contract promises: any number of threads may call it and wait for their works at once, if only the ranks' calls come in
-    the same order.
+    the same order. What a signal handler raises while this rank waits, in a collective, a wait or
+    abandon(), is raised once that is over; a second time it aborts the communicator and is raised at once.
     """
 
     backend = "hosted"
@@ -81,15 +95,20 @@ class HostedCommunicator(Communicator):
         self._notes = bootstrap
         self._owns_group = group is None
         self._exchange = Exchange(self._connect(bootstrap) if group is None else group, rank, world_size)
-        # Guards what follows. Whoever settles a work holds it, so that no work is started that has been settled.
-        self._lock = threading.Lock()
-        self._works: list[HostedWork] = []  # not settled yet, by age
+        # Guards what follows. Whoever settles a work holds it, so that no work is started that has
+        # been settled. Reentrant, as a signal handler may call abort(). A handler may also raise where
+        # a caller holds it: what must change together is changed by the thread.
+        self._lock = threading.RLock()
+        self._works: list[HostedWork] = []  # by age; being put here is being posted
         self._current: HostedWork | None = None
-        self._since = 0.0  # when the current work was begun, or last moved on
-        self._interruption: FastcommError | None = None  # another rank has abandoned, which the caller has not heard of yet
-        self._meeting: HostedWork | None = None  # ends when all ranks stand at one place again
+        self._since = 0.0  # when the current work was begun
+        self._interruption: Interruption | None = None  # the newest
+        self._n_met = 0  # how often the ranks have begun to meet anew
         self._trouble: tuple[float, Exception] | None = None  # what the thread fell over, and when
         self._failure: FastcommError | None = None
+        self._failed_at = 0.0
+        # Wakes the thread, which then carries out the oldest of _works. Of works, as these keep the
+        # communicator alive.
         self._queue: queue.SimpleQueue[HostedWork | None] = queue.SimpleQueue()
         threading.Thread(target=_carry_out_all, args=(self._queue, weakref.ref(self)), name="fastcomm hosted", daemon=True).start()
         weakref.finalize(self, self._queue.put, None)
@@ -113,7 +132,7 @@ class HostedCommunicator(Communicator):
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
         self._check_empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _check_empty(self, numel: int, dtype: torch.dtype) -> None:
         self._check_usable()
@@ -127,30 +146,36 @@ class HostedCommunicator(Communicator):
         op = canonical_op(op)
         flat = self._check(tensor)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
-        return self._end_of(self._post(call, functools.partial(self._all_reduce, flat, op), flat), async_op)
+        return self._begin(HostedWork(self, call, functools.partial(self._all_reduce, flat, op), flat), async_op)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.broadcast."""
-        return self._end_of(self._post_broadcast(tensor, src), async_op)
+        flat = self._check(tensor)
+        self._check_src(src)
+        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
+        return self._begin(HostedWork(self, call, functools.partial(self._exchange.broadcast, flat, src), flat), async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
-        """See Communicator.broadcast_all. One after the other, without coming back in between."""
-        for work in [self._post_broadcast(tensor, src) for tensor in tensors]:
-            work.wait()
+        """See Communicator.broadcast_all. One collective, which an exception cannot cut into two."""
+        flats = [as_bytes(self._check(tensor)) for tensor in tensors]
+        self._check_src(src)
 
-    def _post_broadcast(self, tensor: Tensor, src: int) -> HostedWork:
-        flat = self._check(tensor)
+        def move(rows: Tensor | None) -> None:
+            for flat in flats:
+                self._exchange.broadcast(flat, src)
+
+        self._begin(HostedWork(self, Call("broadcast", sum(map(len, flats)), src=src), move), False)
+
+    def _check_src(self, src: int) -> None:
         if not 0 <= src < self.world_size:
             raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
-        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
-        return self._post(call, functools.partial(self._exchange.broadcast, flat, src), flat)
 
     def all_gather_single(self, out: Tensor, inp: Tensor, *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.all_gather_single."""
         flat = self._check(inp)
         whole = self._check_out("all_gather_single", out, inp, flat.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
-        return self._end_of(self._post(call, functools.partial(self._exchange.all_gather, whole, flat), flat), async_op)
+        return self._begin(HostedWork(self, call, functools.partial(self._exchange.all_gather, whole, flat), flat), async_op)
 
     def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.reduce_scatter_single."""
@@ -160,26 +185,60 @@ class HostedCommunicator(Communicator):
             raise ValueError(f"reduce_scatter_single: inp has {flat.numel()} elements, not a multiple of {self.world_size} ranks")
         part = self._check_out("reduce_scatter_single", out, inp, flat.numel() // self.world_size)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
-        return self._end_of(self._post(call, functools.partial(self._exchange.reduce_scatter, part, flat, op), flat), async_op)
+        return self._begin(HostedWork(self, call, functools.partial(self._exchange.reduce_scatter, part, flat, op), flat), async_op)
 
     def barrier(self, *, async_op: bool = False) -> HostedWork | None:
         """See Communicator.barrier. The announcement is all there is to it."""
-        return self._end_of(self._post(Call("barrier"), _nothing), async_op)
+        self._check_usable()
+        return self._begin(HostedWork(self, Call("barrier"), _nothing), async_op)
 
     def bind_bucket(
-        self, flat: Tensor, views: list[Tensor], offsets: list[int], *, wire: Tensor, label: int, lane: int = 0
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        offsets: list[int],
+        *,
+        wire_dtype: torch.dtype | None,
+        label: int,
+        lane: int = 0,
     ) -> HostedBucket:
         """See Communicator.bind_bucket. There are no lanes: the ranks share one network."""
-        return HostedBucket(flat, views, functools.partial(self._launch_bucket, flat, wire, label))
+        if wire_dtype is not None and wire_dtype not in DTYPES:
+            names = ", ".join(map(name_of, DTYPES))
+            raise TypeError(f"wire_dtype must be one of {names}; got {wire_dtype}")
+        reduce = self._bucket_reduction(flat, wire_dtype)
+        wire = self._travels_as(flat.dtype, wire_dtype)
 
-    def _launch_bucket(self, flat: Tensor, wire: Tensor, label: int, op: str, presence: Tensor) -> HostedWork:
-        call = Call("all_reduce", flat.numel(), flat.dtype, wire.dtype, op, label=label)
-        return self._post(call, functools.partial(self._reduce_bucket, flat, wire, op), presence=presence)
+        def work_of(op: str, presence: Tensor) -> HostedWork:
+            self._check_usable()
+            call = Call("all_reduce", flat.numel(), flat.dtype, wire, op, label=label)
+            return HostedWork(self, call, functools.partial(reduce, op), presence=presence)
 
-    def _end_of(self, work: HostedWork, async_op: bool) -> HostedWork | None:
+        return HostedBucket(flat, views, work_of)
+
+    def _travels_as(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+        """What a bucket is sent in. wire_dtype: None if none was chosen."""
+        return wire_dtype or dtype
+
+    def _bucket_reduction(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[[str, Tensor | None], None]:
+        """What reduces the bucket, given the op, on the thread."""
+        if wire_dtype is None or wire_dtype == flat.dtype:
+            return functools.partial(self._all_reduce, flat)
+        with torch.inference_mode(False):  # buckets may be made under it
+            wire = torch.zeros(flat.numel(), dtype=wire_dtype, device=self.device)
+
+        def reduce(op: str, rows: Tensor | None) -> None:
+            wire.copy_(flat)
+            self._exchange.all_reduce(wire, op)
+            cast(wire, flat)
+
+        return reduce
+
+    def _begin(self, work: HostedWork, async_op: bool) -> HostedWork | None:
         if async_op:
+            work.post()
             return work
-        work.wait()
+        work.run()
         return None
 
     def _check(self, tensor: Tensor) -> Tensor:
@@ -193,6 +252,8 @@ class HostedCommunicator(Communicator):
             raise ValueError(f"the {self.backend} transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+        if tensor.is_neg():  # what travels is what lies in memory
+            raise ValueError("the tensor has its negative bit set: pass tensor.resolve_neg()")
         return tensor.detach().view(-1)
 
     def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
@@ -204,13 +265,19 @@ class HostedCommunicator(Communicator):
         return flat
 
     def _check_usable(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self) -> FastcommError | None:
+        """Why the communicator cannot be used any more."""
         if self._is_forked():
-            raise FastcommError(
+            return FastcommError(
                 f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
                 "call fastcomm.init here, or start workers with the spawn method"
             )
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
+        failure = self._failure
+        return None if failure is None else type(failure)(*failure.args)
 
     def _is_forked(self) -> bool:
         return bool(os.getpid() != self.pids[self.rank])
@@ -220,30 +287,60 @@ class HostedCommunicator(Communicator):
     def check(self) -> None:
         """See Communicator.check."""
         self._check_usable()
-        with self._lock:
-            interruption = self._take_interruption()
+        interruption = self._unheard()
         if interruption is not None:
-            raise interruption
+            self.n_abandoned = interruption.number
+            raise interruption.error
 
     def abandon(self) -> None:
-        """See Communicator.abandon. What has begun is ended properly, what waits in the queue is not begun."""
-        self._check_usable()
+        """See Communicator.abandon. What has begun is ended properly, what waits is not begun.
+
+        What a signal handler raises is raised once the ranks have met; see HostedWork.wait.
+        """
+        own: HostedWork | None = None
+        theirs: Interruption | None = None
+
+        def meet(_: BaseException | None) -> None:
+            nonlocal own, theirs
+            if own is None:
+                own = HostedWork(self, ABANDON, _nothing)
+            if not own.is_posted and theirs is None:
+                theirs = self._post_abandonment(own)
+            if theirs is None:
+                own.sleep()
+            else:  # they have announced it: this rank joins them
+                self.n_abandoned = theirs.number
+                theirs.meeting.sleep()
+
+        raised = see_through(meet, self.abort)
+        met = own if theirs is None else theirs.meeting
+        error = None if met is None else met.error
+        if raised is not None:
+            raise raised from error
+        if error is not None:
+            raise error
+
+    def _post_abandonment(self, own: HostedWork) -> Interruption | None:
+        """Returns the one of others, if this rank has not heard of it yet: then own is not posted."""
+        refusal = self._refusal()
+        if refusal is not None:  # without the lock, which a forked process may have got locked
+            own.refuse(refusal)
+            return None
         with self._lock:
-            self.n_abandoned += 1
-            meeting = self._meeting
-            if self._interruption is None or meeting is None:
-                self._settle(self._waiting(), FastcommError(f"rank {self.rank} abandoned the collectives under way"))
-                meeting = self._append(HostedWork(self, ABANDON, _nothing))
-            self._interruption = None
-        meeting.wait()
+            theirs = self._unheard()
+            if theirs is None:
+                self._append(own)
+        return theirs
 
     def abort(self) -> None:
         """See Communicator.abort."""
-        if self._failure is None and not self._is_forked():
+        if self._is_forked():
+            return
+        if self._failure is None:
             message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
             with contextlib.suppress(RuntimeError):
                 self._notes.write_once("failure", failure_note("PeerLostError", message))
-            self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
+        self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
 
     def close(self) -> None:
         """See Communicator.close. Peers that still wait for this rank get PeerLostError."""
@@ -262,46 +359,56 @@ class HostedCommunicator(Communicator):
 
     # -- the caller's side of the queue ---------------------------------------------------------------------------------------------
 
-    def _post(self, call: Call, move: Move, payload: Tensor | None = None, presence: Tensor | None = None) -> HostedWork:
-        self._check_usable()
+    def post(self, work: HostedWork) -> None:
+        """Hands the work to the thread, or refuses it."""
         with self._lock:
-            interruption = self._take_interruption()
+            interruption = self._unheard()
             if interruption is None:
-                return self._append(HostedWork(self, call, move, payload, presence))
-        raise interruption  # what belongs to what was abandoned is not to be taken for a collective of the next round
+                self._append(work)
+            else:  # it belongs to what was abandoned, not to the next round
+                work.refuse(interruption.error)
 
-    def _append(self, work: HostedWork) -> HostedWork:
+    def _append(self, work: HostedWork) -> None:
+        """Under the lock."""
         if self._failure is not None:
-            work.settle(self._failure)
-            return work
-        self._works.append(work)
-        self._queue.put(work)
-        return work
+            work.refuse(self._failure)
+            return
+        try:
+            self._works.append(work)  # this call is what posts it
+        finally:
+            self._queue.put(work)
+
+    def holds(self, work: HostedWork) -> bool:
+        """Whether the work is posted and not settled."""
+        return work in self._works
 
     def hear(self, error: FastcommError) -> None:
         """The caller learns of `error`, which may be that another rank has abandoned the round."""
-        with self._lock:
-            if error is self._interruption:
-                self._take_interruption()
+        interruption = self._unheard()
+        if interruption is not None and error is interruption.error:
+            self.n_abandoned = interruption.number
 
-    def _take_interruption(self) -> FastcommError | None:
-        """Under the lock: what the caller is about to hear, if anything. What is called from here on belongs to the next round."""
-        interruption, self._interruption = self._interruption, None
-        if interruption is not None:
-            self.n_abandoned += 1
-        return interruption
+    def _unheard(self) -> Interruption | None:
+        """Of which the caller does not know yet. What it calls from then on is of the next round."""
+        interruption = self._interruption
+        return None if interruption is None or interruption.number <= self.n_abandoned else interruption
 
     def look_at_clock(self) -> None:
-        """The net under the watchdog, which may itself wait for a store that is out of reach."""
+        """This rank's own clock, for a watchdog that waits for a store that is out of reach.
+
+        Also makes up for what an exception out of a signal handler may have cut short.
+        """
+        failure, works = self._failure, self._works
+        if failure is not None and time.monotonic() - self._failed_at > INTERRUPTED_S:
+            self._fail(failure)
+        if works and self._current is None:
+            self._queue.put(works[0])
         oldest = self._oldest_unfinished()
         timeout_s = self.timeout.total_seconds()
         if oldest is not None and oldest[1] > timeout_s + VERDICT_S:
             number, _, what = oldest
             message = f"waited {timeout_s:g} s; rank {self.rank} waits for collective number {number}, {what}"
             self._fail(TimeoutError(f"{message}; the store the ranks met at does not answer either"))
-
-    def _waiting(self) -> list[HostedWork]:
-        return [work for work in self._works if work is not self._current]
 
     def _settle(self, works: list[HostedWork], error: FastcommError | None) -> None:
         """Under the lock."""
@@ -311,10 +418,13 @@ class HostedCommunicator(Communicator):
 
     # -- the thread's side ------------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, work: HostedWork) -> None:
+    def _carry_out_oldest(self) -> None:
+        """Carries out the oldest work there is."""
         with self._lock:
-            if work.is_completed() or self._trouble is not None:
+            if self._trouble is not None or not self._works:
                 return
+            work = self._own_abandonment() or self._works[0]
+            self._settle_before(work)
             self._current, self._since = work, time.monotonic()
         error: FastcommError | None = None
         try:
@@ -331,12 +441,22 @@ class HostedCommunicator(Communicator):
             self._current = None
             self._settle([work], error)
 
+    def _own_abandonment(self) -> HostedWork | None:
+        """Under the lock: what was called before it is not begun any more."""
+        return next((work for work in self._works if work.call is ABANDON), None)
+
+    def _settle_before(self, work: HostedWork) -> None:
+        """Under the lock."""
+        older = self._works[: self._works.index(work)]
+        if older:
+            self._settle(older, FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+
     def _perform(self, work: HostedWork) -> None:
         """Raises MismatchError when the ranks call different collectives."""
         calls, payloads = self._announce(work.call, work.payload)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
         if abandoning:
-            self._meet_anew(work, calls, abandoning)
+            self._meet_anew(calls, abandoning)
         elif any(call != calls[0] for call in calls):
             wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise MismatchError(f"the ranks call different collectives (number {self.number} on this communicator): {wanted}")
@@ -348,41 +468,36 @@ class HostedCommunicator(Communicator):
         self.number += 1
         return self._exchange.announce(call, payload)
 
-    def _meet_anew(self, work: HostedWork, calls: list[Call], abandoning: list[int]) -> None:
+    def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
         """Some ranks abandon the round. This one does so, too, until all ranks have come to that."""
         with self._lock:
-            own = next((one for one in self._works if one.call == ABANDON), None)
-            self._meeting = self._current = own or HostedWork(self, ABANDON, _nothing)
+            self._n_met += 1
+            own = self._own_abandonment()
+            meeting = self._current = own or HostedWork(self, ABANDON, _nothing)
             if own is None:
                 ranks = ", ".join(map(str, abandoning))
-                self._interruption = FastcommError(
-                    f"rank {ranks} abandoned what was under way (an exception ended its backward?): skip this step"
-                )
-                self._settle(list(self._works), self._interruption)
-            elif own is not work:
-                self._settle([work], FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+                error = FastcommError(f"rank {ranks} abandoned what was under way (an exception ended its backward?): skip this step")
+                self._interruption = Interruption(self._n_met, error, meeting)
+                self._settle(list(self._works), error)
+            else:
+                self._settle_before(own)
         while any(call != ABANDON for call in calls):
             calls, _ = self._announce(ABANDON)
         with self._lock:
-            self._settle([self._meeting], None)
+            if own is not None:
+                self.n_abandoned = self._n_met
+            self._settle([meeting], None)
 
     def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
         self._exchange.all_reduce(flat, op, rows)
-
-    def _reduce_bucket(self, flat: Tensor, wire: Tensor, op: str, rows: Tensor | None) -> None:
-        if wire is flat:
-            self._exchange.all_reduce(flat, op)
-        else:
-            wire.copy_(flat)
-            self._exchange.all_reduce(wire, op)
-            flat.copy_(wire)
 
     # -- what the watchdog sees; see fastcomm.watchdog.Watched ------------------------------------------------------------------------
 
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
         with self._lock:
             work = self._current
-            return None if work is None else (self.number, time.monotonic() - self._since, str(work.call))
+            moved_at = max(self._since, self._exchange.moved_at)
+            return None if work is None else (self.number, time.monotonic() - moved_at, str(work.call))
 
     def _asynchronous_error(self) -> FastcommError | None:
         """A broken connection says nothing of who broke it. Whoever has not answered in a while after it is missing."""
@@ -407,27 +522,34 @@ class HostedCommunicator(Communicator):
         return False
 
     def _fail(self, error: FastcommError) -> None:
-        """The communicator is of no more use: whoever waits hears of it."""
+        """The communicator is of no more use: whoever waits hears of it. May be called again."""
         with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
-            is_under_way = bool(self._works)
+            if self._failure is None:
+                self._failed_at, self._failure = time.monotonic(), error
+            error = self._failure
+            is_under_way = bool(self._unfinished())
         if is_under_way:
             self._break_connections()
             if self.rank == 0:  # with its process the store may go, in which the others are about to read what has happened
                 time.sleep(TOLD_S)
         with self._lock:
-            self._settle(list(self._works), error)
+            self._settle(self._unfinished(), error)
+
+    def _unfinished(self) -> list[HostedWork]:
+        """Under the lock: all that somebody may be waiting for."""
+        works = list(self._works)
+        if self._interruption is not None and not self._interruption.meeting.is_completed():
+            works.append(self._interruption.meeting)
+        return works
 
     def _break_connections(self) -> None:
         """Ends the thread's wait. Gloo closes all connections of a group when one receive has waited too long for what nobody sends."""
         if not self._owns_group:
             return
         group, others = self._exchange.group, (rank for rank in range(self.world_size) if rank != self.rank)
-        for rank in others:
+        for rank in others if group is not None else ():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device=self.device)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _has_graphs(self) -> bool:
         return False
@@ -450,14 +572,18 @@ class _Watchdog(Watchdog):
 
 
 def _carry_out_all(works: queue.SimpleQueue[HostedWork | None], reference: weakref.ref[HostedCommunicator]) -> None:
-    """The life of the thread. While it waits for work it does not keep the communicator alive."""
-    while True:
-        work = works.get()
-        comm = reference()
-        if work is None or comm is None:
-            return
-        comm._carry_out(work)
-        del work, comm
+    """The life of the thread. While it waits for work it does not keep the communicator alive.
+
+    Under inference mode, which takes the tensors of callers that are under it, and all others.
+    """
+    with torch.inference_mode():
+        while True:
+            work = works.get()
+            comm = reference()
+            if work is None or comm is None:
+                return
+            comm._carry_out_oldest()
+            del work, comm
 
 
 def _nothing(payloads: Tensor | None) -> None:

@@ -6,6 +6,7 @@ rank order, and what travels is bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import OPS
+from fastcomm.communicator import OPS, addends_of_mean, mean_of_addends
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 HALVES = (torch.float16, torch.bfloat16)
@@ -63,15 +64,35 @@ _STEPS: dict[str, Any] = {"sum": torch.add, "mean": torch.add, "prod": torch.mul
 
 
 def reduce_rows(rows: Tensor, op: str) -> Tensor:
-    """The reduction of the rows, one after the other: 16-bit floats in float32 and rounded once, integers wrapping around."""
+    """The reduction of the rows, one after the other: 16-bit floats in float32 and rounded once.
+
+    Integers wrap around, but a mean of theirs is exact, truncated towards zero.
+    """
     n, dtype = len(rows), rows.dtype
-    is_integer_mean = op == "mean" and not dtype.is_floating_point
-    total = rows[0].to(torch.float32 if dtype in HALVES else torch.int64 if is_integer_mean else dtype, copy=True)
+    if op == "mean" and not dtype.is_floating_point:
+        addends = (addends_of_mean(row, n) for row in rows)
+        return mean_of_addends(functools.reduce(torch.Tensor.add_, addends), n).to(dtype)
+    total = rows[0].to(torch.float32 if dtype in HALVES else dtype, copy=True)
     for row in rows[1:]:
         _STEPS[op](total, row, out=total)
     if op == "mean":
-        total = torch.div(total, n, rounding_mode="trunc") if is_integer_mean else total.div_(n)
+        total.div_(n)
     return total.to(dtype)
+
+
+def with_one_nan(tensor: Tensor) -> Tensor:
+    """With all NaNs alike, in place: of what kind they are depends on how a loop was vectorised."""
+    if tensor.is_floating_point():
+        tensor.masked_fill_(tensor != tensor, float("nan"))
+    return tensor
+
+
+def cast(source: Tensor, target: Tensor) -> Tensor:
+    """Copies to another dtype, to the same bits on all ranks, each of which does it for itself."""
+    target.copy_(source)
+    # There are several ways to convert a NaN, but for bfloat16, which is widened by a shift.
+    has_choice = target.dtype in HALVES or source.dtype == torch.float16
+    return with_one_nan(target) if has_choice and source.dtype != target.dtype else target
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ How the ranks find each other is rendezvous.py's business: it arrives here as a 
 
 import torch
 
-from fastcomm.communicator import Communicator, canonical_op
+from fastcomm.communicator import Communicator, addends_of_mean, canonical_op, mean_of_addends
 from fastcomm.errors import FastcommError
 from fastcomm.nccl_bucket import NcclBucket
 
@@ -52,7 +52,8 @@ cdef class NcclWork:
         if self.is_barrier:
             self.comm._wait_for(self.ticket)
         if self.divide_by is not None:
-            self.tensors[0].copy_(self.tensors[1].div_(self.divide_by, rounding_mode="trunc"))
+            mean = mean_of_addends(self.tensors[1], self.divide_by)
+            self.tensors[0].copy_(mean.view(self.tensors[0].shape))
         self.tensors = None
 
     def is_completed(self):
@@ -143,7 +144,7 @@ cdef class NcclCommunicator(Link):
         if tensor.is_floating_point():
             self._scale(tensor)
             return self._collective(ALL_REDUCE, tensor, tensor, op, 0, async_op, None)
-        wide = tensor.to(torch.int64, copy=True)
+        wide = addends_of_mean(tensor, self.world_size)
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
@@ -216,8 +217,10 @@ cdef class NcclCommunicator(Link):
             raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a multiple of {self.world_size} ranks")
         self._check_out("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
         if op == "mean" and not inp.is_floating_point():
-            wide = torch.empty(out.shape, dtype=torch.int64, device=self.device)
-            return self._collective(REDUCE_SCATTER, inp.to(torch.int64), wide, op, 0, async_op, out)
+            rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
+            wide = torch.empty_like(rows[:, 0])
+            parts = rows.transpose(0, 1).contiguous()  # what one rank keeps lies together
+            return self._collective(REDUCE_SCATTER, parts, wide, op, 0, async_op, out)
         scaled = self._scale(inp.detach().clone()) if op == "mean" else inp
         return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
 
@@ -267,7 +270,7 @@ cdef class NcclCommunicator(Link):
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
-        """Launches on the first lane. `divided`: where the integer mean goes of which `out` is the sum."""
+        """Launches on the first lane. divided: where the mean of the integers goes that `out` sums up."""
         cdef Lane lane = self.lanes[0]
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = self._new_ticket() if async_op else lane.ticket

@@ -53,7 +53,7 @@ cdef class NcclBucketWork:
 cdef class NcclBucket:
     """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of the host's per round."""
 
-    cdef public NcclBucketWork posted  # see BoundBucket.posted
+    cdef readonly NcclBucketWork posted  # see BoundBucket.posted
     cdef Link comm
     cdef object __weakref__
     cdef Lane lane

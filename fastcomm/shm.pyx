@@ -119,7 +119,7 @@ cdef struct Range:  # of memory in which gradients have their places
 cdef class ShmBucket:
     """A flat buffer and the places of the gradients in it: worked out once, launched once per round."""
 
-    cdef public ShmWork posted  # see BoundBucket.posted
+    cdef readonly ShmWork posted  # see BoundBucket.posted
     cdef ShmCommunicator comm
     cdef Range range
     cdef object flat, wire, dtype, presence

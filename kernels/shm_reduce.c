@@ -136,7 +136,6 @@ struct reduction {
 #define SAME(a) (a)
 #define TIMES_RECIPROCAL(a) ((a) * reciprocal)
 #define OVER_COUNT(a) ((a) / count)
-#define OVER_COUNT_SIGNED(a) ((int64_t)(a) / (int64_t)count)
 #define ADD(a, b) ((a) + (b))
 #define MULTIPLY(a, b) ((a) * (b))
 #define LEAST(a, b) ((b) < (a) ? (b) : (a))
@@ -154,10 +153,11 @@ struct reduction {
     REDUCTION(DTYPE##_max, ELEMENT, WIDE, WIDEN, GREATEST_OR_NAN, SAME, NARROW)                                                            \
     REDUCTION(DTYPE##_prod, ELEMENT, WIDE, WIDEN, MULTIPLY, SAME, NARROW)
 
-/* Sums and products are unsigned, as they wrap around. A mean is signed again when it divides. */
-#define INTEGER_REDUCTIONS(DTYPE, ELEMENT, UNSIGNED)                                                                                       \
+/* Sums and products are unsigned, as they wrap around. TOTAL is wide enough for the sum that a mean
+ * divides. */
+#define INTEGER_REDUCTIONS(DTYPE, ELEMENT, UNSIGNED, TOTAL)                                                                                \
     REDUCTION(DTYPE##_sum, UNSIGNED, UNSIGNED, SAME, ADD, SAME, (UNSIGNED))                                                                \
-    REDUCTION(DTYPE##_mean, ELEMENT, uint64_t, (uint64_t), ADD, OVER_COUNT_SIGNED, (ELEMENT))                                              \
+    REDUCTION(DTYPE##_mean, ELEMENT, TOTAL, (TOTAL), ADD, OVER_COUNT, (ELEMENT))                                                           \
     REDUCTION(DTYPE##_min, ELEMENT, ELEMENT, SAME, LEAST, SAME, SAME)                                                                      \
     REDUCTION(DTYPE##_max, ELEMENT, ELEMENT, SAME, GREATEST, SAME, SAME)                                                                   \
     REDUCTION(DTYPE##_prod, UNSIGNED, UNSIGNED, SAME, MULTIPLY, SAME, (UNSIGNED))
@@ -166,9 +166,9 @@ FLOAT_REDUCTIONS(float32, float, float, SAME, SAME)
 FLOAT_REDUCTIONS(float64, double, double, SAME, SAME)
 FLOAT_REDUCTIONS(float16, uint16_t, float, widen_float16, narrow_float16)
 FLOAT_REDUCTIONS(bfloat16, uint16_t, float, widen_bfloat16, narrow_bfloat16)
-INTEGER_REDUCTIONS(int32, int32_t, uint32_t)
-INTEGER_REDUCTIONS(int64, int64_t, uint64_t)
-INTEGER_REDUCTIONS(uint8, uint8_t, uint8_t)
+INTEGER_REDUCTIONS(int32, int32_t, uint32_t, int64_t)
+INTEGER_REDUCTIONS(int64, int64_t, uint64_t, __int128)
+INTEGER_REDUCTIONS(uint8, uint8_t, uint8_t, int64_t)
 
 enum { MEAN_OF_2K = SHM_PROD + 1, KERNELS };
 

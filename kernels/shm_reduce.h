@@ -13,7 +13,7 @@ size_t shm_dtype_size(enum shm_dtype dtype);
 
 /* outputs[j][i] = reduce over r of inputs[r][i], for i < numel and every j. An output may be one of the inputs (same address), or
  * overlap none of them. float16 and bfloat16 accumulate in float32 and are rounded once; integer sums and products wrap around;
- * an integer mean is the sum (taken in 64 bits) divided by n_inputs, truncated towards zero; min and max propagate NaN. */
+ * an integer mean is the exact one truncated towards zero; min and max propagate NaN. */
 void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs, int n_inputs, void *const *outputs,
                 int n_outputs);
 

@@ -39,10 +39,17 @@ def reduced(shards: list[Tensor], op: str) -> Tensor:
     if dtype in HALVES:
         return reduced([shard.float() for shard in shards], op).to(dtype)
     if op == "mean":
-        total = reduced([shard if dtype.is_floating_point else shard.long() for shard in shards], "sum")
-        return total / n if dtype.is_floating_point else torch.div(total, n, rounding_mode="trunc").to(dtype)
+        return reduced(shards, "sum") / n if dtype.is_floating_point else integer_mean(shards)
     step = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
     return functools.reduce(step, shards).clone()
+
+
+def integer_mean(shards: list[Tensor]) -> Tensor:
+    """By Python's integers, which know no overflow. Truncated towards zero."""
+    n = len(shards)
+    totals = map(sum, zip(*(shard.flatten().tolist() for shard in shards), strict=True))
+    means = [total // n if total >= 0 else -(-total // n) for total in totals]
+    return torch.tensor(means, dtype=shards[0].dtype, device=shards[0].device).view(shards[0].shape)
 
 
 def assert_same_bits(tensor: Tensor, expected: Tensor) -> None:

@@ -108,7 +108,24 @@ static int64_t integer_of(uint32_t dtype, uint32_t seed, int rank, uint64_t inde
     return dtype == SHM_INT32 ? e.i32 : dtype == SHM_INT64 ? e.i64 : e.u8;
 }
 
+/* Truncated towards zero. Quotients and remainders are added up apart: the sum of the integers
+ * themselves may be too large. */
+static int64_t mean_of_integers(uint32_t dtype, uint32_t seed, int world_size, uint64_t index) {
+    int64_t mean = 0, rest = 0;
+    for (int r = 0; r < world_size; r++) {
+        int64_t x = integer_of(dtype, seed, r, index);
+        mean += x / world_size;
+        rest += x % world_size;
+    }
+    mean += rest / world_size;
+    rest %= world_size;
+    return mean + (mean < 0 && rest > 0) - (mean > 0 && rest < 0);
+}
+
 static int64_t reduced_integer(uint32_t dtype, uint32_t op, uint32_t seed, int world_size, uint64_t index) {
+    if (op == SHM_MEAN) {
+        return mean_of_integers(dtype, seed, world_size, index);
+    }
     int64_t total = integer_of(dtype, seed, 0, index);
     for (int r = 1; r < world_size; r++) {
         int64_t x = integer_of(dtype, seed, r, index);
@@ -118,7 +135,7 @@ static int64_t reduced_integer(uint32_t dtype, uint32_t op, uint32_t seed, int w
             total = (int64_t)(op == SHM_PROD ? (uint64_t)total * (uint64_t)x : (uint64_t)total + (uint64_t)x);
         }
     }
-    return op == SHM_MEAN ? total / world_size : total;
+    return total;
 }
 
 static union element reduced(uint32_t dtype, uint32_t op, uint32_t seed, int world_size, uint64_t index) {

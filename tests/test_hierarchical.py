@@ -209,10 +209,10 @@ def test_results_are_right_in_every_layout_and_have_the_same_bits_on_all_ranks(h
 
 
 def _reduce_on_the_wire(comm, wire_dtype, op, numel):
-    flat, wire = comm.empty(numel, dtype=torch.float32), comm.empty(numel, dtype=wire_dtype)
+    flat = comm.empty(numel, dtype=torch.float32)
     shards = shards_of(torch.float32, comm.world_size, numel)
     flat.copy_(shards[comm.rank])
-    bucket = comm.bind_bucket(flat, [flat[:5]], [0], wire=wire, label=1)
+    bucket = comm.bind_bucket(flat, [flat[:5]], [0], wire_dtype=wire_dtype, label=1)
     work = bucket.launch(op, [0] if comm.rank else [])
     assert work.present() == [True]
     _assert_reduced(flat[:-1], [shard[:-1] for shard in shards], op, wire_dtype)
@@ -226,8 +226,9 @@ def test_a_bucket_with_a_wire_dtype_is_rounded_no_more_than_on_its_way(two_hosts
 
 
 def _mean_of_large_values(comm):
-    flat, wire = torch.full((1001,), 40_000.0), comm.empty(1001, dtype=torch.float16)
-    comm.bind_bucket(flat, [flat[:5]], [0], wire=wire, label=1).launch("mean", []).wait()
+    flat = torch.full((1001,), 40_000.0)
+    bucket = comm.bind_bucket(flat, [flat[:5]], [0], wire_dtype=torch.float16, label=1)
+    bucket.launch("mean", []).wait()
     return flat[:1000].unique().tolist()
 
 
@@ -237,8 +238,7 @@ def test_a_mean_that_float16_can_hold_does_not_overflow_on_the_wire(two_hosts):
 
 def _bytes_sent(comm, wire_dtype, numel):
     flat = comm.empty(numel, dtype=torch.float32).fill_(1)
-    wire = flat if wire_dtype is torch.float32 else comm.empty(numel, dtype=wire_dtype)
-    bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire=wire, label=1)
+    bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire_dtype=wire_dtype, label=1)
     comm.barrier()
     before = _transmitted()
     bucket.launch("sum", []).wait()
@@ -261,7 +261,7 @@ def test_a_host_sends_every_element_once(two_hosts, wire_dtype):
 
 def _launch_while_the_others_are_late(comm):
     flat = comm.empty(3_000_000, dtype=torch.float32).fill_(1)
-    bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire=flat, label=1)
+    bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire_dtype=None, label=1)
     launched = [Path(harness._place.directory, f"launched by {rank}") for rank in range(comm.world_size)]
     if comm.rank == 3:
         while not all(path.exists() for path in launched[:3]):

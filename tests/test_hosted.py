@@ -17,12 +17,23 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
-from ranks import Ranks, fresh_ranks, gloo, on_ranks, values_of
-from reference import DTYPES, OPS, assert_same_bits, check_all_reduce, check_async_collectives, reduced, shards_of
+from ranks import Ranks, fresh_ranks, gloo, note, on_ranks, values_of
+from reference import (
+    DTYPES,
+    INTEGERS,
+    OPS,
+    assert_same_bits,
+    check_all_reduce,
+    check_async_collectives,
+    integer_mean,
+    reduced,
+    shards_of,
+)
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.hosted import HostedCommunicator
+from fastcomm.hosted_call import reduce_rows
 from fastcomm.hosted_exchange import CARRIED_NBYTES, SMALL_NBYTES
 
 # Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and one more; of two, and no multiple of
@@ -54,6 +65,16 @@ def test_all_reduce_is_the_reduction_in_rank_order(comm, dtype):
     for numel in SIZES:
         for op in OPS:
             check_all_reduce(comm, numel, dtype, op, "comm.empty", seed=numel)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_mean_of_integers_is_exact_where_their_sum_overflows(dtype, n):
+    limits = torch.iinfo(dtype)
+    near = [limits.min, limits.min + 1, -2, -1, 0, 1, 2, limits.max - 1, limits.max]
+    values = torch.tensor([value for value in near if value >= limits.min], dtype=dtype)
+    rows = torch.cartesian_prod(*[values] * n).view(-1, n).T.contiguous()
+    assert_same_bits(reduce_rows(rows, "mean"), integer_mean(list(rows)))
 
 
 @on_ranks(2, 3)
@@ -136,6 +157,7 @@ def test_an_async_all_reduce_does_not_wait_for_anybody(ranks):
 BAD_CALLS = {
     "not contiguous": (ValueError, "contiguous", lambda comm: comm.all_reduce(torch.zeros(6, 4)[:, :2])),
     "elsewhere": (ValueError, "CPU", lambda comm: comm.all_reduce(torch.zeros(4, device="meta"))),
+    "negative bit": (ValueError, "resolve_neg", lambda comm: comm.all_reduce(torch._neg_view(torch.ones(4)))),
     "sparse": (ValueError, "CPU", lambda comm: comm.broadcast(torch.zeros(4).to_sparse())),
     "dtype": (TypeError, "int16", lambda comm: comm.all_reduce(torch.zeros(4, dtype=torch.int16))),
     "no tensor": (TypeError, "list", lambda comm: comm.all_reduce([1.0])),
@@ -292,6 +314,38 @@ def test_a_peer_that_leaves_is_named_on_all_ranks_within_seconds(how, word):
     for message, seconds in values_of(others):
         assert re.search(rf"rank 2 \(pid \d+\) {word}", message), message
         assert seconds < 3
+
+
+def _lose_a_peer_while_ranks_meet(place):
+    """Rank 1 abandons, rank 0 joins it before it has heard of that, rank 2 is gone."""
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == 0:
+        work = comm.all_reduce(torch.ones(3), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        note(place, joins=True)
+    elif place.rank == 2:
+        announce, announced = comm._exchange.announce, []
+
+        def announce_once(*arguments):
+            if announced:  # that this rank abandons, too: what the others wait for
+                threading.Event().wait()
+            announced.append(True)
+            return announce(*arguments)
+
+        comm._exchange.announce = announce_once
+        comm.all_reduce(torch.ones(3), async_op=True)
+        while not Path(place.directory, "joins").exists():
+            time.sleep(0.01)
+        comm.abort()
+        return
+    with pytest.raises(PeerLostError, match="rank 2"):
+        comm.abandon()
+
+
+def test_a_peer_may_be_lost_while_the_ranks_meet():
+    values_of(outcomes_of(3, _lose_a_peer_while_ranks_meet))
 
 
 def _lose_rank_0(place):

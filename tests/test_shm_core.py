@@ -107,10 +107,12 @@ def test_an_integer_mean_is_truncated_towards_zero():
 
 
 def test_an_integer_mean_does_not_overflow_on_the_way():
-    for dtype in (torch.int32, torch.uint8):
-        shards = [torch.full((10,), torch.iinfo(dtype).max, dtype=dtype) for _ in range(3)]
-        reduce_shards(shards, "mean")
-        assert (shards[0] == torch.iinfo(dtype).max).all()
+    for dtype in INTEGERS:
+        for extreme in (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+            for n in (2, 3, 64):
+                shards = [torch.full((10,), extreme, dtype=dtype) for _ in range(n)]
+                reduce_shards(shards, "mean")
+                assert (shards[0] == extreme).all()
 
 
 # 16-bit floats: all of them
