@@ -7,7 +7,9 @@ gathering of gradients with the reduction.
 from __future__ import annotations
 
 import abc
+import bisect
 import pickle
+import weakref
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -212,9 +214,50 @@ def presence_values(op: str) -> tuple[float, float]:
     return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
 
 
-def copy_gradients(flat: Tensor, views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
-    """BoundBucket.gather for transports that do not fuse it with the reduction. Raises FastcommError for gradients that were exchanged."""
+class FlatBuffers:
+    """Where flat buffers lie, so that gradients can be recognised that lie in one.
+
+    By address: a view of a flat buffer may have a storage of its own.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}  # by begin
+        self._order: tuple[list[int], list[int]] | None = None
+
+    def add(self, flat: Tensor, owner: object) -> None:
+        """Knows of `flat` as long as `owner`, its bucket, lives."""
+        begin = flat.data_ptr()
+        self._ends[begin] = begin + flat.nbytes
+        self._order = None
+        weakref.finalize(owner, self._remove, begin).atexit = False
+
+    def _remove(self, begin: int) -> None:
+        self._ends.pop(begin, None)
+        self._order = None
+
+    def inside(self, tensors: list[Tensor]) -> list[int]:
+        """Which of the tensors, by index, lie in one."""
+        if self._order is None:
+            ranges = sorted(self._ends.copy().items())
+            self._order = [begin for begin, _ in ranges], [0, *(end for _, end in ranges)]
+        begins, ends = self._order
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return [i for i, one in enumerate(addresses) if one < ends[bisect.bisect(begins, one)]]
+
+
+# Of all communicators: to read a gradient that lies in a bucket of another one would be no better.
+flat_buffers = FlatBuffers()
+
+
+def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
+    """BoundBucket.gather for transports that do not fuse it with the reduction.
+
+    The bucket has added its flat buffer to `flat_buffers`. Raises FastcommError, before anything is
+    read, for a gradient that lies in the place of another one, and for one of another shape than the
+    parameter had when the bucket was made.
+    """
     left: list[int] = []
+    moving: list[Parameter] = []
     places: list[Tensor] = []
     gradients: list[Tensor] = []
     for i, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
@@ -222,16 +265,30 @@ def copy_gradients(flat: Tensor, views: list[Tensor], parameters: list[Parameter
         if parameter is None or gradient is None:
             left.append(i)
         elif gradient is not view:
-            if gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():  # a tensor of the user's on our memory
-                if gradient.data_ptr() != view.data_ptr():
-                    raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-                gradient = gradient.clone()  # its strides may differ
+            moving.append(parameter)
             places.append(view)
             gradients.append(gradient)
-            parameter.grad = view
-    if places:
+    if moving:
+        _check_shapes(gradients, places)
+        for i in flat_buffers.inside(gradients):  # a tensor of the user's on our memory
+            if gradients[i].data_ptr() != places[i].data_ptr():
+                raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
+            gradients[i] = gradients[i].clone()  # its strides may differ
         torch._foreach_copy_(places, gradients)
+    for parameter, view in zip(moving, places, strict=True):
+        parameter.grad = view
     return left
+
+
+def _check_shapes(gradients: list[Tensor], places: list[Tensor]) -> None:
+    shapes, expected = [tensor.shape for tensor in gradients], [tensor.shape for tensor in places]
+    if shapes == expected:
+        return
+    i = next(i for i, shape in enumerate(shapes) if shape != expected[i])
+    raise FastcommError(
+        f"a gradient has the shape {tuple(shapes[i])}, and its parameter had {tuple(expected[i])} at attach(): "
+        "call refresh() on every rank after parameters have changed"
+    )
 
 
 def gather_objects(comm: Communicator, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Work, copy_gradients
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Work, copy_gradients, flat_buffers
 
 # A state and what is called with it and a bucket, as for DDP's register_comm_hook.
 Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
@@ -77,6 +77,7 @@ class HookedBucket(BoundBucket):
     """A flat buffer that hooks reduce, one after the other: each gets what the one before has left."""
 
     def __init__(self, comm: Communicator, place: HookedPlace, flat: Tensor, views: list[Tensor], offsets: list[int]) -> None:
+        flat_buffers.add(flat, self)
         self._offsets = offsets
         self._comm = comm
         self._place = place
@@ -92,7 +93,7 @@ class HookedBucket(BoundBucket):
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         self._posted = None
-        left = copy_gradients(self._flat, self._views, parameters)
+        left = copy_gradients(self._views, parameters)
         self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
         return left
 

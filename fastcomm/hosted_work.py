@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, copy_gradients, presence_values
+from fastcomm.communicator import BoundBucket, BucketWork, copy_gradients, flat_buffers, presence_values
 from fastcomm.errors import FastcommError
 from fastcomm.hosted_call import Call
 from fastcomm.hosted_exchange import CARRIED_NBYTES
@@ -167,7 +167,8 @@ class HostedBucket(BoundBucket):
     """A flat buffer into which gradients are copied. The work of work_of(op, presence) reduces it."""
 
     def __init__(self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], HostedWork]) -> None:
-        self._flat, self._views, self._work_of = flat, views, work_of
+        flat_buffers.add(flat, self)
+        self._views, self._work_of = views, work_of
         self._presence = flat[flat.numel() - len(views) :]
         self._newest: HostedWork | None = None
 
@@ -180,7 +181,7 @@ class HostedBucket(BoundBucket):
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         """See BoundBucket.gather."""
         self._newest = None
-        return copy_gradients(self._flat, self._views, parameters)
+        return copy_gradients(self._views, parameters)
 
     def launch(self, op: str, missing: list[int]) -> HostedWork:
         """See BoundBucket.launch. Waits for nobody."""
