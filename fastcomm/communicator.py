@@ -70,6 +70,7 @@ class BoundBucket(abc.ABC):
         """Moves the gradients to their places, now or in the launch that must follow; parameters[i].grad becomes views[i].
 
         parameters: one for each view. Returns the indices that are left: where there is None, or a parameter without a gradient.
+        Raises RuntimeError whose `slot` is the index of a gradient that cannot be moved.
         """
 
     @abc.abstractmethod
@@ -252,43 +253,38 @@ flat_buffers = FlatBuffers()
 def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
     """BoundBucket.gather for transports that do not fuse it with the reduction.
 
-    The bucket has added its flat buffer to `flat_buffers`. Raises FastcommError, before anything is
-    read, for a gradient that lies in the place of another one, and for one of another shape than the
-    parameter had when the bucket was made.
+    The bucket has added its flat buffer to `flat_buffers`. Raises RuntimeError for a gradient that
+    does not fit its view, and FastcommError for one that lies in the place of another.
     """
     left: list[int] = []
-    moving: list[Parameter] = []
-    places: list[Tensor] = []
+    moving: list[int] = []
     gradients: list[Tensor] = []
     for i, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
             left.append(i)
         elif gradient is not view:
-            moving.append(parameter)
-            places.append(view)
+            try:
+                if gradient.layout is not torch.strided:
+                    raise RuntimeError("no flat buffer holds sparse gradients")
+                parameter.grad = view  # first: torch refuses a view that does not fit the parameter any more
+            except RuntimeError as error:
+                raise blame(error, i)
+            moving.append(i)
             gradients.append(gradient)
+    for j in flat_buffers.inside(gradients):  # a tensor of the user's on our memory
+        if gradients[j].data_ptr() != views[moving[j]].data_ptr():
+            raise blame(FastcommError("lies in that of another one: clone gradients before you exchange them"), moving[j])
+        gradients[j] = gradients[j].clone()  # its strides may differ
     if moving:
-        _check_shapes(gradients, places)
-        for i in flat_buffers.inside(gradients):  # a tensor of the user's on our memory
-            if gradients[i].data_ptr() != places[i].data_ptr():
-                raise FastcommError("a parameter's gradient lies in that of another one: clone gradients before you exchange them")
-            gradients[i] = gradients[i].clone()  # its strides may differ
-        torch._foreach_copy_(places, gradients)
-    for parameter, view in zip(moving, places, strict=True):
-        parameter.grad = view
+        torch._foreach_copy_([views[i] for i in moving], gradients)
     return left
 
 
-def _check_shapes(gradients: list[Tensor], places: list[Tensor]) -> None:
-    shapes, expected = [tensor.shape for tensor in gradients], [tensor.shape for tensor in places]
-    if shapes == expected:
-        return
-    i = next(i for i, shape in enumerate(shapes) if shape != expected[i])
-    raise FastcommError(
-        f"a gradient has the shape {tuple(shapes[i])}, and its parameter had {tuple(expected[i])} at attach(): "
-        "call refresh() on every rank after parameters have changed"
-    )
+def blame(error: RuntimeError, slot: int) -> RuntimeError:
+    """Notes which of the bucket's gradients the error is about."""
+    error.slot = slot  # type: ignore[attr-defined]
+    return error
 
 
 def gather_objects(comm: Communicator, value: Any) -> list[Any]:
