@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm import rendezvous
 from fastcomm.hosted_call import DTYPES
-from fastcomm.process_group_work import Finished, SharedCommunicator, put_all
+from fastcomm.process_group_work import Finished, SharedCommunicator, hold_works_of_join, put_all
 
 NAME = "fastcomm"
 
@@ -70,6 +70,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl: SharedCommunicator | None = None
         self._cpu = self._connect("cpu", torch.device("cpu"))
         self._register_engines(options)
+        hold_works_of_join()
 
     def _connect(self, name: str, device: torch.device) -> SharedCommunicator:
         store = PrefixStore(name, self._store)
