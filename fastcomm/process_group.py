@@ -69,6 +69,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl_lock = threading.Lock()
         self._nccl: SharedCommunicator | None = None
         self._cpu = self._connect("cpu", torch.device("cpu"))
+        rendezvous.count_as_finished(options.store)
         self._register_engines(options)
         hold_works_of_join()
 

@@ -64,6 +64,8 @@ def init(
     bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
     with _told_to_all(bootstrap):
         comm = _connect_on_cuda(bootstrap, timeout, place) if is_nccl else _connect_on_cpu(backend, bootstrap, timeout, group)
+        if isinstance(bootstrap, _StoreBootstrap):
+            count_as_finished(bootstrap.whole_store())
         comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
         return comm
 
@@ -219,6 +221,9 @@ class _StoreBootstrap:
         """Ends the exchange of the other ranks, too. The first failure is the one they hear of."""
         self._store.compare_set("failed", "", message)
 
+    def whole_store(self) -> Store:
+        return self._store
+
     def store(self, name: str) -> Store:
         """A part of the store for others to use."""
         return PrefixStore(name, self._store)
@@ -299,6 +304,20 @@ def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedel
         raise ValueError(f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}")
     # The store is not to wait for the ranks: it could not say which one is missing.
     return TCPStore(host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def count_as_finished(store: Store) -> None:
+    """Has the last rank that lets go of a FileStore remove its file.
+
+    All ranks call it once they have met, before any of them lets go. Torch removes the file when
+    all ranks have finished and nobody uses it. A rank counts itself in two steps, though: of two
+    that let go at the same time, one may see the other use it, and that one may have seen too few
+    that had finished. So each rank counts as finished from here on.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, FileStore):
+        FileStore(store.path)  # type: ignore[attr-defined]  # it finishes here, and removes nothing
 
 
 def _environment(name: str) -> str:
