@@ -205,7 +205,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
         output = outputs[0]
-        if self._transport(output) is None or len(outputs) != 1 or not self._are_alike(inputs[0], output):
+        is_reducible = hash(opts.reduceOp) in _OPS and self._transport(output) is not None
+        if not is_reducible or len(outputs) != 1 or not self._are_alike(inputs[0], output):
             return self._engine(output.device).reduce_scatter(outputs, inputs, opts)
         whole = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
         return self._reduce_scatter_base(output, whole, opts)
@@ -217,7 +218,8 @@ class ProcessGroup(dist.ProcessGroup):
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, inputs))
         if shared is None or op is None:
-            pairs = zip(outputs, inputs, strict=True)
+            # Gloo reads the first dimension of each, and reads past a scalar's shape.
+            pairs = zip(map(torch.atleast_1d, outputs), map(torch.atleast_1d, inputs), strict=True)
             return _last_of([self._engine(inp.device)._reduce_scatter_base(out, inp, opts) for out, inp in pairs])
         flats = [output.contiguous() for output in outputs]
         calls = [partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op) for flat, inp in zip(flats, inputs, strict=True)]
@@ -232,7 +234,8 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether a list, one tensor for each rank, is equal parts. Raises ValueError."""
         if len(tensors) != self.size():
             raise ValueError(f"a list of {len(tensors)} tensors for {self.size()} ranks")
-        return all(tensor.dtype is like.dtype and tensor.numel() == like.numel() for tensor in tensors)
+        kind = _kind(like)
+        return all(_kind(tensor) == kind for tensor in tensors)
 
     # -- what torch's engine does alone --
 
@@ -274,6 +277,11 @@ class ProcessGroup(dist.ProcessGroup):
 def _is_async(opts: Any) -> bool:
     """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every Work."""
     return getattr(opts, "asyncOp", True)
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """What equal parts of a tensor have in common."""
+    return tensor.dtype, tensor.layout, tensor.device, tensor.numel()
 
 
 def _common(ways: Iterable[SharedCommunicator | None]) -> SharedCommunicator | None:
