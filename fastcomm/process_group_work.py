@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 from fastcomm.communicator import Communicator, Work
-from fastcomm.errors import FastcommError, TimeoutError
+from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.hosted import HostedCommunicator
 from fastcomm.shm import ShmCommunicator
 
@@ -32,6 +33,22 @@ _PROGRESS_S = 1e-3
 _TURN_S = 1e-3
 
 Places = Sequence[tuple[Tensor, Tensor]]
+
+
+class CallCounter:
+    """Counts a group's collectives. Threads may call `count` at once: it is atomic."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.count = self._numbers.__next__
+        self._lock = threading.Lock()
+        self._n_reads = 0  # each takes a number, too
+
+    def value(self) -> int:
+        with self._lock:
+            n_calls = self.count() - self._n_reads
+            self._n_reads += 1
+            return n_calls
 
 
 class SharedCommunicator:
@@ -64,6 +81,15 @@ class SharedCommunicator:
                 if isinstance(self.comm, ShmCommunicator):  # the others' move by themselves
                     self._progress.watch([work for work in works if not work.is_completed()])
         return UnderWay(self, works, value, places)
+
+    def lost(self, ranks: Collection[int]) -> dict[int, int]:
+        """Which of `ranks` the communicator has found dead: their pids, by rank."""
+        failure = self.comm._failure if isinstance(self.comm, HostedCommunicator) else None
+        verdict = str(failure).partition(";")[0]
+        if not isinstance(failure, PeerLostError) or " died" not in verdict:
+            return {}
+        pids = self.comm.pids
+        return {rank: pids[rank] for rank in ranks if f"rank {rank} (pid {pids[rank]})" in verdict}
 
     def close(self) -> None:
         self._progress.stop()
