@@ -101,6 +101,7 @@ class Communicator(abc.ABC):
     rank: int
     world_size: int
     local_rank: int
+    pids: tuple[int, ...]  # of the ranks' processes
     device: torch.device
     n_abandoned: int
     backend: str  # "shm" | "nccl" | "hosted" | "hierarchical"

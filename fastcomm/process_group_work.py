@@ -5,29 +5,50 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 from fastcomm.communicator import Communicator, Work
-from fastcomm.errors import FastcommError, TimeoutError
+from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.hosted import HostedCommunicator
 from fastcomm.shm import ShmCommunicator
 
 _POLL_S = 50e-6
 # How long a collective under way may lie before this rank goes on with it by itself: long against a collective, short against a step.
 _PROGRESS_S = 1e-3
+# How long a poll waits for its turn: long against a turn of the thread that makes progress.
+_TURN_S = 1e-3
 
 Places = Sequence[tuple[Tensor, Tensor]]
+
+
+class CallCounter:
+    """Counts a group's collectives. Threads may call `count` at once: it is atomic."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.count = self._numbers.__next__
+        self._lock = threading.Lock()
+        self._n_reads = 0  # each takes a number, too
+
+    def value(self) -> int:
+        with self._lock:
+            n_calls = self.count() - self._n_reads
+            self._n_reads += 1
+            return n_calls
 
 
 class SharedCommunicator:
@@ -61,6 +82,15 @@ class SharedCommunicator:
                     self._progress.watch([work for work in works if not work.is_completed()])
         return UnderWay(self, works, value, places)
 
+    def lost(self, ranks: Collection[int]) -> dict[int, int]:
+        """Which of `ranks` the communicator has found dead: their pids, by rank."""
+        failure = self.comm._failure if isinstance(self.comm, HostedCommunicator) else None
+        verdict = str(failure).partition(";")[0]
+        if not isinstance(failure, PeerLostError) or " died" not in verdict:
+            return {}
+        pids = self.comm.pids
+        return {rank: pids[rank] for rank in ranks if f"rank {rank} (pid {pids[rank]})" in verdict}
+
     def close(self) -> None:
         self._progress.stop()
         self.comm.close()
@@ -77,7 +107,55 @@ def put_all(places: Places) -> None:
             target.detach().copy_(source)
 
 
-class Finished(c10d.Work):
+class BackendWork(c10d.Work):
+    """A Work of this backend's.
+
+    Its methods are Python's. When C++ holds such a Work and nobody in Python does, its Python half
+    dies, and torch's waits for ever for what is left of it. So C++ has to get `held(work)`.
+    """
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def boxed(self) -> Any:
+        return held(self).boxed()
+
+
+class _Lender(dist.ProcessGroup):
+    """Gives a Work away as a group in Python does: torch's C++ wraps it, and so keeps it alive."""
+
+    def __init__(self, work: BackendWork) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._work = work
+
+    def barrier(self, opts: Any) -> c10d.Work:
+        return self._work
+
+
+def held(work: BackendWork) -> c10d.Work:
+    """The same Work for C++ to keep. It can wait and has the future, and is not to be polled."""
+    return dist.ProcessGroup.barrier(_Lender(work), c10d.BarrierOptions())
+
+
+def hold_works_of_join() -> None:
+    """Has DDP's reducer, in a join, hold our Works with their Python half.
+
+    DDP reduces a flag, hands the Work to the C++ reducer, which waits for it in backward, and drops
+    it. This is the one place where torch's Python gives a Work to C++.
+    """
+    reducer = c10d.Reducer
+    set_handle = reducer._set_forward_pass_work_handle
+    if hasattr(set_handle, "__wrapped__"):
+        return
+
+    @functools.wraps(set_handle)
+    def set_held_handle(reducer: c10d.Reducer, work: c10d.Work, *options: Any) -> None:
+        set_handle(reducer, held(work) if isinstance(work, BackendWork) else work, *options)
+
+    reducer._set_forward_pass_work_handle = set_held_handle
+
+
+class Finished(BackendWork):
     """A collective that was over when its call returned."""
 
     def __init__(self, value: list[Any]) -> None:
@@ -104,7 +182,7 @@ class Finished(c10d.Work):
         return future
 
 
-class UnderWay(c10d.Work):
+class UnderWay(BackendWork):
     """Collectives under way."""
 
     def __init__(self, shared: SharedCommunicator, works: list[Work], value: list[Any], places: Places) -> None:
@@ -141,7 +219,7 @@ class UnderWay(c10d.Work):
         if self._is_over or self._shared.is_hosted:
             return self._is_over or all(work.is_completed() for work in self._works)
         # Whose turn it is may be waiting for something else: no is the answer then.
-        if not self._shared.lock.acquire(blocking=False):
+        if not self._shared.lock.acquire(timeout=_TURN_S):
             return False
         try:
             return all(work.is_completed() for work in self._works)
@@ -149,12 +227,17 @@ class UnderWay(c10d.Work):
             self._shared.lock.release()
 
     def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> FastcommError | None:
+        """What ended the collectives, if they have ended by that."""
         if not self.is_completed():
-            return False
+            return None
         try:
-            return self.wait()
-        except FastcommError:
-            return False
+            self.wait()
+        except FastcommError as error:
+            return error
+        return None
 
     def result(self) -> list[Any]:
         self.wait()

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import ParseResult, urlparse
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastcomm.communicator import Communicator
-from fastcomm.errors import FastcommError, InitError
+from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.hierarchical import HierarchicalCommunicator
 from fastcomm.hosted import HostedCommunicator
 from fastcomm.nccl import NcclCommunicator
@@ -63,18 +63,39 @@ def init(
     is_nccl = backend == "nccl" or place.type == "cuda"
     bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
     with _told_to_all(bootstrap):
-        comm = _connect_on_cuda(bootstrap, timeout, place) if is_nccl else _connect_on_cpu(backend, bootstrap, timeout, group)
+        neighbours = _neighbours(bootstrap)
+        if is_nccl:
+            comm: Communicator = _connect_on_cuda(bootstrap, timeout, place, neighbours)
+        else:
+            comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
+        if isinstance(bootstrap, _StoreBootstrap):
+            count_as_finished(bootstrap.whole_store())
         comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
         return comm
 
 
-def connect(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta, caller: str) -> Communicator:
-    """A communicator as init("auto") makes it, for ranks that have a store to themselves. Errors name the caller."""
-    bootstrap = _StoreBootstrap(_clone(store), rank, world_size, timeout, caller)
+def connect(
+    store: Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    caller: str,
+    names: Sequence[int],
+    look: Callable[[], None] | None,
+) -> tuple[Communicator, list[int]]:
+    """A communicator as init("auto") makes it, and the ranks of this host.
+
+    store: for these ranks alone. Errors name the caller, and each rank by its number in `names`.
+    look: called while this rank waits for others; raises PeerLostError when one will not come.
+    """
+    bootstrap = _StoreBootstrap(_clone(store), rank, world_size, timeout, caller, names, look)
     with _told_to_all(bootstrap):
+        neighbours = _neighbours(bootstrap)
         if device.type == "cuda":
-            return _connect_on_cuda(bootstrap, timeout, device)
-        return _connect_on_cpu("auto", bootstrap, timeout, None)
+            return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
+        return _connect_on_cpu("auto", bootstrap, timeout, None, neighbours), neighbours.ranks
 
 
 @contextlib.contextmanager
@@ -84,7 +105,7 @@ def _told_to_all(bootstrap: _StoreBootstrap | _GroupBootstrap) -> Iterator[None]
         yield
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
-            bootstrap.fail(f"rank {bootstrap.rank} failed in {bootstrap.caller}: {error}")
+            bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")
         raise
 
 
@@ -104,17 +125,32 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
     return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
 
 
-def _connect_on_cuda(bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, device: torch.device) -> NcclCommunicator:
+class _Neighbours(NamedTuple):
+    ranks: list[int]  # of this rank's host
+    local_rank: int  # this rank's number among them
+    hosts: list[list[int]]  # the ranks of every host
+
+
+def _connect_on_cuda(
+    bootstrap: _StoreBootstrap | _GroupBootstrap,
+    timeout: timedelta,
+    device: torch.device,
+    neighbours: _Neighbours,
+) -> NcclCommunicator:
     """The ranks have met; makes the communicator on `device`."""
-    neighbours, local_rank, _ = _neighbours(bootstrap)
-    return NcclCommunicator(bootstrap.rank, bootstrap.world_size, local_rank, bootstrap, timeout, device, neighbours)
+    place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
+    return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
 
 
 def _connect_on_cpu(
-    backend: str, bootstrap: _StoreBootstrap | _GroupBootstrap, timeout: timedelta, group: dist.ProcessGroup | None
+    backend: str,
+    bootstrap: _StoreBootstrap | _GroupBootstrap,
+    timeout: timedelta,
+    group: dist.ProcessGroup | None,
+    of_host: _Neighbours,
 ) -> Communicator:
     """The ranks have met; makes the communicator on the CPU."""
-    neighbours, local_rank, hosts = _neighbours(bootstrap)
+    neighbours, local_rank, hosts = of_host
     place = bootstrap.rank, bootstrap.world_size, local_rank
     if backend == "auto":
         is_crowded = max(map(len, hosts)) > MAX_RANKS
@@ -138,23 +174,37 @@ def _connect_on_cpu(
         return HostedCommunicator(*place, bootstrap, timeout, neighbours, group if is_foreign else None)
 
 
-def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> tuple[list[int], int, list[list[int]]]:
-    """The ranks of this rank's host, its number among them, and the ranks of every host."""
+def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> _Neighbours:
+    """The ranks tell each other which host they run on."""
     identities = bootstrap.exchange(_host_identity())
     hosts: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         hosts.setdefault(identity, []).append(rank)
     neighbours = hosts[identities[bootstrap.rank]]
-    return neighbours, _local_rank(neighbours.index(bootstrap.rank)), list(hosts.values())
+    local_rank = _local_rank(neighbours.index(bootstrap.rank))
+    return _Neighbours(neighbours, local_rank, list(hosts.values()))
 
 
 class _StoreBootstrap:
     """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure of one is told to all."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, caller: str = "fastcomm.init") -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        caller: str = "fastcomm.init",
+        names: Sequence[int] | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """names: the ranks' numbers, for messages. look: raises PeerLostError when one is lost."""
         self.rank = rank
         self.world_size = world_size
         self.caller = caller
+        self._names = names or range(world_size)
+        self.name = f"rank {self._names[rank]}"
+        self._look_at_peers = look
         self._store = store
         self._timeout = timeout
         self._round = 0
@@ -163,12 +213,13 @@ class _StoreBootstrap:
     def _enter(self) -> None:
         if self._store.add(f"claim/{self.rank}", 1) > 1:
             self._refuse(
-                f"rank {self.rank} was given to two processes: every process needs a rank of its own, "
+                f"{self.name} was given to two processes: every process needs a rank of its own, "
                 "and every run a port or file of its own (delete a file that an earlier run has left behind)"
             )
         agreed = self._store.compare_set("world_size", "", str(self.world_size)).decode()
         if int(agreed) != self.world_size:
-            self._refuse(f"rank {self.rank} was started with world_size {self.world_size}, another rank with {agreed}")
+            theirs = f"another rank with {agreed}"
+            self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
 
     def _refuse(self, message: str) -> None:
         self.fail(message)
@@ -190,26 +241,36 @@ class _StoreBootstrap:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> InitError:
-        return InitError(f"rank {self.rank} lost the meeting point (did rank 0 end?): {error}")
+        return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
     def _get(self, rank: int, deadline: float, look: Callable[[], None]) -> bytes:
         key = f"{self._round}/{rank}"
         while not self._store.check([key]):
             look()
             if time.monotonic() > deadline:
-                missing = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
-                raise InitError(
-                    f"rank {self.rank} waited {self._timeout.total_seconds():g} s in {self.caller} for ranks {missing} "
-                    f"of {self.world_size}: were they started, and can they reach the same init_method?"
-                )
+                raise self._missing()
             time.sleep(_POLL_S)
         return bytes(self._store.get(key))
 
+    def _missing(self) -> InitError:
+        came = [self._store.check([f"{self._round}/{r}"]) for r in range(self.world_size)]
+        missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
+        if self.caller == "new_group":
+            advice = "do all ranks call new_group for the same groups, in the same order?"
+        else:
+            advice = "were they started, and can they reach the same init_method?"
+        waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
+        return InitError(f"{self.name} {waited} for ranks {missing} of {self.world_size}: {advice}")
+
     def look(self) -> None:
-        """Raises InitError if another rank has failed, or the store is gone."""
+        """Raises InitError if another rank is lost or has failed, or the store is gone."""
         try:
+            if self._look_at_peers is not None:
+                self._look_at_peers()
             if self._store.check(["failed"]):
                 raise InitError(self._store.get("failed").decode())
+        except PeerLostError as error:
+            raise InitError(f"{self.name} waits in {self.caller}: {error}") from error
         except FastcommError:
             raise
         except RuntimeError as error:
@@ -218,6 +279,9 @@ class _StoreBootstrap:
     def fail(self, message: str) -> None:
         """Ends the exchange of the other ranks, too. The first failure is the one they hear of."""
         self._store.compare_set("failed", "", message)
+
+    def whole_store(self) -> Store:
+        return self._store
 
     def store(self, name: str) -> Store:
         """A part of the store for others to use."""
@@ -243,6 +307,7 @@ class _GroupBootstrap:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
+        self.name = f"rank {self.rank}"
         self.world_size = group.size()
         self.group = group
         self._is_over = False
@@ -299,6 +364,20 @@ def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedel
         raise ValueError(f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}")
     # The store is not to wait for the ranks: it could not say which one is missing.
     return TCPStore(host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def count_as_finished(store: Store) -> None:
+    """Has the last rank that lets go of a FileStore remove its file.
+
+    All ranks call it once they have met, before any of them lets go. Torch removes the file when
+    all ranks have finished and nobody uses it. A rank counts itself in two steps, though: of two
+    that let go at the same time, one may see the other use it, and that one may have seen too few
+    that had finished. So each rank counts as finished from here on.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, FileStore):
+        FileStore(store.path)  # type: ignore[attr-defined]  # it finishes here, and removes nothing
 
 
 def _environment(name: str) -> str:

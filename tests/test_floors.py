@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     ("errors",),
     ("cuda", "layout", "shm_core", "shm_memory"),
-    ("communicator", "multi_tensor", "nccl_library", "watchdog"),
+    ("communicator", "multi_tensor", "nccl_library", "peers", "watchdog"),
     ("nccl_lane", "hosted_call"),
     ("nccl_memory", "hosted_exchange"),
     ("nccl_link", "hosted_work"),
@@ -26,6 +26,7 @@ FLOORS = (
     ("bucket",),
     ("reducer",),
     ("ddp_hook", "process_group_work", "timeline", "autotune"),
+    ("process_group_engine",),
     ("process_group",),
     ("__init__",),
     ("__main__",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from models import Heads, Transformer, backward, convnet, image_backward, loss_o
 from process_groups import gloo, ranks, start, values, world  # noqa: F401 (the fixture)
 from ranks import fresh_ranks, on_ranks
 from torch.nn.parallel import DistributedDataParallel
+
+import fastcomm
 
 
 def _train(model, run, comm, steps=4, **optimizer_options):
@@ -80,6 +83,44 @@ def test_ddp_joins_uneven_inputs(comm):
         with model.join():
             _train(model, backward, comm, steps=3 + 2 * comm.rank)
     _assert_same_parameters(*models)
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [False, True])
+@on_ranks(2, 3)
+def test_ddp_joins_uneven_inputs_dividing_as_over_gloo(comm, divide_by_initial_world_size):
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            _train(model, backward, comm, steps=2 + comm.rank)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def _end_in_c(work):
+    """Waits for a Work that nobody in Python holds any more, as C++ may."""
+    boxed = work.boxed()
+    del work
+    gc.collect()
+    assert dist.Work.unbox(boxed).wait()
+
+
+@on_ranks(2)
+def test_works_can_be_waited_for_in_c_alone(comm):
+    world()
+    tensors = [values(comm), values(comm).to(torch.int8)]
+    for tensor in tensors:
+        _end_in_c(dist.all_reduce(tensor, async_op=True))
+    _end_in_c(dist.all_gather([torch.zeros(2)] * 2, torch.ones(2), async_op=True))
+    total = values(comm)
+    dist.all_reduce(total)
+    assert torch.equal(tensors[0], total) and torch.equal(tensors[1], total.to(torch.int8))
+
+
+@on_ranks(2)
+def test_an_error_that_passes_through_c_keeps_its_type(comm):
+    world()
+    with pytest.raises(fastcomm.MismatchError):
+        _end_in_c(dist.all_reduce(torch.ones(4 + comm.rank), async_op=True))
 
 
 @on_ranks(2)

@@ -144,3 +144,52 @@ def _abort(place):
 
 def test_abort_ends_what_the_others_wait_for():
     values_of(fresh_ranks(2, _abort))
+
+
+def _member_does_not_come(place):
+    start(place)
+    if place.rank == 1:
+        message = r"rank 1 waited 1 s in new_group for ranks \[2\]"
+        with pytest.raises(fastcomm.InitError, match=message):
+            dist.new_group([1, 2], timeout=timedelta(seconds=1))
+    dist.barrier()
+
+
+def test_a_rank_that_is_missing_in_a_new_group_is_named_by_its_number_of_all():
+    values_of(fresh_ranks(3, _member_does_not_come))
+
+
+def _member_has_died(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if place.rank == 1:
+        pid = dist.group.WORLD._cpu.comm.pids[2]
+        before = time.monotonic()
+        message = rf"rank 1 waits in new_group: rank 2 \(pid {pid}\) died"
+        with pytest.raises(fastcomm.InitError, match=message):
+            dist.new_group([1, 2])
+        assert time.monotonic() - before < 5
+
+
+def test_a_new_group_does_not_wait_for_a_rank_that_was_killed():
+    outcomes = fresh_ranks(3, _member_has_died)
+    assert [outcome.kind for outcome in outcomes] == ["returned", "returned", "died"], outcomes
+
+
+def _survivors_go_on(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fastcomm.PeerLostError):
+        dist.all_reduce(torch.ones(3))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+    assert tensor.tolist() == [2.0] * 3
+
+
+def test_survivors_can_make_a_group_of_their_own():
+    outcomes = fresh_ranks(3, _survivors_go_on)
+    assert [outcome.kind for outcome in outcomes] == ["returned", "returned", "died"], outcomes
