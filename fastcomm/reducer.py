@@ -97,7 +97,7 @@ class Reducer:
         self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
         self._buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
-        self._tripwires = Tripwires(lambda p: _owner_of(p) is not None, self._refuse_stranger)
+        self._tripwires = Tripwires(lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._refuse_stranger))
         self._is_synchronizing = True  # False inside no_sync
         self._has_callback = False  # the running backward will call us at its end
         self._is_open = False  # a round has begun: some gradient is ready

@@ -30,11 +30,11 @@ class Tripwires:
     """Those of one model.
 
     is_reduced: whether some reducer reduces a parameter.
-    refuse: called with a parameter whose gradient is not reduced; raises.
+    refuse: its owner's method, called with a parameter whose gradient is not reduced; raises.
     """
 
-    def __init__(self, is_reduced: Callable[[Tensor], bool], refuse: Callable[[Tensor], None]) -> None:
-        self._is_reduced, self._refuse = is_reduced, refuse
+    def __init__(self, is_reduced: Callable[[Tensor], bool], refuse: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
+        self._is_reduced, self._weak_refuse = is_reduced, refuse
         self._handles: list[RemovableHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -52,6 +52,11 @@ class Tripwires:
         for parameter in parameters:
             if not self._is_reduced(parameter) and _may_get_gradients(parameter):
                 self._handles.append(_hook(parameter, Untraced(self._refuse)))
+
+    def _refuse(self, parameter: Tensor) -> None:
+        refuse = self._weak_refuse()
+        if refuse is not None:
+            refuse(parameter)
 
     def remove(self) -> None:
         for handle in self._handles:
