@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # stands above all that it is made of.
 FLOORS = (
     ("errors",),
-    ("cuda", "layout", "shm_core", "shm_memory"),
-    ("communicator", "multi_tensor", "nccl_library", "peers", "watchdog"),
-    ("nccl_lane", "hosted_call"),
+    ("autograd", "cuda", "gradient_hook", "layout", "optimizer_steps", "shm_core", "shm_memory"),
+    ("communicator", "multi_tensor", "nccl_library", "peers", "tripwires", "watchdog"),
+    ("agreement", "nccl_lane", "hosted_call"),
     ("nccl_memory", "hosted_exchange"),
     ("nccl_link", "hosted_work"),
     ("nccl_bucket",),
