@@ -26,6 +26,14 @@ _EPSILON = {
     torch.float16: 2**-10,
     torch.bfloat16: 2**-7,
 }
+_OTHER_DTYPE = {
+    torch.float64: torch.int64,
+    torch.int64: torch.float64,
+    torch.float32: torch.int32,
+    torch.int32: torch.float32,
+    torch.float16: torch.bfloat16,
+    torch.bfloat16: torch.float16,
+}
 
 
 def run_collective_program(comm: Any, program: CollectiveProgram) -> list[dict[str, int]]:
@@ -188,17 +196,28 @@ class _Posted:
 
     def start(self, async_op: bool) -> Any:
         call, comm = self.call, self.comm
-        kind, op = call.kind, call.op
+        kind, op, src, inp, out = call.kind, call.op, call.src, self.inp, self.out
         if call.odd == comm.rank:  # what nobody else calls
-            kind = "barrier" if kind != "barrier" else "broadcast"
+            n, parts, how = call.numel, comm.world_size, call.how_odd
+            if how == "op" and kind in ("all_reduce", "reduce_scatter_single"):
+                op = "max" if op != "max" else "min"
+            elif how == "src" and kind == "broadcast":
+                src += 1
+            elif how == "dtype" and self.dtype in _OTHER_DTYPE and kind != "barrier":
+                inp, out = inp.view(_OTHER_DTYPE[self.dtype]), out.view(_OTHER_DTYPE[self.dtype])
+            elif how == "numel" and n > 0:
+                inp = inp[: (n - 1) * (parts if kind == "reduce_scatter_single" else 1)]
+                out = out[: (n - 1) * (parts if kind == "all_gather_single" else 1)]
+            else:
+                kind = "barrier" if kind != "barrier" else "broadcast"
         if kind == "all_reduce":
-            return comm.all_reduce(self.inp, op, async_op=async_op)
+            return comm.all_reduce(inp, op, async_op=async_op)
         if kind == "broadcast":
-            return comm.broadcast(self.inp, call.src % comm.world_size, async_op=async_op)
+            return comm.broadcast(inp, src % comm.world_size, async_op=async_op)
         if kind == "all_gather_single":
-            return comm.all_gather_single(self.out, self.inp, async_op=async_op)
+            return comm.all_gather_single(out, inp, async_op=async_op)
         if kind == "reduce_scatter_single":
-            return comm.reduce_scatter_single(self.out, self.inp, op, async_op=async_op)
+            return comm.reduce_scatter_single(out, inp, op, async_op=async_op)
         return comm.barrier(async_op=async_op)
 
     def expected(self) -> Tensor:

@@ -66,12 +66,20 @@ class Options(_Compact):
 
 @dataclass(frozen=True, repr=False)
 class Route(_Compact):
-    """One rank's forward. heads: a bit for each head that is used. depth: how many layers; -1 is
-    all of them. wrap: "", or how layers are checkpointed: "checkpoint" or "reentrant"."""
+    """One rank's forward.
+
+    heads    a bit for each head that is used
+    depth    how many layers; -1 is all of them
+    wrap     "", or how layers are checkpointed: "checkpoint" or "reentrant"
+    wrapped  a bit for each layer that is
+    gain     whether the loss is multiplied by `gain`, as it is anyway when nothing else is trained
+    """
 
     heads: int = 7
     depth: int = -1
     wrap: str = ""
+    wrapped: int = 255
+    gain: bool = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,11 +105,13 @@ class Backward(_Compact):
 @dataclass(frozen=True, repr=False)
 class Fail(_Compact):
     """A step that is no good on the ranks of `failing`, a bit each: backward raises there before it
-    comes to layer `at`, or, with `at` None, the rank calls comm.abandon(). All ranks skip it."""
+    comes to layer `at`, or, with `at` None, the rank calls comm.abandon(). All ranks skip it. Under
+    no_sync(), nobody else hears of it, and those ranks go on with the gradients they have."""
 
     routes: tuple[Route, ...]
     failing: int
     at: int | None = 0
+    is_synced: bool = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,12 +177,22 @@ class SyncBuffers(_Compact):
 
 
 @dataclass(frozen=True, repr=False)
+class Other(_Compact):
+    """An operation on the program's second model."""
+
+    operation: object
+
+
+@dataclass(frozen=True, repr=False)
 class ReducerProgram(_Compact):
+    """second: a model with a reducer and an optimizer of its own, on the same communicator."""
+
     world_size: int
     model: Model
     operations: tuple[object, ...]
     options: Options = Options()
     momentum: float = 0.0
+    second: Model | None = None
 
     def run(self, comm: Any) -> list[dict[str, Any]]:
         from programs.reducer_programs import run_reducer_program
@@ -194,6 +214,7 @@ class Call(_Compact):
     poll    by rank: what it does with a work when that is posted, and before it is waited for:
             nothing, "once" or "until done" is_completed(), or "check" the communicator
     odd     a rank that calls something else, which all ranks hear of; -1 is none
+    how_odd  what is different there: "kind", "op", "numel", "dtype" or "src", where that can be
     """
 
     kind: str
@@ -205,6 +226,7 @@ class Call(_Compact):
     numel: int = 1
     src: int = 0
     odd: int = -1
+    how_odd: str = "kind"
 
 
 @dataclass(frozen=True, repr=False)

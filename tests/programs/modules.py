@@ -113,8 +113,21 @@ class ProgramModel(nn.Module):
         self.dtypes.append(dtype)
         self.layers.append(module)
 
+    def _depth(self, route: Route) -> int:
+        return len(self.layers) if route.depth < 0 else min(route.depth, len(self.layers))
+
+    def trains(self, route: Route) -> bool:
+        """Whether a backward reaches a parameter of some layer."""
+        for module in self.layers[: self._depth(route)]:
+            used: list[nn.Module] = [] if isinstance(module, Unused) else [module]
+            if isinstance(module, Heads):
+                used = [head for i, head in enumerate(module.heads) if route.heads >> i & 1]
+            if any(p.requires_grad for one in used for p in one.parameters()):
+                return True
+        return False
+
     def forward(self, x: Tensor, route: Route, fail_at: int | None = None) -> Tensor:
-        depth = len(self.layers) if route.depth < 0 else route.depth
+        depth = self._depth(route)
         fail_at = None if fail_at is None else min(fail_at, depth)
         for i, (module, dtype) in enumerate(zip(self.layers, self.dtypes, strict=True)):
             if i == fail_at:
@@ -122,19 +135,23 @@ class ProgramModel(nn.Module):
             if i >= depth:
                 break
             arguments = (x.to(dtype), route.heads) if isinstance(module, Heads) else (x.to(dtype),)
-            if route.wrap:
-                x = checkpoint(module, *arguments, use_reentrant=route.wrap == "reentrant")
-            x = torch.tanh(x if route.wrap else module(*arguments))
+            if route.wrap and route.wrapped >> i & 1:
+                hidden = checkpoint(module, *arguments, use_reentrant=route.wrap == "reentrant")
+            else:
+                hidden = module(*arguments)
+            x = torch.tanh(hidden)
         return RaiseInBackward.apply(x, True) if fail_at == len(self.layers) else x
 
     def loss(self, rank: int, number: int, route: Route, fail_at: int | None = None) -> Tensor:
-        """Of a batch that is this rank's and this number's. The gradient of `gain` comes first."""
+        """Of a batch that is this rank's and this number's. Where `gain` is used, its gradient
+        comes first."""
         generator = torch.Generator("cpu").manual_seed(1000 * number + rank)
         x, y = torch.randn(
             2, BATCH, self.width, generator=generator, dtype=torch.float64, device="cpu"
         ).to(self.gain.device)
         hidden = self(x.requires_grad_(), route, fail_at)
-        return self.gain * (hidden.double() - y).square().mean()
+        error = (hidden.double() - y).square().mean()
+        return self.gain * error if route.gain or not self.trains(route) else error
 
 
 def stages(
@@ -144,8 +161,8 @@ def stages(
     a loss."""
     route = operation.routes[rank]
     how = operation.how if isinstance(operation, Backward) else "once"
-    if how == "inputs" and route.wrap == "reentrant":  # torch refuses that
-        route = replace(route, wrap="")
+    if how == "inputs":  # torch refuses reentrant checkpoints then; and some input must be used
+        route = replace(route, gain=True, wrap="" if route.wrap == "reentrant" else route.wrap)
 
     def loss(draw: int = 0) -> Tensor:
         value = model.loss(rank, 10 * number + draw, route)

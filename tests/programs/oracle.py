@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from programs.data import Layer, ReducerProgram
+from programs.data import Layer, Model, ReducerProgram
 from programs.modules import ProgramModel, stages
 
 LEARNING_RATE = 0.05
@@ -31,10 +31,10 @@ _COMBINE = {
 class Oracle:
     """replicas: the models as they should be, by rank."""
 
-    def __init__(self, program: ReducerProgram) -> None:
+    def __init__(self, program: ReducerProgram, model: Model) -> None:
         self.op = "mean" if program.options.is_hooked else program.options.op
         self.copies_buffers = not program.options.is_named
-        self.replicas = [ProgramModel(program.model, rank) for rank in range(program.world_size)]
+        self.replicas = [ProgramModel(model, rank) for rank in range(program.world_size)]
         self.optimizers = [
             torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE, momentum=program.momentum)
             for replica in self.replicas

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fastcomm
@@ -24,6 +25,8 @@ from programs.data import (
     Interrupt,
     Layer,
     Look,
+    Model,
+    Other,
     Reattach,
     Reduce,
     ReducerProgram,
@@ -44,35 +47,44 @@ HEARD_WITHIN_S = 20.0
 
 def run_reducer_program(comm: Any, program: ReducerProgram) -> list[dict[str, int]]:
     """Returns, by operation, check sums of what must be equal on all ranks."""
-    run = _Run(comm, program)
+    models = [program.model] if program.second is None else [program.model, program.second]
+    runs = [_Run(comm, program, model) for model in models]
     sums = []
     for number, operation in enumerate((*program.operations, *_finale(program))):
+        is_others = isinstance(operation, Other)
         try:
-            _PERFORM[type(operation)](run, operation, number)
-            run.compare()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*do not obey the gradient layout contract")
+                runs[is_others].perform(operation.operation if is_others else operation, number)
+            for run in runs:
+                run.compare()
         except Exception as error:
             raise AssertionError(f"operation {number}, {operation}: {error}") from error
-        sums.append(run.check_sums())
-    run.reducer.detach()
+        sums.append({f"{i}.{k}": v for i, run in enumerate(runs) for k, v in run.check_sums()})
+    for run in runs:
+        run.reducer.detach()
     return sums
 
 
-def _finale(program: ReducerProgram) -> tuple[object, ...]:
+def _finale(program: ReducerProgram) -> list[object]:
     """To see that the ranks are still in step."""
-    return ZeroGrad(), Backward((Route(),) * program.world_size), Step()
+    finale = [ZeroGrad(), Backward((Route(),) * program.world_size), Step()]
+    return finale if program.second is None else [*map(Other, finale), *finale]
 
 
 class _Run:
-    def __init__(self, comm: Any, program: ReducerProgram) -> None:
+    """A model of the program, its reducer, its optimizer and its oracle."""
+
+    def __init__(self, comm: Any, program: ReducerProgram, model: Model) -> None:
         self.comm, self.program = comm, program
         # Other values on every rank, for attach() to make equal.
-        self.model = ProgramModel(program.model, comm.rank)
+        self.model = ProgramModel(model, comm.rank)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=LEARNING_RATE, momentum=program.momentum
         )
-        self.oracle = Oracle(program)
+        self.oracle = Oracle(program, model)
         self.replica = self.oracle.replicas[comm.rank]
-        is_exact = all(layer.dtype == "float64" for layer in program.model.layers)
+        is_exact = all(layer.dtype == "float64" for layer in model.layers)
         self.epsilon = _EPSILON["float64" if is_exact else "float32"]
         wire = program.options.wire
         self.wire_epsilon = (comm.world_size + 2) * _EPSILON[wire] if wire else self.epsilon
@@ -98,6 +110,9 @@ class _Run:
         self.oracle.attach()
 
     # -- operations --------------------------------------------------------------------------------
+
+    def perform(self, operation: Any, number: int) -> None:
+        _PERFORM[type(operation)](self, operation, number)
 
     def backward(self, operation: Backward, number: int) -> None:
         for rank, touch in enumerate(operation.touches):
@@ -128,6 +143,9 @@ class _Run:
                     parameter.grad.copy_(mine[name].grad)
 
     def fail(self, operation: Fail, number: int) -> None:
+        if not operation.is_synced:
+            self._fail_alone(operation, number)
+            return
         rank = self.comm.rank
         is_failing = bool(operation.failing >> rank & 1)
         skipping = operation.failing if operation.at is None else 0
@@ -147,6 +165,24 @@ class _Run:
             if name in self.oracle.attached:
                 parameter.grad = None
         self.oracle.drop_gradients()
+
+    def _fail_alone(self, operation: Fail, number: int) -> None:
+        with self.reducer.no_sync():
+            self._fail_in(self.model, self.comm.rank, operation, number)
+        for rank, replica in enumerate(self.oracle.replicas):
+            self._fail_in(replica, rank, operation, number)
+
+    def _fail_in(self, model: ProgramModel, rank: int, operation: Fail, number: int) -> None:
+        is_failing = bool(operation.failing >> rank & 1)
+        fail_at = (operation.at or 0) if is_failing else None
+        loss = model.loss(rank, 10 * number, operation.routes[rank], fail_at)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if not is_failing or "out of luck" not in str(error):
+                raise
+        else:
+            assert not is_failing, "backward swallowed an exception"
 
     def _hear(self, backward: Callable[[], None], is_failing: bool) -> None:
         """Runs a backward that fails on this rank or on another one. Over NCCL the others may hear
@@ -281,15 +317,14 @@ class _Run:
                 scale = scales.get(name, 0.0)
                 _assert_close(f"the gradient of {name}", mine.grad, expected.grad, epsilon, scale)
 
-    def check_sums(self) -> dict[str, int]:
+    def check_sums(self) -> Iterator[tuple[str, int]]:
         """Of what the oracle has equal on all ranks."""
         agreed = self.oracle.agreed()
-        sums = {}
         for name, parameter in self.model.named_parameters():
             for what, tensor in ((name, parameter), (f"grad of {name}", parameter.grad)):
                 if what in agreed and tensor is not None:
-                    sums[what] = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return sums
+                    values = tensor.detach().cpu().contiguous().numpy()
+                    yield what, zlib.crc32(values.tobytes())
 
 
 _PERFORM: dict[type, Callable[[_Run, Any, int], None]] = {

@@ -5,7 +5,8 @@ What stands first in a choice is what a failing program is shrunk to.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from programs.data import (
     Look,
     Model,
     Options,
+    Other,
     Reattach,
     Reduce,
     ReducerProgram,
@@ -63,52 +65,73 @@ _bits = st.integers(0, 7)
 # ---- models and reducers -------------------------------------------------------------------------
 
 
-@st.composite
-def models(draw: Any) -> Model:
-    dtypes = draw(st.sampled_from([("float64",)] * 3 + [("float64", "float32"), ("float32",)]))
-    layers = st.builds(
+@functools.cache
+def _layers(*dtypes: str) -> st.SearchStrategy[tuple[Layer, ...]]:
+    one = st.builds(
         Layer,
-        kind=st.sampled_from([*MODULES, "heads", "heads"]),
+        kind=st.sampled_from([*MODULES, "batch norm", *["heads"] * 6]),
         dtype=st.sampled_from(dtypes),
         bias=st.booleans(),
         frozen=st.sampled_from([False, False, False, False, True]),
         heads=st.integers(1, 3),
     )
-    return Model(
-        layers=tuple(draw(st.lists(layers, min_size=1, max_size=5))),
-        width=draw(st.sampled_from([3, 8, 46, 65])),
-        gain_is_last=draw(st.booleans()),
-    )
+    return st.lists(one, min_size=1, max_size=5).map(tuple)
 
 
-@st.composite
-def options(draw: Any, transport: str) -> Options:
-    special = draw(st.sampled_from(["", "", "", "wire", "wire", "op", "op", "hook", "named"]))
-    caps = draw(st.sampled_from([(25, 1), (0.0001, 0.0001), (0.0005, 0.0001), (0.02, 0.004)]))
-    return Options(
-        caps=caps,
-        overlap=draw(st.booleans()),
-        op=draw(st.sampled_from(["sum", "min", "max", "prod"])) if special == "op" else "mean",
-        wire=draw(st.sampled_from(["float32", "float16", "bfloat16"])) if special == "wire" else "",
-        streams=draw(st.sampled_from([1, 1, 2])) if transport == "nccl" else 1,
-        is_hooked=special == "hook",
-        is_named=special == "named",
-    )
+_models = st.builds(
+    Model,
+    layers=st.one_of(
+        _layers("float64"),
+        _layers("float64"),
+        _layers("float64"),
+        _layers("float64", "float32"),
+        _layers("float32"),
+    ),
+    width=st.sampled_from([3, 8, 46, 65]),
+    gain_is_last=st.booleans(),
+)
 
 
+@functools.cache
+def options(transport: str) -> st.SearchStrategy[Options]:
+    wire = st.sampled_from(["float32", "float16", "bfloat16"])
+    op = st.sampled_from(["sum", "min", "max", "prod"])
+    plain: dict[str, Any] = {
+        "caps": st.sampled_from([(25, 1), (0.0001, 0.0001), (0.0005, 0.0001), (0.02, 0.004)]),
+        "overlap": st.booleans(),
+        "streams": st.sampled_from([1, 1, 2] if transport == "nccl" else [1]),
+    }
+    special: list[dict[str, Any]] = [
+        {},
+        {},
+        {},
+        {"wire": wire},
+        {"wire": wire},
+        {"op": op},
+        {"op": op},
+        {"is_hooked": st.just(True)},
+        {"is_named": st.just(True)},
+    ]
+    return st.one_of([st.builds(Options, **plain, **one) for one in special])
+
+
+@functools.cache
 def routes(n: int) -> st.SearchStrategy[tuple[Route, ...]]:
+    gain = st.booleans().map(lambda drawn: not drawn)
+    wrap = st.sampled_from(["", "checkpoint", "reentrant"])
     one = st.one_of(
         st.just(Route()),
-        st.builds(Route, heads=_bits),
-        st.builds(Route, heads=_bits, depth=st.integers(0, 4)),
-        st.builds(Route, heads=_bits, wrap=st.sampled_from(["", "checkpoint", "reentrant"])),
+        st.builds(Route, heads=_bits, gain=gain),
+        st.builds(Route, heads=_bits, gain=gain, depth=st.integers(0, 4)),
+        st.builds(Route, heads=_bits, gain=gain, wrap=wrap, wrapped=st.integers(0, 31)),
     )
-    return st.tuples(*[one] * n)
+    return st.one_of(one.map(lambda route: (route,) * n), st.tuples(*[one] * n))
 
 
 _touch = st.builds(Touch, st.sampled_from(["own", "none", "strided", "scaled"]), st.integers(0, 12))
 
 
+@functools.cache
 def backwards(n: int) -> st.SearchStrategy[Backward]:
     hows = ["once", "once", "once", "twice", "sum", "separately", "inputs", "thread"]
     touched = st.tuples(*[st.one_of(st.none(), _touch)] * n)
@@ -129,29 +152,33 @@ def _only_in_place_when_unsynced(operation: Backward) -> Backward:
     return Backward(operation.routes, operation.how, False, tuple(kept))
 
 
+@functools.cache
 def failures(n: int) -> st.SearchStrategy[Fail]:
     return st.builds(
         Fail,
         routes(n),
         failing=st.integers(1, 2**n - 1),
         at=st.one_of(st.integers(0, 4), st.none()),
-    ).map(_without_checkpoints)
+        is_synced=st.sampled_from([True, True, True, False]),
+    ).map(_that_can_fail)
 
 
-def _without_checkpoints(operation: Fail) -> Fail:
-    """A backward that ends early recomputes only some layers, and only those update statistics."""
-    plain = (Route(route.heads, route.depth) for route in operation.routes)
-    return Fail(tuple(plain), operation.failing, operation.at)
+def _that_can_fail(operation: Fail) -> Fail:
+    """A backward is heard of once a gradient is there, which that of `gain` is from the start. One
+    that ends early recomputes only some layers, and only those update statistics."""
+    plain = tuple(replace(route, wrap="", gain=True) for route in operation.routes)
+    return replace(operation, routes=plain)
 
 
-@st.composite
-def interrupts(draw: Any, n: int) -> Interrupt:
-    rank = draw(st.integers(0, n - 1))
-    holder = (rank + draw(st.integers(1, n - 1))) % n
-    return Interrupt(draw(routes(n)), rank, holder)
+def interrupts(n: int) -> st.SearchStrategy[Interrupt]:
+    pairs = [(rank, holder) for rank in range(n) for holder in range(n) if rank != holder]
+    pair = st.sampled_from(pairs)
+    return st.tuples(routes(n), pair).map(lambda drawn: Interrupt(drawn[0], *drawn[1]))
 
 
-def operations(n: int, transport: str) -> st.SearchStrategy[Any]:
+@functools.cache
+def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[list[Any]]:
+    """Operations, most of them one by one."""
     by_weight: list[tuple[int, st.SearchStrategy[Any]]] = [
         (8, backwards(n)),
         (3, st.builds(ZeroGrad, st.booleans())),
@@ -161,7 +188,7 @@ def operations(n: int, transport: str) -> st.SearchStrategy[Any]:
         (2, st.builds(Freeze, st.lists(st.integers(0, 12), max_size=3).map(tuple))),
         (1, st.just(Grow())),
         (1, st.builds(Reattach, st.booleans(), st.booleans())),
-        (1, st.builds(SyncBuffers, st.integers(0, n - 1))),
+        (2 if has_buffers else 0, st.builds(SyncBuffers, st.integers(0, n - 1))),
         (1 if transport == "nccl" else 3, failures(n)),
     ]
     if REDUCE:
@@ -169,66 +196,124 @@ def operations(n: int, transport: str) -> st.SearchStrategy[Any]:
         by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
     if INTERRUPT and transport != "nccl":  # over NCCL the host does not wait
         by_weight.append((1, interrupts(n)))
-    return st.one_of([strategy for weight, strategy in by_weight for _ in range(weight)])
+    singles = [single.map(lambda one: [one]) for weight, single in by_weight for _ in range(weight)]
+    unsynced, synced = st.builds(Backward, routes(n), is_synced=st.just(False)), backwards(n)
+    accumulation = st.tuples(unsynced, synced).map(list)
+    step = st.tuples(st.builds(ZeroGrad, st.booleans()), backwards(n), st.just(Step())).map(list)
+    return st.one_of([*singles, *[accumulation] * 4, *[step] * 6])
+
+
+@functools.cache
+def _sequences_of_two(
+    n: int, transport: str, *have_buffers: bool
+) -> st.SearchStrategy[list[list[Any]]]:
+    choices = [sequences(n, transport, have_buffers[0])]
+    for has_buffers in have_buffers[1:]:
+        other = sequences(n, transport, has_buffers)
+        choices.append(other.map(lambda several: [*map(Other, several)]))
+    return st.lists(st.one_of(choices), min_size=2, max_size=10)
 
 
 @st.composite
 def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
-    drawn = draw(st.lists(operations(n, transport), min_size=1, max_size=10))
-    attaching = () if STEP_AFTER_ATTACH else (Freeze, Grow, Reattach)
-    sequence: list[Any] = []
-    for operation in drawn:
-        sequence.append(operation)
-        if isinstance(operation, attaching):
-            sequence.append(ZeroGrad())
-        elif isinstance(operation, Fail) and transport == "nccl" and not ABANDON_AGAIN:
-            sequence.append(Backward((Route(),) * n))
+    model = draw(_models)
+    second = draw(st.one_of(st.none(), st.none(), st.none(), _models))
+    have_buffers = [
+        any(layer.kind == "batch norm" for layer in one.layers) for one in (model, second) if one
+    ]
+    drawn = draw(_sequences_of_two(n, transport, *have_buffers))
+    chosen = draw(options(transport))
+    fitting = _Fitting(n, transport, chosen.overlap)
+    sequence = [each for several in drawn for one in several for each in fitting.made_of(one)]
     return ReducerProgram(
-        n,
-        draw(models()),
-        tuple(sequence),
-        draw(options(transport)),
-        momentum=draw(st.sampled_from([0.0, 0.9])),
+        n, model, tuple(sequence), chosen, draw(st.sampled_from([0.0, 0.9])), second
     )
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """Makes of an operation what a program of its kind may contain."""
+
+    n: int
+    transport: str
+    overlap: bool
+
+    def made_of(self, operation: Any) -> list[Any]:
+        if isinstance(operation, Other):
+            return [*map(Other, self.made_of(operation.operation))]
+        if isinstance(operation, (Freeze, Grow, Reattach)) and not STEP_AFTER_ATTACH:
+            return [operation, ZeroGrad()]
+        if isinstance(operation, Fail) and self.transport == "nccl" and not ABANDON_AGAIN:
+            return [operation, Backward((Route(),) * self.n)]
+        if isinstance(operation, Backward) and operation.how == "sum" and self.overlap:
+            # Then parameters under a reentrant checkpoint get two gradients, too late to be added.
+            plain = (replace(route, wrap="") for route in operation.routes)
+            return [replace(operation, routes=tuple(plain))]
+        return [operation]
 
 
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-@st.composite
-def calls(draw: Any, n: int, transport: str) -> Call:
-    kind = draw(st.sampled_from([*_KINDS, "all_reduce", "all_reduce"]))
-    dtype = draw(st.sampled_from(_DTYPES))
-    nbytes = draw(st.sampled_from(_NBYTES))
-    if nbytes == _NBYTES[-1] and transport == "shm" and draw(st.booleans()):
-        nbytes = _MANY_NBYTES
-    if nbytes > 100_000 and kind in ("all_gather_single", "reduce_scatter_single"):
-        nbytes //= n
-    is_reduced = kind in ("all_reduce", "reduce_scatter_single")
-    memory = st.sampled_from(_MEMORY if kind == "all_gather_single" else _MEMORY[:4])
+@functools.cache
+def calls(n: int, transport: str) -> st.SearchStrategy[Call]:
     delay = st.sampled_from([0, 1, 2, 3, 5, 8, 20])
     poll = st.sampled_from(["", "", "once", "until done", "check"])
-    return Call(
-        kind,
-        memory=draw(st.tuples(*[memory] * n)),
-        delay=draw(st.one_of(st.just((0,) * n), st.just((20,) * n), st.tuples(*[delay] * n))),
-        poll=draw(st.one_of(st.just(("",) * n), st.tuples(*[poll] * n))),
-        dtype=dtype,
-        op=draw(st.sampled_from(_OPS)) if is_reduced else "sum",
-        numel=0 if kind == "barrier" else nbytes // getattr(torch, dtype).itemsize,
-        src=draw(st.integers(0, n - 1)) if kind == "broadcast" else 0,
-        odd=draw(st.sampled_from([-1] * 12 + [0, n - 1])) if transport != "nccl" else -1,
+    many = [(_MANY_NBYTES)] if transport == "shm" else []
+
+    def of(kind: str, **more: Any) -> st.SearchStrategy[Call]:
+        memory = st.sampled_from(_MEMORY if kind == "all_gather_single" else _MEMORY[:4])
+        return st.builds(
+            Call,
+            st.just(kind),
+            memory=st.tuples(*[memory] * n),
+            delay=st.one_of(st.just((0,) * n), st.just((20,) * n), st.tuples(*[delay] * n)),
+            poll=st.one_of(st.just(("",) * n), st.tuples(*[poll] * n)),
+            dtype=st.sampled_from(_DTYPES),
+            numel=st.just(0) if kind == "barrier" else st.sampled_from([*_NBYTES, *many]),
+            odd=st.just(-1) if transport == "nccl" else st.sampled_from([-1] * 12 + [0, n - 1]),
+            how_odd=st.sampled_from(["kind", "op", "numel", "dtype", "src"]),
+            **more,
+        ).map(_in_elements)
+
+    op, src = st.sampled_from(_OPS), st.integers(0, n - 1)
+    return st.one_of(
+        of("all_reduce", op=op),
+        of("all_reduce", op=op),
+        of("all_reduce", op=op),
+        of("broadcast", src=src),
+        of("all_gather_single"),
+        of("reduce_scatter_single", op=op),
+        of("barrier"),
     )
+
+
+def _in_elements(call: Call) -> Call:
+    """From a `numel` in bytes; large outputs or inputs are shared by the ranks."""
+    nbytes, is_whole = call.numel, call.kind in ("all_reduce", "broadcast")
+    nbytes = nbytes if is_whole or nbytes < 100_000 else nbytes // len(call.memory)
+    how_odd = call.how_odd if call.odd >= 0 else "kind"
+    return replace(call, numel=nbytes // getattr(torch, call.dtype).itemsize, how_odd=how_odd)
+
+
+@functools.cache
+def _lists_of_calls(n: int, transport: str) -> st.SearchStrategy[list[Call]]:
+    one = calls(n, transport)
+    return st.one_of([st.lists(one, min_size=1, max_size=size) for size in (2, 4, MAX_CALLS)])
+
+
+@functools.cache
+def _leaves(n: int, transport: str) -> st.SearchStrategy[tuple[int, ...]]:
+    stays, share = st.just((-1,) * n), 5 if transport == "nccl" else 1
+    one = st.sampled_from([-1, 0, 1, 2, 3, 5, 8, MAX_CALLS])
+    return st.one_of([*[stays] * share, st.tuples(*[one] * n)])
 
 
 @st.composite
 def rounds(draw: Any, n: int, transport: str) -> Round:
-    size = draw(st.sampled_from([2, 4, MAX_CALLS]))
-    drawn = draw(st.lists(calls(n, transport), min_size=1, max_size=size))
-    one = st.sampled_from([-1, *range(len(drawn) + 1)])
-    stays = st.just((-1,) * n)
-    share = 5 if transport == "nccl" else 1
-    leaves = draw(st.one_of([stays] * share + [st.tuples(*[one] * n)]))
+    drawn = draw(_lists_of_calls(n, transport))
+    leaves = draw(_leaves(n, transport))
+    leaves = tuple(min(index, len(drawn)) for index in leaves)
     if all(index < 0 for index in leaves):
         return Round(tuple(drawn), leaves)
     # Which error comes first, of those who disagree or of those who leave, is left open.
