@@ -148,8 +148,8 @@ class Communicator(abc.ABC):
         It ends with one element for each view, in which the ranks tell each other which gradients
         they have.
 
-        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen, and
-        the transport rounds as its all_reduce does. The same on all ranks.
+        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
+        and the transport rounds as its all_reduce does. The same on all ranks.
 
         label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
         get MismatchError, all of them. lane: buckets of different lanes do not wait for each other, where the transport has lanes.
@@ -253,8 +253,8 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
     """BoundBucket.gather for transports that do not fuse it with the reduction.
 
     The bucket has added its flat buffer to `flat_buffers`. Raises FastcommError, before anything is
-    read, for a gradient that lies in the place of another one, and for one of another shape than the
-    parameter had when the bucket was made.
+    read, for a gradient that lies in the place of another one, and for one whose shape is not that of
+    the parameter when the bucket was made.
     """
     left: list[int] = []
     moving: list[Parameter] = []
