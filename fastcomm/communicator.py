@@ -150,8 +150,8 @@ class Communicator(abc.ABC):
         It ends with one element for each view, in which the ranks tell each other which gradients
         they have.
 
-        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen, and
-        the transport rounds as its all_reduce does. The same on all ranks.
+        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
+        and the transport rounds as its all_reduce does. The same on all ranks.
 
         label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
         get MismatchError, all of them. lane: buckets of different lanes do not wait for each other, where the transport has lanes.

@@ -40,8 +40,8 @@ EXPLAIN_S = 3.0  # how long the watchdog has to find out why a connection broke:
 TOLD_S = 0.3  # how long ranks that wait take to read a note
 # The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
 GRACE = timedelta(seconds=10)
-# From a failure on: by then whoever found it has told all who wait, unless an exception out of a signal
-# handler was in its way.
+# From a failure on: by then whoever found it has told all who wait, unless an exception out of a
+# signal handler was in its way.
 INTERRUPTED_S = 3.0
 
 
@@ -54,7 +54,7 @@ class Bootstrap(Notes, Protocol):
 
 @dataclass(frozen=True)
 class Interruption:
-    """Other ranks have abandoned a round. The caller has heard of it once n_abandoned is `number`."""
+    """Other ranks have abandoned a round. The caller knows of it once n_abandoned is `number`."""
 
     number: int
     error: FastcommError
@@ -68,8 +68,9 @@ class HostedCommunicator(Communicator):
     collectives are under way here, and a thread that waits in it when a peer is lost stays there until the group's own time-out.
 
     More than the contract promises: any number of threads may call it and wait for their works at once, if only the ranks' calls come in
-    the same order. What a signal handler raises while this rank waits, in a collective, a wait or
-    abandon(), is raised once that is over; a second time it aborts the communicator and is raised at once.
+    the same order. What a signal handler raises while this rank waits, in a collective, a wait
+    or abandon(), is raised once that is over; a second time it aborts the communicator and is raised at
+    once.
     """
 
     backend = "hosted"
@@ -96,8 +97,8 @@ class HostedCommunicator(Communicator):
         self._owns_group = group is None
         self._exchange = Exchange(self._connect(bootstrap) if group is None else group, rank, world_size)
         # Guards what follows. Whoever settles a work holds it, so that no work is started that has
-        # been settled. Reentrant, as a signal handler may call abort(). A handler may also raise where
-        # a caller holds it: what must change together is changed by the thread.
+        # been settled. Reentrant, as a signal handler may call abort(). A handler may also raise
+        # where a caller holds it: what must change together is changed by the thread.
         self._lock = threading.RLock()
         self._works: list[HostedWork] = []  # by age; being put here is being posted
         self._current: HostedWork | None = None
@@ -156,7 +157,7 @@ class HostedCommunicator(Communicator):
         return self._begin(HostedWork(self, call, functools.partial(self._exchange.broadcast, flat, src), flat), async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
-        """See Communicator.broadcast_all. One collective, which an exception cannot cut into two."""
+        """See Communicator.broadcast_all. One collective, which no exception cuts into two."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
         self._check_src(src)
 
@@ -321,7 +322,7 @@ class HostedCommunicator(Communicator):
             raise error
 
     def _post_abandonment(self, own: HostedWork) -> Interruption | None:
-        """Returns the one of others, if this rank has not heard of it yet: then own is not posted."""
+        """Returns that of others, if this rank has not heard of it yet: then own is not posted."""
         refusal = self._refusal()
         if refusal is not None:  # without the lock, which a forked process may have got locked
             own.refuse(refusal)
@@ -389,7 +390,7 @@ class HostedCommunicator(Communicator):
             self.n_abandoned = interruption.number
 
     def _unheard(self) -> Interruption | None:
-        """Of which the caller does not know yet. What it calls from then on is of the next round."""
+        """Of which the caller does not know yet. What it calls after that is of the next round."""
         interruption = self._interruption
         return None if interruption is None or interruption.number <= self.n_abandoned else interruption
 

@@ -1,9 +1,10 @@
 """Exchange: moves and reduces the tensors of a torch.distributed group's ranks, all of which call the same method.
 
 Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The arithmetic is done here, in rank order, so
-that the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once, and any backend will do. What is
-large goes in chunks, one after the other. Before each collective the ranks announce it to each other, and what is small travels with the
-announcement: then there is one exchange in all.
+that the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
+and any backend will do. What is large goes in chunks, one after the other. Before each collective the
+ranks announce it to each other, and what is small travels with the announcement: then there is one
+exchange in all.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Exchange:
                 self._wait(self.group.broadcast([chunk], options))
 
     def _chunks(self, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of a part, each with its columns of `whole`, in which every rank's part is a row."""
+        """Pieces of a part, each with its columns of `whole`, where every rank's part is a row."""
         n = max(1, CHUNK_NBYTES // part.element_size() // self._world_size)
         rows = whole.view(self._world_size, part.numel())
         for begin in range(0, part.numel(), n):

@@ -1,9 +1,9 @@
-"""HostedWork and HostedBucket: a collective that a thread carries out, and a bucket of gradients that it reduces.
+"""HostedWork and HostedBucket: a collective that a thread carries out, and a bucket that it reduces.
 
-Python runs signal handlers in the main thread, between almost any two of its instructions, and they may
-raise: Ctrl-C does. A collective that the ranks may have heard of must be finished all the same, or this
-rank would fall out of step, and the thread would write to memory that is in other use by then. So whoever
-waits does it by `see_through`, in steps that may be cut short anywhere and begun again.
+Python runs signal handlers in the main thread, between almost any two of its instructions, and they
+may raise: Ctrl-C does. A collective that the ranks may have heard of must be finished all the same, or
+this rank would fall out of step, and the thread would write to memory that is in other use by then. So
+whoever waits does it by `see_through`, in steps that may be cut short anywhere and begun again.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class HostedWork(BucketWork):
         self._presence = presence
         self._is_refused = False
         self._is_over = False
-        # Holds something once the work is over. Not an Event: an exception in the midst of its Python
-        # code would leave its lock locked.
+        # Holds something once the work is over. Not an Event: an exception in the midst of its
+        # Python code would leave its lock locked.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     @property
@@ -114,8 +114,8 @@ class HostedWork(BucketWork):
     def wait(self) -> None:
         """Blocks until the result is in place. Raises the FastcommError that ended the collective.
 
-        What a signal handler raises meanwhile is raised afterwards, from that error if there is one.
-        The second time it aborts the communicator and is raised at once.
+        What a signal handler raises meanwhile is raised afterwards, from that error if there is
+        one. The second time it aborts the communicator and is raised at once.
         """
         if not self._is_over or self.error is not None:
             self._end(see_through(lambda _: self.sleep(), self._waiter.abort))
@@ -164,7 +164,7 @@ class HostedWork(BucketWork):
 
 
 class HostedBucket(BoundBucket):
-    """A flat buffer into which gradients are copied. The work of work_of(op, presence) reduces it."""
+    """A flat buffer into which gradients are copied. What work_of(op, presence) makes reduces it."""
 
     def __init__(self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], HostedWork]) -> None:
         flat_buffers.add(flat, self)

@@ -270,7 +270,7 @@ cdef class NcclCommunicator(Link):
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
-        """Launches on the first lane. divided: where the mean of the integers goes that `out` sums up."""
+        """Launches on the first lane. divided: where the mean of integers goes that `out` sums up."""
         cdef Lane lane = self.lanes[0]
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = self._new_ticket() if async_op else lane.ticket

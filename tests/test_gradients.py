@@ -1,4 +1,4 @@
-"""How gradients get into a flat buffer over the transports that copy them there: wherever they lie, whatever they look like."""
+"""How gradients get into a flat buffer over the transports that copy them there, wherever they lie."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def over_torch(ranks, request):
 
 
 def attached(comm, hooked=False):
-    """A small model with a bucket for each parameter, after a step, and the gradients of the next one."""
+    """A model with a bucket for each parameter, after a step, and the gradients of the next one."""
     model = mlp()
     hook = (None, _allreduce) if hooked else None
     fastcomm.Reducer(comm, hook=hook, **SMALL_BUCKETS).attach(model)

@@ -1,5 +1,5 @@
-"""Signal handlers that raise, Ctrl-C for one, over the transports with a thread of their own: the ranks
-stay in step, and nobody reads or writes memory that its owner believes to be free."""
+"""Signal handlers that raise, Ctrl-C for one, over the transports with a thread of their own: the
+ranks stay in step, and nobody reads or writes memory that its owner believes to be free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Interrupted(BaseException):
 
 
 def interrupt_inside(function, times=1):
-    """Raises Interrupted so often, by a signal, while `function` of fastcomm is on the stack. Notes it."""
+    """Raises Interrupted by a signal, so often, while `function` is on the stack, and notes it."""
     raised = []
 
     def handle(_, frame):
@@ -109,7 +109,7 @@ def test_what_a_handler_raised_comes_from_the_error_of_the_collective(comm):
 
 @on_ranks(2)
 def test_ranks_have_met_when_abandon_raises_what_a_handler_raised(comm):
-    """A bucket is under way, for which the others have not come, when this rank gives up the round."""
+    """A bucket is under way for which the others have not come when this rank gives up."""
     flat = torch.full((5001,), float(2 + comm.rank))
     bucket = comm.bind_bucket(flat, [flat[:5000]], [0], wire_dtype=None, label=7)
     if comm.rank == 1:
@@ -203,7 +203,7 @@ def _checks(code):
 
 
 def _sweep(comm, one_round):
-    """Runs rounds, each interrupted a little later, until one has come through. Rank 1 learns of the end of it."""
+    """Runs rounds, each interrupted a little later, until one comes through. All learn of that."""
     n_interrupted = 0
     while True:
         was_interrupted = one_round(comm, n_interrupted)

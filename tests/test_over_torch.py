@@ -1,5 +1,5 @@
-"""What holds over both transports that go through torch.distributed, "hosted" and "hierarchical": the bits
-of results, deadlines of what is large, and the modes that torch may be in. Ranks of even and of odd
+"""What holds over both transports that go through torch.distributed, "hosted" and "hierarchical": the
+bits of results, deadlines of what is large, and the modes that torch may be in. Ranks of even and of odd
 numbers take each other for those of two hosts."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reference import FLOATS, HALVES, OPS, assert_same_bits, check_all_reduce, r
 import fastcomm
 from fastcomm import hierarchical, hosted_exchange
 
-# What travels with the announcement, in one exchange, in two, and in several chunks of `hierarchical`.
+# What travels with the announcement, in one exchange, in two, in several chunks of `hierarchical`.
 SIZES = (37, 700, 5001, 3_000_001)
 
 
@@ -73,7 +73,7 @@ def test_16_bit_floats_may_cancel_between_hosts(comm, reduction):
 
 @on_ranks(4)
 def test_a_wire_dtype_that_was_chosen_stays(comm):
-    """bfloat16 across hosts: where one has 1 and the other three units of half the last place of that."""
+    """bfloat16: 1, and from three ranks half a unit of its last place."""
     tensor = torch.full((5000,), 1.0 if comm.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
     _reduce_bucket(comm, tensor, "sum", torch.bfloat16)
     rounded_per_host = comm.backend == "hierarchical"
@@ -95,7 +95,7 @@ def test_any_wire_dtype_carries_any_dtype(comm, dtype, wire_dtype):
 
 
 def shards_with_nans(dtype, n, numel):
-    """NaNs of every kind: quiet and signalling, of both signs and with payloads that differ from rank to rank."""
+    """NaNs quiet and signalling, of both signs, with payloads that differ from rank to rank."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     infinity = torch.tensor(float("inf"), dtype=dtype).view(integer)
     shards = [shard.clone() for shard in shards_of(dtype, n, numel)]
