@@ -41,8 +41,8 @@ def _is_thread_of_autograd() -> bool:
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """register_post_accumulate_grad_hook, which torch forgets to tell its C++ half about after swap_tensors."""
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     return handle
 
 

@@ -7,15 +7,16 @@ import weakref
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack
 
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
-from fastcomm.gradient_hook import displaced
+from fastcomm.gradient_hook import Counter, displaced
 from fastcomm.hook_bucket import HookedBucket, HookedPlace
 from fastcomm.layout import BucketLayout
 
 
-class Bucket:
+class Bucket(Counter):
     """Gradients that are reduced together. Between two rounds every gradient that exists may be a view of `flat`, or the user's own."""
 
     def __init__(
@@ -56,10 +57,7 @@ class Bucket:
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
-        # The hooks hold `ready` itself. By slot: has this backward produced the gradient; has one under no_sync, since the last reduction.
-        self.ready = [False] * len(layout.slots)
-        self.unsynced = [False] * len(layout.slots)
-        self.n_pending = len(layout.slots)
+        self.count_anew(len(layout.slots))
 
     @property
     def parameters(self) -> list[Parameter | None]:
@@ -102,8 +100,8 @@ class Bucket:
         try:
             return self._bound.gather(taking_part)
         except RuntimeError as error:
-            i = getattr(error, "slot", None)
-            parameter = None if i is None else self._references[i]()
+            i: int = getattr(error, "slot", -1)
+            parameter = None if i < 0 else self._references[i]()
             if parameter is None or parameter.grad is None:
                 raise
             trouble = _misfit(parameter, parameter.grad, self.views[i])
@@ -183,10 +181,7 @@ class Bucket:
         self._is_gathered = False
         self._untouched.clear()
         self._with_graph.clear()
-        n = len(self.views)
-        self.ready[:] = [False] * n
-        self.unsynced[:] = [False] * n
-        self.n_pending = n
+        self.count_anew(len(self.views))
 
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
@@ -225,4 +220,4 @@ def _view(flat: Tensor, offset: int, size: torch.Size, strides: tuple[int, ...])
     # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and optimizers call.
     place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, strides)
     # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
-    return torch.from_dlpack(place) if place.numel() else place
+    return from_dlpack(place) if place.numel() else place

@@ -270,7 +270,7 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
                     raise RuntimeError("no flat buffer holds sparse gradients")
                 parameter.grad = view  # first: torch refuses a view that does not fit the parameter any more
             except RuntimeError as error:
-                raise blame(error, i)
+                raise blame(error, i) from None
             moving.append(i)
             gradients.append(gradient)
     for j in flat_buffers.inside(gradients):  # a tensor of the user's on our memory

@@ -3,8 +3,21 @@ from typing import Any
 
 from torch import Tensor
 
+class RoundFlags:
+    _is_synchronizing: bool
+    _has_callback: bool
+    _overlap: bool
+
+class Counter:
+    @property
+    def ready(self) -> list[bool]: ...
+    @property
+    def unsynced(self) -> list[bool]: ...
+    n_pending: int
+    def count_anew(self, n: int) -> None: ...
+
 class GradientHook:
-    def __init__(self, reducer: Any, bucket: Any, i: int, note_stream: Callable[[], None] | None) -> None: ...
+    def __init__(self, reducer: RoundFlags, bucket: Counter, i: int, note_stream: Callable[[], None] | None) -> None: ...
     def __call__(self, parameter: Tensor) -> None: ...
 
 class EndOfBackward:

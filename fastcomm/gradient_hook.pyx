@@ -18,34 +18,54 @@ cdef object _untraced(function):
         set_eval_frame(before)
 
 
-cdef class GradientHook:
-    """The hook on parameter `i` of a bucket. Counts its gradient, and tells the reducer when the bucket is full.
+cdef class RoundFlags:
+    """What the hooks ask a reducer; its base class."""
 
-    reducer: has is_synchronizing, is_overlapping and the methods _begin, _launch_full_buckets and _refuse_second_gradient.
+    cdef public bint _is_synchronizing  # False inside no_sync
+    cdef public bint _has_callback  # the running backward will call us at its end
+    cdef public bint _overlap
+
+
+cdef class Counter:
+    """What the hooks count of a bucket; its base class. By slot: has this backward produced the gradient; has one under no_sync, since
+    the last reduction."""
+
+    cdef readonly list ready, unsynced
+    cdef public Py_ssize_t n_pending
+
+    def count_anew(self, Py_ssize_t n):
+        """Of n gradients none is ready."""
+        self.ready, self.unsynced, self.n_pending = [False] * n, [False] * n, n
+
+
+cdef class GradientHook:
+    """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the reducer when the bucket is full.
+
+    reducer: has the methods _begin, _launch_full_buckets and _refuse_second_gradient.
     note_stream: called first, for transports with streams; or None.
     """
 
-    cdef object reducer, bucket, note_stream
-    cdef list ready, unsynced
+    cdef RoundFlags reducer
+    cdef Counter bucket
+    cdef object note_stream
     cdef Py_ssize_t i
 
-    def __cinit__(self, reducer, bucket, Py_ssize_t i, note_stream):
+    def __cinit__(self, RoundFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream):
         self.reducer, self.bucket, self.i, self.note_stream = reducer, bucket, i, note_stream
-        self.ready, self.unsynced = bucket.ready, bucket.unsynced
 
     def __call__(self, parameter):
         if self.note_stream is not None:
             self.note_stream()
         if not self.reducer._is_synchronizing:
-            self.unsynced[self.i] = True
+            self.bucket.unsynced[self.i] = True
             return
         if not self.reducer._has_callback:
             _untraced(self.reducer._begin)
-        if self.ready[self.i]:
+        if self.bucket.ready[self.i]:
             if self.bucket.is_launched:
                 self.reducer._refuse_second_gradient(self.bucket, self.i)
             return
-        self.ready[self.i] = True
+        self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
         if self.bucket.n_pending == 0 and self.reducer._overlap:
             _untraced(self.reducer._launch_full_buckets)

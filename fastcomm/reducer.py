@@ -22,7 +22,7 @@ from fastcomm.autograd import enclosing_backward, hook_gradient, refuse_compiled
 from fastcomm.bucket import Bucket
 from fastcomm.communicator import Communicator, canonical_op
 from fastcomm.errors import FastcommError
-from fastcomm.gradient_hook import EndOfBackward, GradientHook
+from fastcomm.gradient_hook import EndOfBackward, GradientHook, RoundFlags
 from fastcomm.hook_bucket import Hook, HookedPlace, hooks_of
 from fastcomm.layout import plan_buckets
 from fastcomm.optimizer_steps import watch_steps
@@ -38,7 +38,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
-class Reducer:
+class Reducer(RoundFlags):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; None means fastcomm.init().
@@ -98,8 +98,7 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
         self._tripwires = Tripwires(lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._refuse_stranger))
-        self._is_synchronizing = True  # False inside no_sync
-        self._has_callback = False  # the running backward will call us at its end
+        self._is_synchronizing, self._has_callback = True, False
         self._is_open = False  # a round has begun: some gradient is ready
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._deferred: BaseException | None = None  # raised where nobody could catch it
@@ -301,8 +300,8 @@ class Reducer:
         self._raise_deferred()
         if self._has_callback:
             raise FastcommError(
-                f"the gradient of parameter {self._first_name()} is not reduced yet: the reduction ends with backward(). Call synchronize() "
-                "and step the optimizer after backward(), not in a hook inside it"
+                f"the gradient of parameter {self._buckets[0].names[0]} is not reduced yet: the reduction ends with backward(). "
+                "Call synchronize(), and step the optimizer, after backward() and not in a hook inside it"
             )
         if not self._is_open:
             self.comm.check()
@@ -428,9 +427,6 @@ class Reducer:
                     f"the gradient of parameter {name} was made without a backward() that reduces it (by hand, by torch.func, or in a "
                     "graph that torch.compile has traced through backward): call reducer.reduce() on every rank first"
                 )
-
-    def _first_name(self) -> str:
-        return self._buckets[0].names[0]
 
     def _with_gradient(self) -> list[Parameter]:
         return [p for bucket in self._buckets for p in bucket.parameters if p is not None and p.grad is not None]

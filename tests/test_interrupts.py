@@ -1,4 +1,6 @@
-"""A signal handler raises (Ctrl-C, a time limit) while a rank waits for the others: what is under way ends in step, and then it is raised."""
+"""A signal handler raises (Ctrl-C, a time limit) while a rank waits: what is under way ends in step, and then it is raised.
+
+Over every transport, with a reducer; test_interrupts_over_torch.py has the transports with a thread of their own alone."""
 
 from __future__ import annotations
 
