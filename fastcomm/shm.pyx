@@ -34,7 +34,6 @@ cdef size_t SMALL_GRADIENT = 16384  # bytes
 cdef int MAX_TOKENS = 16
 
 cdef object TENSOR = torch.Tensor
-cdef object STRIDED = torch.strided
 cdef char *NO_DATA = b""  # where a tensor without elements lies: not NULL, which says that an exception was raised
 cdef dict DTYPES = {
     torch.float32: SHM_FLOAT32, torch.float64: SHM_FLOAT64, torch.float16: SHM_FLOAT16, torch.bfloat16: SHM_BFLOAT16,
@@ -495,20 +494,21 @@ cdef class ShmCommunicator:
         On the way of every call, and most of the time that a small one takes: each line costs a tenth of the whole.
         """
         cdef Segment arena = <Segment>self.segments[self.rank]
-        cdef char *data
+        cdef char *data = NULL
+        cdef bint is_taken
         self._check_usable()
         if type(tensor) is not TENSOR and not isinstance(tensor, TENSOR):
             raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {tensor.dtype}")
-        if not tensor.is_cpu or tensor.layout is not STRIDED:
-            raise ValueError(f"the shm transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
-        if tensor.is_neg():
-            raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
-        data = <char *><size_t>tensor.data_ptr()
+        try:
+            is_taken = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            data = <char *><size_t>tensor.data_ptr()
+        except RuntimeError:  # sparse tensors have no such things
+            is_taken = False
+        if not is_taken:
+            _refuse(tensor)
         d.dtype, d.numel = dtype, tensor.numel()
         d.where = data - arena.base if <size_t>(data - arena.base) < arena.nbytes else SHM_PRIVATE
         return data if data != NULL else NO_DATA
@@ -764,6 +764,15 @@ cdef class ShmCommunicator:
     cdef str _position(self):
         cdef uint32_t last = shm_posted(self.handle, self.rank)
         return f"rank {self.rank} is at number {last}, {_name(shm_descriptor_of(self.handle, self.rank, last))}"
+
+
+cdef int _refuse(tensor) except -1:
+    """Says what is wrong with the tensor."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise ValueError(f"the shm transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+    raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
 
 
 cdef inline shm_descriptor _descriptor(int kind, int op) noexcept:

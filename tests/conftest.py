@@ -11,7 +11,7 @@ import pytest
 from ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
 
 # The transports over torch.distributed share all that these suites do not reach.
-SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors", "test_interrupts")
+SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors", "test_interrupts", "test_defects")
 
 
 @pytest.fixture(scope="session")
