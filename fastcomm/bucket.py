@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.gradient_hook import Counter, displaced
 from fastcomm.hook_bucket import HookedBucket, HookedPlace
 from fastcomm.layout import BucketLayout
+
+# Where the gradients lie that a bucket has left behind, by parameter: reduced, or of no_sync(). The next bucket knows them by it.
+_released: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Bucket(Counter):
@@ -54,6 +58,7 @@ class Bucket(Counter):
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
+        self._inherited = {i: _released.pop(p) for i, p in enumerate(own) if p in _released}  # until the first round
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
@@ -152,11 +157,12 @@ class Bucket(Counter):
 
     def find_unreduced(self) -> str | None:
         """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or None."""
-        for name, parameter, view, is_unsynced in zip(self.names, self.parameters, self.views, self.unsynced, strict=True):
+        slots = zip(self.names, self.parameters, self.views, self.unsynced, strict=True)
+        for i, (name, parameter, view, is_unsynced) in enumerate(slots):
             gradient = None if parameter is None else parameter.grad
             if gradient is None or gradient is view or is_unsynced or gradient.is_sparse:
                 continue
-            if gradient.data_ptr() != view.data_ptr():
+            if gradient.data_ptr() not in (view.data_ptr(), self._inherited.get(i)):
                 return name
         return None
 
@@ -181,6 +187,7 @@ class Bucket(Counter):
         self._is_gathered = False
         self._untouched.clear()
         self._with_graph.clear()
+        self._inherited.clear()
         self.count_anew(len(self.views))
 
     def drop_gradients(self) -> None:
@@ -191,9 +198,15 @@ class Bucket(Counter):
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter is not None and parameter.grad is view:
-                parameter.grad = view.clone()
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
+                continue
+            if gradient is view:
+                gradient = parameter.grad = view.clone()
+            elif not self.unsynced[i] and gradient.data_ptr() != self._inherited.get(i):
+                continue
+            _released[parameter] = gradient.data_ptr()
 
 
 def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:

@@ -18,7 +18,7 @@ from fastcomm.shm_memory import keep_freed_memory
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport SIZE_MAX, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 from posix.unistd cimport close as close_fd
