@@ -101,14 +101,16 @@ class HookedBucket(BoundBucket):
         self._posted = None
         presence = torch.ones(len(self._views), device=self._flat.device)
         presence[missing] = 0
-        known = self._comm.all_reduce(presence, "max", async_op=True)
-        assert known is not None  # for the type checker: async_op was asked for
         buffer = self._flat[: self._flat.numel() - len(self._views)]
         bucket = GradBucket(self._place.index, self._place.is_last, buffer, self._offsets, self._views, self._parameters)
         *wrapped, (state, hook) = self._place.hooks
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
-        self._posted = _HookedWork(buffer, hook(state, bucket), presence, known)
+        future = hook(state, bucket)
+        # Last: a rank whose hook raises leaves the others waiting for this, and they hear of it in the same step.
+        known = self._comm.all_reduce(presence, "max", async_op=True)
+        assert known is not None  # for the type checker: async_op was asked for
+        self._posted = _HookedWork(buffer, future, presence, known)
         return self._posted
 
     def note_stream(self) -> None:

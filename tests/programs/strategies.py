@@ -223,7 +223,7 @@ def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
     ]
     drawn = draw(_sequences_of_two(n, transport, *have_buffers))
     chosen = draw(options(transport))
-    fitting = _Fitting(n, transport, chosen.overlap)
+    fitting = _Fitting(n, transport, chosen.overlap, chosen.is_hooked)
     sequence = [each for several in drawn for one in several for each in fitting.made_of(one)]
     return ReducerProgram(
         n, model, tuple(sequence), chosen, draw(st.sampled_from([0.0, 0.9])), second
@@ -237,10 +237,13 @@ class _Fitting:
     n: int
     transport: str
     overlap: bool
+    is_hooked: bool
 
     def made_of(self, operation: Any) -> list[Any]:
         if isinstance(operation, Other):
             return [*map(Other, self.made_of(operation.operation))]
+        if isinstance(operation, Interrupt) and self.is_hooked:
+            return []  # inside a hook it ends the round, on every rank
         if isinstance(operation, (Freeze, Grow, Reattach)) and not STEP_AFTER_ATTACH:
             return [operation, ZeroGrad()]
         if isinstance(operation, Fail) and self.transport == "nccl" and not ABANDON_AGAIN:
