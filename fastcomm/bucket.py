@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
@@ -16,8 +15,8 @@ from fastcomm.gradient_hook import Counter, displaced
 from fastcomm.hook_bucket import HookedBucket, HookedPlace
 from fastcomm.layout import BucketLayout
 
-# Where the gradients lie that a bucket has left behind, by parameter: reduced, or of no_sync(). The next bucket knows them by it.
-_released: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# An attribute of gradients that a bucket has left behind, reduced or of no_sync(): the next one knows them by it.
+_LEFT = "_left_by_fastcomm"
 
 
 class Bucket(Counter):
@@ -58,7 +57,9 @@ class Bucket(Counter):
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
-        self._inherited = {i: _released.pop(p) for i, p in enumerate(own) if p in _released}  # until the first round
+        # Where gradients lie that need no reduction, though they are no views: from before, and of the last round.
+        left = [None if p.grad is None or not hasattr(p.grad, _LEFT) else p.grad.data_ptr() for p in own]
+        self._inherited = {i: address for i, address in enumerate(left) if address is not None}
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
@@ -89,6 +90,7 @@ class Bucket(Counter):
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
+        self._inherited.clear()
         for i in missing:
             self._fill_missing(i)
         self._bound.launch(op, missing)
@@ -142,6 +144,7 @@ class Bucket(Counter):
             if parameter is not None:
                 gradient.data.copy_(self.views[i])  # not seen by autograd: the graph is that of this rank's gradient
                 parameter.grad = gradient
+                self._inherited[i] = gradient.data_ptr()
 
     def _settle_missing(self, work: BucketWork) -> None:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what they had before if none had."""
@@ -154,6 +157,8 @@ class Bucket(Counter):
                 parameter.grad = self.views[i]
             elif before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
+            elif before is not None:
+                self._inherited[i] = before.data_ptr()
 
     def find_unreduced(self) -> str | None:
         """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or None."""
@@ -187,7 +192,6 @@ class Bucket(Counter):
         self._is_gathered = False
         self._untouched.clear()
         self._with_graph.clear()
-        self._inherited.clear()
         self.count_anew(len(self.views))
 
     def drop_gradients(self) -> None:
@@ -206,7 +210,7 @@ class Bucket(Counter):
                 gradient = parameter.grad = view.clone()
             elif not self.unsynced[i] and gradient.data_ptr() != self._inherited.get(i):
                 continue
-            _released[parameter] = gradient.data_ptr()
+            setattr(gradient, _LEFT, True)
 
 
 def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
