@@ -181,10 +181,8 @@ def _interrupt_twice(comm):
     fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)
     if comm.rank == 1:
-        started = time.monotonic()
         with interrupted("finish", times=2), pytest.raises(Interrupted):
             backward(model, comm.rank)
-        assert time.monotonic() - started < 5  # the other rank comes later
         with pytest.raises(FastcommError, match="aborted"):
             backward(model, comm.rank)
         assert all(parameter.grad is None for parameter in model.parameters())
