@@ -15,11 +15,11 @@ SEED = 1
 # By transport, how many programs 2, 3 and 4 ranks run; of each kind.
 COUNTS = {
     "shm": (70, 40, 30),
-    "nccl": (25, 12, 8),
+    "nccl": (25, 0, 0),  # `make fuzz` runs more
     "hosted": (20, 12, 8),
     "hierarchical": (12, 12, 10),
 }
-CELLS = [(over, 2 + i, counts[i]) for over, counts in COUNTS.items() for i in range(3)]
+CELLS = [(over, 2 + i, counts[i]) for over, counts in COUNTS.items() for i in range(3) if counts[i]]
 
 
 @pytest.mark.timeout(400)  # a program that fails is shrunk
@@ -29,7 +29,7 @@ def test_a_reducer_does_what_local_training_would(ranks, over, n_ranks, count):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("over, n_ranks, count", CELLS)
+@pytest.mark.parametrize("over, n_ranks, count", [cell for cell in CELLS if cell[0] != "nccl"])
 def test_collectives_do_what_one_process_would(ranks, over, n_ranks, count):
     batches.find_failure(ranks, "collective", n_ranks, over, count, SEED)
 
