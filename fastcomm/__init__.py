@@ -2,13 +2,14 @@
 
 from fastcomm import process_group as process_group  # registers the backend
 from fastcomm.ddp_hook import HookState, all_reduce_hook
-from fastcomm.errors import FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
 from fastcomm.reducer import Reducer
 from fastcomm.rendezvous import init
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbandonedError",
     "FastcommError",
     "HookState",
     "InitError",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import bisect
 import pickle
+import sys
 import weakref
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.errors import FastcommError
+from fastcomm.errors import AbandonedError, FastcommError
 
 C = TypeVar("C", bound="Communicator")
 
@@ -104,6 +105,7 @@ class Communicator(abc.ABC):
     pids: tuple[int, ...]  # of the ranks' processes
     device: torch.device
     n_abandoned: int
+    left_in_backward: int  # n_abandoned after a reducer has abandoned a round by itself, until it has ended one; else -1
     backend: str  # "shm" | "nccl" | "hosted" | "hierarchical"
     has_streams: bool  # work is ordered by streams; buckets then want to know on which ones their gradients were produced
 
@@ -162,12 +164,15 @@ class Communicator(abc.ABC):
         """Raises what has ended the collectives under way, if that is known by now. Does not wait."""
 
     @abc.abstractmethod
-    def abandon(self) -> None:
+    def abandon(self, *, in_any_case: bool = False) -> None:
         """This rank cannot go on with what the ranks were doing: ends all collectives under way, on every rank.
 
         On the others the next collective they wait for, or over NCCL the next call, raises FastcommError, naming this rank. From then on
         all ranks stand at the same place and the communicator is as good as new: over shared memory when this returns, over NCCL when
         the ranks have met anew, at their next collective. `n_abandoned` counts such events.
+
+        One handler may call it after any exception: it does nothing, unless in_any_case, where the exception that is being handled is
+        AbandonedError, or came out of a backward whose round the reducer has abandoned by itself.
         """
 
     @abc.abstractmethod
@@ -186,6 +191,23 @@ class Communicator(abc.ABC):
             self.close()
         else:
             self.abort()
+
+
+def is_abandoned_already(comm: Communicator) -> bool:
+    """Whether the exception that is being handled tells of a step that is abandoned already, by another rank or by a reducer."""
+    error = sys.exc_info()[1]
+    if comm.left_in_backward == comm.n_abandoned and _came_out_of_backward(error):
+        return True
+    while error is not None and not isinstance(error, AbandonedError):
+        error = error.__cause__
+    return error is not None
+
+
+def _came_out_of_backward(error: BaseException | None) -> bool:
+    traceback = None if error is None else error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_name != "_engine_run_backward":
+        traceback = traceback.tb_next
+    return traceback is not None
 
 
 def addends_of_mean(tensor: Tensor, n: int) -> Tensor:

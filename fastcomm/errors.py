@@ -15,6 +15,10 @@ class MismatchError(FastcommError):
     """The ranks disagree: about the model, or about which collective comes next. Raised on every rank, naming both sides."""
 
 
+class AbandonedError(FastcommError):
+    """Another rank has abandoned the step: its backward raised, or it called abandon(). Names it. Skip the step, too, and go on."""
+
+
 class PeerLostError(FastcommError):
     """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last collective it joined."""
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastcomm.communicator import Communicator, canonical_op
-from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.communicator import Communicator, canonical_op, is_abandoned_already
+from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.hosted_call import ABANDON, DTYPES, Call, as_bytes, cast, name_of
 from fastcomm.hosted_exchange import Exchange
 from fastcomm.hosted_work import HostedBucket, HostedWork, see_through
@@ -91,6 +91,7 @@ class HostedCommunicator(Communicator):
         self.device = torch.device("cpu")
         self.timeout = timeout
         self.n_abandoned = 0
+        self.left_in_backward = -1
         self.number = 0  # of the newest collective this rank has announced
         self.pids = tuple(bootstrap.exchange(os.getpid()))
         self._notes = bootstrap
@@ -293,11 +294,13 @@ class HostedCommunicator(Communicator):
             self.n_abandoned = interruption.number
             raise interruption.error
 
-    def abandon(self) -> None:
+    def abandon(self, *, in_any_case: bool = False) -> None:
         """See Communicator.abandon. What has begun is ended properly, what waits is not begun.
 
         What a signal handler raises is raised once the ranks have met; see HostedWork.wait.
         """
+        if not in_any_case and is_abandoned_already(self):
+            return
         own: HostedWork | None = None
         theirs: Interruption | None = None
 
@@ -477,7 +480,7 @@ class HostedCommunicator(Communicator):
             meeting = self._current = own or HostedWork(self, ABANDON, _nothing)
             if own is None:
                 ranks = ", ".join(map(str, abandoning))
-                error = FastcommError(f"rank {ranks} abandoned what was under way (an exception ended its backward?): skip this step")
+                error = AbandonedError(f"rank {ranks} abandoned what was under way (an exception ended its backward?): skip this step")
                 self._interruption = Interruption(self._n_met, error, meeting)
                 self._settle(list(self._works), error)
             else:

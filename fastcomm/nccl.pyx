@@ -95,7 +95,7 @@ cdef class NcclCommunicator(Link):
         The memory lives as long as the tensor, also after close(). Synchronises the device if there is memory of dropped tensors to free.
         Raises ValueError for a negative numel, TypeError for a dtype that NCCL does not reduce, NcclError when the memory is used up.
         """
-        self._check_usable()
+        self._check_open()
         dtype_number(dtype)
         if numel < 0:
             raise ValueError(f"numel must not be negative; got {numel}")
@@ -103,7 +103,8 @@ cdef class NcclCommunicator(Link):
             return torch.empty(numel, dtype=dtype, device=self.device)
         self._refuse_capture("empty()")
         memory = self.pool.allocate(numel * dtype.itemsize)
-        self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
+        if not self.is_split_up:  # else there is nothing yet to register it with
+            self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
         return memory.view(dtype)
 
     def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):

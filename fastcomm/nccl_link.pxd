@@ -15,6 +15,7 @@ cdef struct Range:
 cdef class Link:
     cdef readonly int rank, world_size, local_rank
     cdef readonly int n_abandoned, epoch
+    cdef public int left_in_backward
     cdef readonly uint64_t number
     cdef readonly object device, timeout
     cdef readonly tuple pids
@@ -37,7 +38,7 @@ cdef class Link:
     cdef object interruption  # why the ranks have to meet anew, until somebody has been told
 
     cdef _add_lane(self, look)
-    cdef _connect(self, Lane lane, int place, look)
+    cdef _connect(self, Lane lane, int place, look, look_for_all)
     cdef Lane _lane(self, int place)
     cdef Ticket _new_ticket(self)
     cdef _wait_for(self, Ticket ticket)
@@ -47,6 +48,7 @@ cdef class Link:
     cdef _meet_again(self)
     cdef _register(self, Lane lane, memory, uint32_t label)
     cdef int _check_usable(self) except -1
+    cdef int _check_open(self) except -1
     cdef int _check_alive(self) except -1
     cdef int _check_work(self, int epoch) except -1
     cdef object _error(self, int code, const char *call)

@@ -15,6 +15,7 @@ import weakref
 
 import torch
 
+from fastcomm.communicator import is_abandoned_already
 from fastcomm.errors import FastcommError, InitError, NcclError, PeerLostError
 from fastcomm.nccl_library import load, unique_id, version_text
 from fastcomm.watchdog import Watchdog, failure_note
@@ -46,6 +47,7 @@ cdef class Link:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout, self.timeout_s = device, timeout, timeout.total_seconds()
         self.generation, self.bootstrap = forks(), bootstrap
+        self.left_in_backward = -1
         self.tickets, self.lanes = weakref.WeakSet(), []
         self.in_flight, self.buckets, self.ending = {}, weakref.WeakSet(), threading.Lock()
         self.n_graphs = <int *>calloc(1, sizeof(int))
@@ -68,16 +70,18 @@ cdef class Link:
     cdef _add_lane(self, look):
         with self.cuda.selected():
             lane = Lane(self.cuda)
-        self._connect(lane, len(self.lanes), look)
+        self._connect(lane, len(self.lanes), look, look)
         self.tickets.add((<Lane>lane).ticket)
         self.lanes.append(lane)
 
-    cdef _connect(self, Lane lane, int place, look):
+    cdef _connect(self, Lane lane, int place, look, look_for_all):
         """Collective. The first lane meets over the store, the others over the first."""
         if place:
             lane.split_from(self.lanes[0], self.rank, self.timeout_s, look)
         else:
-            identifier = self.bootstrap.exchange(unique_id() if self.rank == 0 else None, look)[0]
+            mine = unique_id() if self.rank == 0 else None
+            # Named, and not counted: a rank that abandons one round after the other leaves out meetings that others have waited in.
+            identifier = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")[0]
             lane.connect(identifier, self.rank, self.world_size, self.timeout_s, look)
 
     cdef Lane _lane(self, int place):
@@ -134,9 +138,15 @@ cdef class Link:
             raise
 
     def _look(self):
-        """While the ranks meet once more: raises when the watchdog has found that they will not."""
+        """While a rank calls NCCL to meet the others once more: raises when the watchdog has found that they will not."""
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
+
+    def _look_for_all(self):
+        """As _look, as long as nobody is inside NCCL: another rank may have abandoned the round before it has come."""
+        self._look()
+        if self.interruption is not None:
+            raise self.interruption
 
     cdef Ticket _new_ticket(self):
         cdef CUcontext before = self.cuda.enter()
@@ -178,18 +188,24 @@ cdef class Link:
             self._fail(FastcommError(f"rank {self.rank} has aborted this communicator"))
             self.watchdog.stop()
 
-    def abandon(self):
+    def abandon(self, *, bint in_any_case=False):
         """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
 
         What other ranks have launched on gradients of this round is of no use, and their hosts may hear of it a step later.
         """
-        self._check_alive()
-        if self.is_split_up:  # the ranks have not met since the last time
+        self._check_open()
+        if not in_any_case and is_abandoned_already(self):
             return
         self.n_abandoned += 1
+        if self.interruption is not None:  # another rank has abandoned the same: this one joins it
+            self.interruption = None
+            return
         if self.n_graphs[0] > 0:
             self._give_up_graphs(f"rank {self.rank} abandoned what was under way")
             return
+        if self.is_split_up:  # the ranks have not met since the last time: this is about the round for which they will
+            self.epoch += 1
+        self.is_split_up = True  # first, or the watchdog takes the note for another rank's
         self._leave_note(
             f"abandoned/{self.epoch}",
             f"rank {self.rank} abandoned what was under way (an exception ended its backward?): skip this step. If the optimizer has made "
@@ -211,10 +227,14 @@ cdef class Link:
         cdef ncclComm_t comm
         self.is_split_up = True
         with self.ending:
-            for lane in self.lanes:
-                comm = (<Lane>lane).comm
-                self.pool.forget(comm)
-                (<Lane>lane).abort(ABORT_S)
+            self.pool.n_ending += 1
+            try:
+                for lane in self.lanes:
+                    comm = (<Lane>lane).comm
+                    self.pool.forget(comm)
+                    (<Lane>lane).abort(ABORT_S)
+            finally:
+                self.pool.n_ending -= 1
 
     cdef _meet_again(self):
         """After abandon(): new communicators for the old lanes. Collective."""
@@ -226,7 +246,10 @@ cdef class Link:
         self.is_split_up = False
         with self._meeting():
             for place, lane in enumerate(self.lanes):
-                self._connect(lane, place, self._look)
+                self._connect(lane, place, self._look, self._look_for_all)
+        if self.interruption is not None:  # this round, too, was abandoned, after all had come
+            self._abort_lanes()
+            self._check_alive()
         for bucket in self.buckets:  # not as windows: which buckets are left is each rank's own affair
             bucket.register_memory()
 
@@ -319,15 +342,20 @@ cdef class Link:
 
     cdef int _check_alive(self) except -1:
         """Raises what has ended the communicator, or, once, what has made the ranks meet anew."""
+        self._check_open()
+        if self.interruption is not None:
+            error, self.interruption = self.interruption, None
+            self.n_abandoned += 1
+            raise error
+        return 0
+
+    cdef int _check_open(self) except -1:
+        """Raises what has ended the communicator."""
         if self.generation != forks():
             raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
                                 "call fastcomm.init here, or start workers with the spawn method")
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
-        if self.interruption is not None:
-            error, self.interruption = self.interruption, None
-            self.n_abandoned += 1
-            raise error
         return 0
 
     cdef int _check_work(self, int epoch) except -1:

@@ -16,6 +16,7 @@ cdef struct Allocation:
 
 cdef class Pool:
     cdef Device device
+    cdef int n_ending  # communicators that are being aborted
     cdef object lock  # held while allocations come or go
     cdef Allocation *first
     cdef object allocate(self, size_t nbytes)

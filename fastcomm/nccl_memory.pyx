@@ -106,6 +106,8 @@ cdef class Pool:
 
     cdef int give_back(self) except -1:
         """Frees the memory of tensors that are gone, once nothing that was launched on it runs any more."""
+        if self.n_ending:  # to a communicator that is being aborted, its memory is still registered
+            return 0
         freed = self._freed()
         if freed:
             self.device.synchronize()

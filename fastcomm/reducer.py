@@ -328,6 +328,7 @@ class Reducer(RoundFlags):
             for bucket in self._buckets:
                 bucket.settle()
             self.n_rounds += 1
+            self.comm.left_in_backward = -1
             self._is_open = False
         self._close()
 
@@ -365,7 +366,8 @@ class Reducer(RoundFlags):
         try:
             if self.comm.n_abandoned == self._n_abandoned:  # else the round has ended with another rank's or another reducer's
                 with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user already
-                    self.comm.abandon()
+                    self.comm.abandon(in_any_case=True)
+                self.comm.left_in_backward = self.comm.n_abandoned
         finally:
             self._drop_round()
 

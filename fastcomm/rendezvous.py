@@ -207,7 +207,8 @@ class _StoreBootstrap:
         self._look_at_peers = look
         self._store = store
         self._timeout = timeout
-        self._round = 0
+        self._n_exchanges = 0
+        self._exchange = ""  # the name of the newest
         self._enter()
 
     def _enter(self) -> None:
@@ -225,15 +226,17 @@ class _StoreBootstrap:
         self.fail(message)
         raise InitError(message)
 
-    def exchange(self, value: Any, look: Callable[[], None] | None = None) -> list[Any]:
+    def exchange(self, value: Any, look: Callable[[], None] | None = None, name: str | None = None) -> list[Any]:
         """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed.
 
-        look: called while waiting, in place of the own one; raises when a rank will not come.
+        look: called while waiting, in place of the own one; raises when a rank will not come. name: of an exchange that some ranks may
+        leave out; the others are counted.
         """
-        self._round += 1
+        self._n_exchanges += name is None
+        self._exchange = name or str(self._n_exchanges)
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
-            self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
+            self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             return [json.loads(self._get(r, deadline, look or self.look)) for r in range(self.world_size)]
         except FastcommError:
             raise
@@ -244,7 +247,7 @@ class _StoreBootstrap:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
     def _get(self, rank: int, deadline: float, look: Callable[[], None]) -> bytes:
-        key = f"{self._round}/{rank}"
+        key = f"{self._exchange}/{rank}"
         while not self._store.check([key]):
             look()
             if time.monotonic() > deadline:
@@ -253,7 +256,7 @@ class _StoreBootstrap:
         return bytes(self._store.get(key))
 
     def _missing(self) -> InitError:
-        came = [self._store.check([f"{self._round}/{r}"]) for r in range(self.world_size)]
+        came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
         if self.caller == "new_group":
             advice = "do all ranks call new_group for the same groups, in the same order?"

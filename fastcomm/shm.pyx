@@ -12,8 +12,10 @@ import time
 
 import torch
 
-from fastcomm.communicator import OPS, BoundBucket, BucketWork, Communicator, canonical_op, presence_values
-from fastcomm.errors import FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.communicator import (
+    OPS, BoundBucket, BucketWork, Communicator, canonical_op, is_abandoned_already, presence_values,
+)
+from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.shm_memory import keep_freed_memory
 
 cimport cython
@@ -263,6 +265,7 @@ cdef class ShmCommunicator:
 
     cdef readonly int rank, world_size, local_rank
     cdef readonly int n_abandoned
+    cdef public int left_in_backward
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef object __weakref__
@@ -291,7 +294,7 @@ cdef class ShmCommunicator:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cpu")
         self.timeout, self.timeout_s = timeout, timeout.total_seconds()
-        self.generation = forks()
+        self.generation, self.left_in_backward = forks(), -1
         self.works = [None] * SHM_RING
         self.segments, self.leaving = [], []
         for r in range(SHM_MAX_RANKS):
@@ -465,9 +468,11 @@ cdef class ShmCommunicator:
         self._check_usable()
         self._hear()
 
-    def abandon(self):
+    def abandon(self, *, bint in_any_case=False):
         """See Communicator.abandon."""
         self._check_usable()
+        if not in_any_case and is_abandoned_already(self):
+            return
         self.interruption = None  # if another rank has abandoned the same, this one joins it
         self._realign(FastcommError(f"rank {self.rank} abandoned the collectives under way"))
         self._raise_deferred(None)
@@ -683,7 +688,7 @@ cdef class ShmCommunicator:
         for work in sorted((work for work in self.works if work is not None), key=_seq_of):
             if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:
                 return MismatchError(self._mismatch_message(work.seq))
-        return FastcommError(self._abandoned_message(seq))
+        return AbandonedError(self._abandoned_message(seq))
 
     cdef list _settle_all(self, error):
         unfinished = [work for work in self.works if work is not None]

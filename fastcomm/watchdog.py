@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from fastcomm.errors import FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
 
 TICK_S = 0.1
 STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the peers' notes
@@ -146,7 +146,7 @@ class Watchdog:
         epoch = comm.epoch
         abandoned = self._notes.read(f"abandoned/{epoch}")
         if abandoned is not None:
-            comm._interrupt(FastcommError(abandoned), epoch)
+            comm._interrupt(AbandonedError(abandoned), epoch)
 
     def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
         """Something has not ended for a while: finds out whether it ever will."""

@@ -454,7 +454,8 @@ def _communicator(transport: str) -> Any:
     import fastcomm
 
     comm = fastcomm.init(transport, init_method=_place.init_method, rank=_place.rank, world_size=_place.world_size)
-    torch.set_default_device(comm.device)  # what bodies make is made there
+    if comm.device.type != "cpu":
+        torch.set_default_device(comm.device)  # what bodies make is made there
     return comm
 
 

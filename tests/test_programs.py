@@ -12,24 +12,35 @@ from hypothesis import strategies as st
 from programs import batches
 
 SEED = 1
-# By transport, how many programs 2, 3 and 4 ranks run; of each kind.
+# By kind and transport, how many programs 2, 3 and 4 ranks run.
 COUNTS = {
-    "shm": (70, 40, 30),
-    "nccl": (25, 0, 0),  # `make fuzz` runs more
-    "hosted": (20, 12, 8),
-    "hierarchical": (12, 12, 10),
+    "reducer": {
+        "shm": (60, 24, 14),
+        "nccl": (20, 10, 6),
+        "hosted": (14, 8, 5),
+        "hierarchical": (8, 8, 6),
+    },
+    "collective": {
+        "shm": (100, 60, 40),
+        "nccl": (30, 16, 10),
+        "hosted": (30, 16, 10),
+        "hierarchical": (16, 14, 12),
+    },
 }
-CELLS = [(over, 2 + i, counts[i]) for over, counts in COUNTS.items() for i in range(3) if counts[i]]
+
+
+def _cells(kind: str) -> list[tuple[str, int, int]]:
+    return [(over, 2 + i, n) for over, counts in COUNTS[kind].items() for i, n in enumerate(counts)]
 
 
 @pytest.mark.timeout(400)  # a program that fails is shrunk
-@pytest.mark.parametrize("over, n_ranks, count", CELLS)
+@pytest.mark.parametrize("over, n_ranks, count", _cells("reducer"))
 def test_a_reducer_does_what_local_training_would(ranks, over, n_ranks, count):
     batches.find_failure(ranks, "reducer", n_ranks, over, count, SEED)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("over, n_ranks, count", [cell for cell in CELLS if cell[0] != "nccl"])
+@pytest.mark.parametrize("over, n_ranks, count", _cells("collective"))
 def test_collectives_do_what_one_process_would(ranks, over, n_ranks, count):
     batches.find_failure(ranks, "collective", n_ranks, over, count, SEED)
 

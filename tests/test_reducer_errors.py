@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict
 
 import pytest
 import torch
-from models import Fail, Heads, assert_gradients, backward, check_gradients, loss_of, mean_gradients, mlp
+from models import Fail, Heads, assert_gradients, backward, batch, check_gradients, loss_of, mean_gradients, mlp
 from ranks import fresh_ranks, on_ranks
 from torch import nn
 
@@ -17,6 +18,62 @@ from fastcomm import FastcommError, MismatchError
 pytestmark = pytest.mark.usefixtures("transport")
 
 BAD_INPUT = (FastcommError, ValueError, TypeError)
+
+
+# One handler for all exceptions
+
+# By step, the ranks that raise there, and whether it happens in forward or in backward.
+UNLUCKY = {1: ("forward", {1}), 2: ("forward", {1}), 3: ("backward", {0}), 4: ("backward", {0, 1}), 6: ("forward", {0, 1}), 8: ("backward", {1})}
+
+
+def _step_that_may_fail(model, comm, step):
+    where, who = UNLUCKY.get(step, ("", set()))
+    if where == "forward" and comm.rank in who:
+        raise ValueError("bad batch")
+    x, _ = batch(comm.rank, step)
+    model[2:](Fail.apply(model[:2](x), where == "backward" and comm.rank in who)).sum().backward()
+    deadline = time.monotonic() + 20
+    while where and comm.backend == "nccl" and time.monotonic() < deadline:  # where backward does not wait
+        comm.check()
+
+
+@on_ranks(2, 3)
+def test_one_handler_may_abandon_after_any_exception(comm, buckets):
+    """Those that have heard of it say so, too, and nobody skips another step for that."""
+    model = mlp()
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    heard, n_before = {}, comm.n_abandoned
+    for step in range(10):
+        model.zero_grad()
+        try:
+            _step_that_may_fail(model, comm, step)
+        except Exception as error:
+            comm.abandon()
+            heard[step] = type(error)
+    expected = {}
+    for step, (where, who) in UNLUCKY.items():
+        own = ValueError if where == "forward" else RuntimeError
+        expected[step] = own if comm.rank in who else fastcomm.AbandonedError
+    assert heard == expected
+    assert comm.n_abandoned == n_before + len(UNLUCKY)
+
+
+@on_ranks(2)
+def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
+    """What is abandoned there is another step."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    try:
+        _step_that_may_fail(model, comm, 1)
+    except (ValueError, fastcomm.AbandonedError):
+        if comm.rank == 1:
+            comm.abandon()
+        with pytest.raises(RuntimeError, match="out of luck|rank 0 abandoned"):
+            _step_that_may_fail(model, comm, 3)
+    expected = mean_gradients(model, comm.world_size, backward)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
 
 
 # Bad arguments

@@ -38,18 +38,6 @@ from programs.data import (
 )
 from programs.modules import MODULES
 
-# What programs may use. REDUCE: reducer.reduce(). INTERRUPT: a signal handler that raises while
-# backward waits, after which the round is finished all the same. POLL: is_completed() in rounds
-# that are abandoned; it must not use up the error. STEP_AFTER_ATTACH: an optimizer's step with
-# gradients that were reduced before refresh(), or before detach() and attach(). ABANDON_AGAIN: a
-# step that is skipped by abandon() right after another one that failed, over NCCL, too: there one
-# rank may hear of the first one late, and fall out of step (known, to be mended with the GPU path).
-REDUCE = True
-INTERRUPT = True
-POLL = True
-STEP_AFTER_ATTACH = True
-ABANDON_AGAIN = False
-
 MAX_CALLS = 24
 _KINDS = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier")
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
@@ -192,10 +180,9 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
         (2 if has_buffers else 0, st.builds(SyncBuffers, st.integers(0, n - 1))),
         (1 if transport == "nccl" else 3, failures(n)),
     ]
-    if REDUCE:
-        touches = st.lists(_touch, max_size=4).map(tuple)
-        by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
-    if INTERRUPT and transport != "nccl":  # over NCCL the host does not wait
+    touches = st.lists(_touch, max_size=4).map(tuple)
+    by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
+    if transport != "nccl":  # over NCCL the host does not wait
         by_weight.append((1, interrupts(n)))
     singles = [single.map(lambda one: [one]) for weight, single in by_weight for _ in range(weight)]
     unsynced, synced = st.builds(Backward, routes(n), is_synced=st.just(False)), backwards(n)
@@ -245,10 +232,6 @@ class _Fitting:
             return [*map(Other, self.made_of(operation.operation))]
         if isinstance(operation, Interrupt) and self.is_hooked:
             return []  # inside a hook it ends the round, on every rank
-        if isinstance(operation, (Freeze, Grow, Reattach)) and not STEP_AFTER_ATTACH:
-            return [operation, ZeroGrad()]
-        if isinstance(operation, Fail) and self.transport == "nccl" and not ABANDON_AGAIN:
-            return [operation, Backward((Route(),) * self.n)]
         if isinstance(operation, Backward) and operation.how == "sum" and self.overlap:
             # Then parameters under a reentrant checkpoint get two gradients, too late to be added.
             plain = (replace(route, wrap="") for route in operation.routes)
@@ -321,21 +304,11 @@ def rounds(draw: Any, n: int, transport: str) -> Round:
     if all(index < 0 for index in leaves):
         return Round(tuple(drawn), leaves)
     # Which error comes first, of those who disagree or of those who leave, is left open.
-    poll = None if POLL else ("",) * n
-    tamed = [replace(call, odd=-1, poll=poll or call.poll) for call in drawn]
+    tamed = [replace(call, odd=-1) for call in drawn]
     return Round(tuple(tamed), leaves)
 
 
 def collective_programs(n: int, transport: str) -> st.SearchStrategy[CollectiveProgram]:
     several = st.lists(rounds(n, transport), min_size=1, max_size=4)
-    if transport == "nccl" and not ABANDON_AGAIN:
-        several = several.map(_with_meetings)
     return st.builds(CollectiveProgram, st.just(n), several.map(tuple))
 
-
-def _with_meetings(several: list[Round]) -> list[Round]:
-    """Puts a barrier behind every round that is abandoned."""
-    n = len(several[0].leaves)
-    barrier = Call("barrier", ("plain",) * n, (0,) * n, ("",) * n, numel=0)
-    meeting = Round((barrier,), (-1,) * n)
-    return [one for each in several for one in (each, meeting)[: 1 + each.is_abandoned]]
