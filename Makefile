@@ -1,5 +1,5 @@
 # make demo      two ranks train a small GPT (about a minute)
-# make test      the tests
+# make test      the tests; several side by side, as they wait more than they compute: make test WORKERS=3
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MINUTES ?= 10
 SEED ?= random
+WORKERS ?= 3
 python := $(VENV)/bin/python
 pip_install := $(python) -m pip --disable-pip-version-check install --quiet --constraint ci/constraints.txt
 
@@ -29,7 +30,7 @@ all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml
 
 test: $(VENV)/.installed-dev
 	$(rebuild)
-	$(python) -m pytest tests
+	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile tests
 
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)

@@ -6,21 +6,22 @@ tells them, goes through `loaded` and the functions stand_in_*: see stand_in/*.h
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = _ROOT / "tests" / "stand_in"
 _KERNELS = _ROOT / "kernels"
+_BUILT = _ROOT / "build" / "tests"
 _SHARED = ("-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 _C = (os.environ.get("CC", "gcc"), "-std=gnu11", "-ftree-vectorize", "-ffp-contract=off", "-fvisibility=hidden", *_SHARED)
 _AS_NCCL = "-Wl,-soname,libnccl.so.2"  # what a process that has loaded it finds under NCCL's name
@@ -39,14 +40,21 @@ class StandIns:
 
 @functools.cache
 def stand_ins() -> StandIns:
-    """Compiles all of them, once per process, into a directory that goes with the process."""
+    """Compiles those that have changed since they were last compiled, side by side."""
     compiling = {
-        "cuda": _start("cuda", *_C, *_sources("cuda")),
-        "nccl": _start("nccl", *_C, _AS_NCCL, *_sources("nccl")),
-        "old_nccl": _start("old_nccl", *_C, "-DTOO_OLD", *_sources("nccl")),
-        "kernels": _start("kernels", *_CXX, _KERNELS / "flatten.cu", _KERNELS / "unflatten.cu"),
+        "cuda": (*_C, *_sources("cuda")),
+        "nccl": (*_C, _AS_NCCL, *_sources("nccl")),
+        "old_nccl": (*_C, "-DTOO_OLD", *_sources("nccl")),
+        "kernels": kernels_command(),
     }
-    return StandIns(**{name: _finish(name, compiler) for name, compiler in compiling.items()})
+    with ThreadPoolExecutor() as threads:
+        paths = threads.map(lambda name: compiled(f"lib{name}.so", *compiling[name]), compiling)
+        return StandIns(**dict(zip(compiling, paths, strict=True)))
+
+
+def kernels_command() -> tuple[str | Path, ...]:
+    """Compiles the kernels as plain C++."""
+    return (*_CXX, _KERNELS / "flatten.cu", _KERNELS / "unflatten.cu")
 
 
 def environment(libraries: StandIns) -> dict[str, str]:
@@ -59,9 +67,9 @@ def environment(libraries: StandIns) -> dict[str, str]:
 
 
 def nccl_without(*functions: str) -> str:
-    """The path of a stand-in for NCCL that lacks these functions, as an older release does. Compiled at each call."""
+    """The path of a stand-in for NCCL that lacks these functions, as an older release does."""
     name = "nccl-without-" + "-".join(functions)
-    return _finish(name, _start(name, *_C, *(f"-D{function}=without_{function}" for function in functions), *_sources("nccl")))
+    return compiled(f"lib{name}.so", *_C, *(f"-D{function}=without_{function}" for function in functions), *_sources("nccl"))
 
 
 def loaded(name: str) -> ctypes.CDLL:
@@ -88,29 +96,32 @@ def failing(function: str, code: int, after: int = 0) -> Iterator[None]:
         library.stand_in_fail(function.encode(), 0, 0)
 
 
-@functools.cache
-def build_directory() -> Path:
-    """Where the libraries of this process lie. Ranks inherit no more than the paths: whoever makes the directory removes it."""
-    directory = tempfile.mkdtemp(prefix="stand-ins-")
-    owner = os.getpid()
-    atexit.register(lambda: shutil.rmtree(directory, ignore_errors=True) if os.getpid() == owner else None)
-    return Path(directory)
+def compiled(name: str, *command: str | Path) -> str:
+    """The path of what the command makes of its sources; made only where it, or one of the repository's C files, is new.
+
+    Processes that want the same at the same time wait for the one that makes it.
+    """
+    path = _BUILT / _digest(*command) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            compiler = subprocess.run([*command, "-o", unfinished, "-pthread", "-ldl", "-lm"], stderr=subprocess.PIPE, text=True)
+            if compiler.returncode != 0:
+                raise RuntimeError(f"cannot compile {name}:\n{compiler.stderr}")
+            unfinished.rename(path)
+    return str(path)
+
+
+def _digest(*command: str | Path) -> str:
+    digest = hashlib.sha256("\0".join(map(str, command)).encode())
+    for folder in (_SOURCES, _KERNELS, _SOURCES.parent):
+        for source in sorted(folder.iterdir()):
+            if source.suffix in (".c", ".h", ".cpp", ".cu", ".cuh"):
+                digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _sources(name: str) -> list[Path]:
     return [_SOURCES / "stand_in.c", *sorted(_SOURCES.glob(f"{name}*.c"))]
-
-
-def _path(name: str) -> Path:
-    return build_directory() / f"lib{name}.so"
-
-
-def _start(name: str, *command: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([*command, "-o", _path(name), "-pthread", "-ldl"], stderr=subprocess.PIPE, text=True)
-
-
-def _finish(name: str, compiler: subprocess.Popen[str]) -> str:
-    _, messages = compiler.communicate()
-    if compiler.returncode != 0:
-        raise RuntimeError(f"cannot compile the stand-in {name}:\n{messages}")
-    return str(_path(name))

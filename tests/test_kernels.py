@@ -2,14 +2,12 @@
 sizes and alignments of all kinds, and that nothing is written elsewhere (ci/sanitize.sh runs the same kernels under the sanitizers)."""
 
 import ctypes
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from stand_ins import compiled, kernels_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,15 +40,9 @@ GUARD = 0xA5
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory):
+def kernels():
     """The kernels as a library of plain C++."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    assert compiler, "the tests of the kernels need a C++ compiler"
-    library = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    options = ["-x", "c++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-DFASTCOMM_HOST", f"-I{ROOT}/kernels", "-shared", "-fPIC"]
-    sources = [ROOT / "kernels/flatten.cu", ROOT / "kernels/unflatten.cu"]
-    subprocess.run([compiler, *options, *sources, "-o", library], check=True, timeout=100)
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(compiled("kernels.so", *kernels_command()))
 
 
 class Arena:

@@ -23,7 +23,14 @@ BAD_INPUT = (FastcommError, ValueError, TypeError)
 # One handler for all exceptions
 
 # By step, the ranks that raise there, and whether it happens in forward or in backward.
-UNLUCKY = {1: ("forward", {1}), 2: ("forward", {1}), 3: ("backward", {0}), 4: ("backward", {0, 1}), 6: ("forward", {0, 1}), 8: ("backward", {1})}
+UNLUCKY = {
+    1: ("forward", {1}),
+    2: ("forward", {1}),
+    3: ("backward", {0}),
+    4: ("backward", {0, 1}),
+    6: ("forward", {0, 1}),
+    8: ("backward", {1}),
+}
 
 
 def _step_that_may_fail(model, comm, step):

@@ -2,7 +2,6 @@
 bit, against torch's."""
 
 import os
-import shutil
 import subprocess
 from glob import glob
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, FLOATS, HALVES, INTEGERS, OPS, assert_same_bits, reduced, shards_of
+from stand_ins import compiled
 
 from fastcomm.shm import reduce_shards
 
@@ -21,15 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    program = tmp_path_factory.mktemp("driver") / "shm_driver"
+def driver():
+    compiler = os.environ.get("CC", "gcc")
     sources = [*glob(f"{ROOT}/kernels/shm_*.c"), *glob(f"{ROOT}/tests/shm_*.c")]
     options = ["-std=gnu11", "-O2", "-ffp-contract=off", "-DFASTCOMM_NO_CLONES", f"-I{ROOT}/kernels"]
-    subprocess.run([compiler, *options, *sources, "-o", program, "-lm", "-pthread"], check=True, timeout=100)
-    return program
+    return compiled("shm_driver", compiler, *options, *sources)
 
 
 @pytest.mark.parametrize("ranks_are, sizes", [("processes", "full"), ("threads", "quick")])

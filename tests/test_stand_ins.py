@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import Ranks, on_ranks
 from reference import assert_same_bits, reduced, shards_of
-from stand_ins import StandIns, build_directory, stand_ins
+from stand_ins import StandIns, stand_ins
 
 NOT_INITIALIZED, NO_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 3, 100, 201, 400, 500, 600
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_UNJOINED, CAPTURE_ISOLATION, CAPTURED_EVENT = 900, 901, 904, 905, 907
@@ -60,8 +60,8 @@ void triple(unsigned n_blocks, unsigned n_threads, void **parameters) {
 
 
 @pytest.fixture(scope="module")
-def driver(libraries: StandIns) -> Iterator[ctypes.CDLL]:
-    source = build_directory() / "triple.c"
+def driver(libraries: StandIns, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    source = tmp_path_factory.mktemp("kernels") / "triple.c"
     source.write_text(KERNEL)
     subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", source.with_suffix(".so")], check=True)
     os.environ["FASTCOMM_STAND_IN_KERNELS"] = str(source.with_suffix(".so"))

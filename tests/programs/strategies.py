@@ -311,4 +311,3 @@ def rounds(draw: Any, n: int, transport: str) -> Round:
 def collective_programs(n: int, transport: str) -> st.SearchStrategy[CollectiveProgram]:
     several = st.lists(rounds(n, transport), min_size=1, max_size=4)
     return st.builds(CollectiveProgram, st.just(n), several.map(tuple))
-
