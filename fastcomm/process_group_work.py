@@ -299,13 +299,6 @@ class _Progress:
             self._wake.wait()
             time.sleep(_PROGRESS_S)
             with self._lock:
-                self._works = [work for work in self._works if not _is_over(work)]
+                self._works = [work for work in self._works if not work.is_completed()]
                 if not self._works:
                     self._wake.clear()
-
-
-def _is_over(work: Work) -> bool:
-    try:
-        return work.is_completed()
-    except FastcommError:  # whoever waits for it hears of it
-        return True
