@@ -152,7 +152,7 @@ def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str
     """Raises MismatchError naming the first tensor, or value, that is not the same on all ranks."""
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     bits = _checksums([tensor for _, tensor in tensors])
-    rows = [((*row, number)) for row, number in zip(described, bits, strict=True)]
+    rows = [(*row, number) for row, number in zip(described, bits, strict=True)]
     ranks = gather_objects(comm, [*rows, *values])
     first = next((row for row in zip(*ranks, strict=False) if len(set(row)) > 1), None)
     if first is None and len({len(rows) for rows in ranks}) == 1:
@@ -167,7 +167,7 @@ def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str
     holders = "; ".join(f"rank {', '.join(group)}{_shown(row)}" for row, group in groups.items())
     raise MismatchError(
         f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks in one group agree. "
-        "refresh() copies rank 0's parameters and buffers to all"
+        "refresh() copies rank 0's parameters and buffers to all, load_state_dict() an optimizer's state"
     )
 
 

@@ -15,7 +15,7 @@ from fastcomm.gradient_hook import Counter, displaced
 from fastcomm.hook_bucket import HookedBucket, HookedPlace
 from fastcomm.layout import BucketLayout
 
-# An attribute of gradients that a bucket has left behind, reduced or of no_sync(): the next one knows them by it.
+# An attribute of gradients that are no views and need no reduction: those that a bucket has left behind, or a round as they were.
 _LEFT = "_left_by_fastcomm"
 
 
@@ -57,9 +57,6 @@ class Bucket(Counter):
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
-        # Where gradients lie that need no reduction, though they are no views: from before, and of the last round.
-        left = [None if p.grad is None or not hasattr(p.grad, _LEFT) else p.grad.data_ptr() for p in own]
-        self._inherited = {i: address for i, address in enumerate(left) if address is not None}
         # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
         self._untouched: dict[int, Tensor | None] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
@@ -90,7 +87,6 @@ class Bucket(Counter):
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
-        self._inherited.clear()
         for i in missing:
             self._fill_missing(i)
         self._bound.launch(op, missing)
@@ -122,7 +118,17 @@ class Bucket(Counter):
         if gradient is None:
             self.views[i].zero_()
         elif gradient is not self.views[i]:
+            assert parameter is not None  # for the type checker
+            trouble = _misfit(parameter, gradient, self.views[i]) or self._misplaced(i, gradient)
+            if trouble is not None:
+                raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
             self.views[i].copy_(gradient)
+
+    def _misplaced(self, i: int, gradient: Tensor) -> str | None:
+        """Why the gradient cannot be copied to its place."""
+        offset, address = gradient.data_ptr() - self.flat.data_ptr(), self.views[i].data_ptr()
+        is_another = 0 <= offset < self.flat.nbytes and gradient.data_ptr() != address
+        return "lies in that of another one: clone gradients before you exchange them" if is_another else None
 
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
@@ -144,7 +150,7 @@ class Bucket(Counter):
             if parameter is not None:
                 gradient.data.copy_(self.views[i])  # not seen by autograd: the graph is that of this rank's gradient
                 parameter.grad = gradient
-                self._inherited[i] = gradient.data_ptr()
+                setattr(gradient, _LEFT, True)
 
     def _settle_missing(self, work: BucketWork) -> None:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what they had before if none had."""
@@ -158,16 +164,16 @@ class Bucket(Counter):
             elif before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
             elif before is not None:
-                self._inherited[i] = before.data_ptr()
+                setattr(before, _LEFT, True)
 
     def find_unreduced(self) -> str | None:
         """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or None."""
         slots = zip(self.names, self.parameters, self.views, self.unsynced, strict=True)
-        for i, (name, parameter, view, is_unsynced) in enumerate(slots):
+        for name, parameter, view, is_unsynced in slots:
             gradient = None if parameter is None else parameter.grad
             if gradient is None or gradient is view or is_unsynced or gradient.is_sparse:
                 continue
-            if gradient.data_ptr() not in (view.data_ptr(), self._inherited.get(i)):
+            if gradient.data_ptr() != view.data_ptr() and not hasattr(gradient, _LEFT):
                 return name
         return None
 
@@ -208,7 +214,7 @@ class Bucket(Counter):
                 continue
             if gradient is view:
                 gradient = parameter.grad = view.clone()
-            elif not self.unsynced[i] and gradient.data_ptr() != self._inherited.get(i):
+            elif not self.unsynced[i] and not hasattr(gradient, _LEFT):
                 continue
             setattr(gradient, _LEFT, True)
 

@@ -23,6 +23,7 @@ from fastcomm.errors import AbandonedError, FastcommError
 C = TypeVar("C", bound="Communicator")
 
 OPS = ("sum", "mean", "min", "max", "prod")
+_ABANDONED = "_is_abandoned_by_fastcomm"  # an attribute of exceptions
 _ALIASES = {"avg": "mean", "product": "prod"}
 
 
@@ -197,10 +198,16 @@ def is_abandoned_already(comm: Communicator) -> bool:
     """Whether the exception that is being handled tells of a step that is abandoned already, by another rank or by a reducer."""
     error = sys.exc_info()[1]
     if comm.left_in_backward == comm.n_abandoned and _came_out_of_backward(error):
-        return True
-    while error is not None and not isinstance(error, AbandonedError):
+        comm.left_in_backward = -1  # the next backward that raises is another step's
+        note_abandoned(error)
+    while error is not None and not isinstance(error, AbandonedError) and not hasattr(error, _ABANDONED):
         error = error.__cause__
     return error is not None
+
+
+def note_abandoned(error: BaseException | None) -> None:
+    """The step that this exception has ended is abandoned."""
+    setattr(error, _ABANDONED, True)
 
 
 def _came_out_of_backward(error: BaseException | None) -> bool:
@@ -261,9 +268,12 @@ class FlatBuffers:
 
     def inside(self, tensors: list[Tensor]) -> list[int]:
         """Which of the tensors, by index, lie in one."""
-        if self._order is None:
-            ranges = sorted(self._ends.copy().items())
-            self._order = [begin for begin, _ in ranges], [0, *(end for _, end in ranges)]
+        while self._order is None:
+            known = self._ends.copy()
+            ranges = sorted(known.items())
+            order = [begin for begin, _ in ranges], [0, *(end for _, end in ranges)]
+            if known == self._ends:  # else a finalizer has run meanwhile
+                self._order = order
         begins, ends = self._order
         addresses = [tensor.data_ptr() for tensor in tensors]
         return [i for i, one in enumerate(addresses) if one < ends[bisect.bisect(begins, one)]]

@@ -210,7 +210,7 @@ class HierarchicalCommunicator(HostedCommunicator):
     # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the order they were sent.
 
     def _trade(self, tag: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
-        """Of each segment: a row from every other host's owner, and for it the row of `outgoing` that is that host's."""
+        """Exchanges one row of every segment with its owner on each other host."""
         group, works = self._exchange.group, []
         for segment, theirs, mine in zip(self._segments, incoming, outgoing, strict=True):
             for host, owner in self._others(segment):

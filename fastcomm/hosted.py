@@ -97,16 +97,16 @@ class HostedCommunicator(Communicator):
         self._notes = bootstrap
         self._owns_group = group is None
         self._exchange = Exchange(self._connect(bootstrap) if group is None else group, rank, world_size)
-        # Guards what follows. Whoever settles a work holds it, so that no work is started that has
-        # been settled. Reentrant, as a signal handler may call abort(). A handler may also raise
-        # where a caller holds it: what must change together is changed by the thread.
+        # Guards what follows. Hold it to settle a work, so that a settled one never starts.
+        # Reentrant, as a signal handler may call abort(). A handler may also raise where a caller
+        # holds it: what must change together is changed by the thread.
         self._lock = threading.RLock()
         self._works: list[HostedWork] = []  # by age; being put here is being posted
         self._current: HostedWork | None = None
         self._since = 0.0  # when the current work was begun
         self._interruption: Interruption | None = None  # the newest
         self._n_met = 0  # how often the ranks have begun to meet anew
-        self._trouble: tuple[float, Exception] | None = None  # what the thread fell over, and when
+        self._trouble: tuple[float, Exception] | None = None  # the error that stopped the thread, and when
         self._failure: FastcommError | None = None
         self._failed_at = 0.0
         # Wakes the thread, which then carries out the oldest of _works. Of works, as these keep the

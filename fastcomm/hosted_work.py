@@ -136,7 +136,7 @@ class HostedWork(BucketWork):
             self._waiter.hear(error)
             if raised is not None:
                 raise raised from error
-            raise error
+            raise type(error)(*error.args)  # others may wait for the same, and each adds to its traceback
         if raised is not None:
             raise raised
 

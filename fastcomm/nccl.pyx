@@ -39,13 +39,16 @@ cdef class NcclWork:
 
     cdef NcclCommunicator comm
     cdef Ticket ticket
-    cdef object tensors, divide_by
+    cdef object tensors, divide_by, divided
     cdef int epoch
     cdef bint is_barrier
 
     def wait(self):
         """Orders the current stream after the collective; blocks for a barrier only. Raises what has ended the communicator."""
-        if self.tensors is None:
+        if self.tensors is None:  # but the current stream may be another one
+            self.comm._order_current_after(self.ticket.done)
+            if self.divided is not None:
+                torch.cuda.current_stream(self.comm.device).wait_event(self.divided)
             return
         self.comm._check_work(self.epoch)
         self.comm._order_current_after(self.ticket.done)
@@ -54,6 +57,8 @@ cdef class NcclWork:
         if self.divide_by is not None:
             mean = mean_of_addends(self.tensors[1], self.divide_by)
             self.tensors[0].copy_(mean.view(self.tensors[0].shape))
+            if mean.is_cuda:
+                self.divided = torch.cuda.current_stream(self.comm.device).record_event()
         self.tensors = None
 
     def is_completed(self):

@@ -112,6 +112,8 @@ cdef class Pool:
         if freed:
             self.device.synchronize()
             with self.lock:
+                if self.n_ending:  # since we began to wait
+                    return 0
                 for address in self._freed():
                     if address in freed:
                         (<Allocation *><size_t>address).is_freed = IDLE

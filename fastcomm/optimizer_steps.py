@@ -39,7 +39,7 @@ _hook: RemovableHandle | None = None
 
 
 def watch_steps(owner_of: Callable[[Tensor], Steppable | None]) -> None:
-    """From the first call on. To be called again whenever parameters have got, or lost, their reducer."""
+    """Installs the hook at the first call. Call again whenever a parameter gains or loses its reducer."""
     global _epoch, _owner_of, _hook
     _epoch += 1
     _owner_of = owner_of

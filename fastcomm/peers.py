@@ -6,7 +6,6 @@ ended. Nothing is watched: a look costs a few microseconds for each process.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import time
@@ -45,5 +44,4 @@ def _has_ended(pid: int) -> bool:
         ready.register(lifeline, select.POLLIN)
         return bool(ready.poll(0))
     finally:
-        with contextlib.suppress(OSError):
-            os.close(lifeline)
+        os.close(lifeline)

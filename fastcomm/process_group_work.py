@@ -64,8 +64,8 @@ class SharedCommunicator:
         self._progress = _Progress(self.lock)
 
     def run(self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool) -> c10d.Work:
-        """Calls the communicator's collectives. value: what the Work has for its result. places: pairs of where the caller wants
-        something, and where it is afterwards."""
+        """Calls the communicator's collectives. value: returned by Work.result(). places: pairs of where the caller wants something, and
+        where it is afterwards."""
         if not is_async:
             with self.turn:
                 for call in calls:
@@ -145,13 +145,14 @@ def hold_works_of_join() -> None:
     """
     reducer = c10d.Reducer
     set_handle = reducer._set_forward_pass_work_handle
-    if hasattr(set_handle, "__wrapped__"):
+    if getattr(set_handle, "holds_ours", False):
         return
 
     @functools.wraps(set_handle)
     def set_held_handle(reducer: c10d.Reducer, work: c10d.Work, *options: Any) -> None:
         set_handle(reducer, held(work) if isinstance(work, BackendWork) else work, *options)
 
+    set_held_handle.holds_ours = True  # type: ignore[attr-defined]
     reducer._set_forward_pass_work_handle = set_held_handle
 
 
@@ -189,6 +190,7 @@ class UnderWay(BackendWork):
         super().__init__()
         self._shared, self._works, self._value, self._places = shared, works, value, places
         self._is_over = False  # and the results are in place
+        self._in_place: torch.cuda.Event | None = None  # for other streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises what ended the collectives, or TimeoutError after `timeout`, if that is given and comes before the group's."""
@@ -198,6 +200,8 @@ class UnderWay(BackendWork):
         elif not self._is_over:
             with self._shared.turn:
                 self._finish()
+        elif self._in_place is not None:  # but the current stream may be another one
+            torch.cuda.current_stream(self._shared.comm.device).wait_event(self._in_place)
         return True
 
     synchronize = wait
@@ -207,12 +211,17 @@ class UnderWay(BackendWork):
             work.wait()
         put_all(self._places)
         self._is_over, self._places = True, ()
+        if self._shared.side_stream is not None:
+            self._in_place = torch.cuda.current_stream(self._shared.comm.device).record_event()
 
     def _poll(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.is_completed():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the backend 'fastcomm'")
+                raise TimeoutError(
+                    f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the backend 'fastcomm', which goes on: wait "
+                    "again, or with a longer timeout"
+                )
             time.sleep(_POLL_S)
 
     def is_completed(self) -> bool:
@@ -262,7 +271,7 @@ class UnderWay(BackendWork):
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether the innermost frame of Python below the caller is that of a backward: then it is C++ that calls, which is DDP."""
+    """True when called from C++ during backward, that is by DDP."""
     try:
         return sys._getframe(2).f_code.co_name == "_engine_run_backward"
     except ValueError:  # there is none: a thread of autograd's own

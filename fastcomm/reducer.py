@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastcomm import agreement
 from fastcomm.autograd import enclosing_backward, hook_gradient, refuse_compiled_autograd
 from fastcomm.bucket import Bucket
-from fastcomm.communicator import Communicator, canonical_op
+from fastcomm.communicator import Communicator, canonical_op, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.gradient_hook import EndOfBackward, GradientHook, RoundFlags
 from fastcomm.hook_bucket import Hook, HookedPlace, hooks_of
@@ -135,9 +135,10 @@ class Reducer(RoundFlags):
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
             self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
-        except BaseException:  # memory, for example: the other ranks are not to wait for this one
+        except BaseException as error:  # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
                 self.comm.abandon()
+            note_abandoned(error)
             raise
         self._model = weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         for bucket in self._buckets:
@@ -152,7 +153,11 @@ class Reducer(RoundFlags):
         else:
             self._tripwires.lay(p for _, p in named)
         watch_steps(_owner_of)
-        self.comm.barrier()  # what was prepared here is in place, whatever stream the first backward runs on
+        try:
+            self.comm.barrier()  # what was prepared here is in place, whatever stream the first backward runs on
+        except BaseException:  # another rank could not attach
+            self.detach()
+            raise
 
     def _find_problem(self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]) -> ValueError | None:
         """What is wrong with the model on this rank alone."""
@@ -200,7 +205,8 @@ class Reducer(RoundFlags):
                     _owners.pop(parameter, None)
         self._tripwires.remove()
         self._handles, self._buckets, self._model = [], [], None
-        self._is_open = self._has_callback = False
+        self._is_open = self._has_callback = self._keeps_graph = False
+        self._n_launched, self._deferred = 0, None
         watch_steps(_owner_of)
 
     def _attached_model(self) -> nn.Module | list[tuple[str, Parameter]]:
@@ -247,8 +253,8 @@ class Reducer(RoundFlags):
         strangers = {p: name for name, p in named if p.requires_grad and _owner_of(p) is None}
         if parameter in strangers:
             raise FastcommError(
-                f"parameter {', '.join(strangers.values())} was unfrozen, or came into the model, after attach(): its gradient is not "
-                "reduced. Call refresh() on every rank after such a change"
+                f"unfrozen, or new in the model, since attach(), and not reduced: {', '.join(strangers.values())}. Call refresh() on every "
+                "rank after such a change"
             )
 
     def _launch_full_buckets(self) -> None:
@@ -300,8 +306,8 @@ class Reducer(RoundFlags):
         self._raise_deferred()
         if self._has_callback:
             raise FastcommError(
-                f"the gradient of parameter {self._buckets[0].names[0]} is not reduced yet: the reduction ends with backward(). "
-                "Call synchronize(), and step the optimizer, after backward() and not in a hook inside it"
+                "the gradients of this backward are not reduced yet: the reduction ends with backward(). Call synchronize(), and step the "
+                "optimizer, after backward() and not in a hook inside it"
             )
         if not self._is_open:
             self.comm.check()
@@ -310,8 +316,9 @@ class Reducer(RoundFlags):
             while self._n_launched < len(self._buckets):
                 self._launch_next()
             self._finish()
-        except FastcommError:  # the other ranks have heard of it, or will when this one leaves
+        except FastcommError as error:  # the other ranks have heard of it, or will when this one leaves
             self._leave()
+            note_abandoned(error)
             raise
         except BaseException as error:
             if self._is_open and not self._buckets[-1].is_launched:
@@ -346,7 +353,7 @@ class Reducer(RoundFlags):
             )
 
     def _backward_was_dropped(self) -> None:
-        """By autograd, in the middle of an exception. What comes on top of that is raised by the next call."""
+        """Called by autograd while an exception propagates, where nothing may be raised: the next call raises what goes wrong here."""
         self._has_callback = False
         try:
             self._leave()

@@ -263,7 +263,7 @@ class _StoreBootstrap:
         else:
             advice = "were they started, and can they reach the same init_method?"
         waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
-        return InitError(f"{self.name} {waited} for ranks {missing} of {self.world_size}: {advice}")
+        return InitError(f"{self.name} {waited} for {self.world_size} ranks; missing: rank {', '.join(map(str, missing))}; {advice}")
 
     def look(self) -> None:
         """Raises InitError if another rank is lost or has failed, or the store is gone."""

@@ -77,7 +77,8 @@ cdef class ShmWork:
         self.comm._raise_what_ended(self)
 
     def is_completed(self):
-        """Whether the result is in place, or never will be; does on the way whatever can be done without waiting. Raises nothing."""
+        """Whether the result is in place, or never will be; does on the way whatever can be done without waiting. Raises
+        only what any call would: after a fork, or while another thread is inside."""
         if not self.finished:
             self.comm._advance(self, 0)
         return self.finished
@@ -654,7 +655,7 @@ cdef class ShmCommunicator:
         if self.deferred is not None:
             self._raise_deferred(work.error)
         if work.error is not None:
-            raise work.error
+            raise type(work.error)(*work.error.args)  # it may be raised again, and each time adds to its traceback
         return 0
 
     cdef int _raise_deferred(self, cause) except -1:

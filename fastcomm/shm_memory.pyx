@@ -41,7 +41,7 @@ def _after_fork_in_child():
     n_forks += 1
     for segment in list(own_segments):
         (<Segment>segment).make_private()
-    own_segments.clear()  # they are ordinary memory now, as further forks are concerned
+    own_segments.clear()  # they are ordinary memory now, as far as further forks are concerned
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
 
+LONGEST = ("test_package", "test_examples", "test_bench", "test_matrix", "test_programs", "test_nccl_faults", "test_torchrun")
+
 # The transports over torch.distributed share all that these suites do not reach.
 SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors", "test_interrupts", "test_defects")
 
@@ -20,6 +22,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the files that take longest, so that none of them is left over for one worker."""
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,10 +18,13 @@ Whatever you do with autograd and `nn.Module`, one of two things happens under a
   own where torch refuses) that names the parameter, where it is about one, and says what to do.
   No parameter has moved, and after the remedy training goes on.
 
-There is no third outcome: no hang, and no rank that silently goes its own way. Every line below is
-a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared memory with 3 and
-across two hosts with 4 (what compiles, over shared memory and NCCL alone). The tables are made
-from the tests: instead of editing them, run `python tests/guarantees.py > docs/guarantees.md`.
+There is no third outcome: no hang, and no rank that silently goes its own way. One thing a rank has
+to say itself, by `comm.abandon()`: that it skips a step, or fails before its first gradient.
+
+Every line below is a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared
+memory with 3 and across two hosts with 4 (what compiles, over shared memory and NCCL alone). The
+tables are made from the tests: instead of editing them, run
+`python tests/guarantees.py > docs/guarantees.md`.
 """
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from models import Heads, assert_gradients, backward, loss_of, mean_gradients, mlp
+from models import Heads, assert_gradients, backward, batch, loss_of, mean_gradients, mlp
 from ranks import fresh_ranks, on_ranks, values_of
 from torch import nn
 
@@ -120,6 +120,36 @@ def test_a_rank_that_abandons_what_it_has_seen_abandoned_joins_the_others(comm):
 
 
 # Memory
+
+
+@on_ranks(2)
+def test_a_gradient_made_by_hand_is_found_out_wherever_it_lies(comm):
+    """Also in memory that a gradient with a graph has left, which is not reduced again."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm).attach(model)
+    loss_of(model, comm.rank).backward(create_graph=True)
+    optimizer.step()
+    weight = model[0].weight
+    address = weight.grad.data_ptr()
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()
+    kept = [torch.ones_like(weight) for _ in range(100)]
+    weight.grad = next((tensor for tensor in kept if tensor.data_ptr() == address), kept[0])
+    with pytest.raises(FastcommError, match="0.weight was made without a backward"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_of_unused_parameters_are_looked_at_too(comm):
+    model = Heads()
+    fastcomm.Reducer(comm).attach(model)
+    loss_of(model, comm.rank, 0, 0, 1).backward()
+    one, other = (head.weight for head in model.heads)
+    one.grad, other.grad = other.grad, one.grad
+    with pytest.raises(FastcommError, match="heads.*weight lies in that of another one"):
+        model.trunk(batch(comm.rank)[0]).sum().backward()
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ def _rank_2_does_not_come(place):
     if place.rank == 2:
         return 0.0
     before = time.monotonic()
-    with pytest.raises(fastcomm.InitError, match=r"ranks \[2\] of 3"):
+    with pytest.raises(fastcomm.InitError, match="for 3 ranks; missing: rank 2"):
         start(place, timedelta(seconds=2))
     return time.monotonic() - before
 
@@ -149,7 +149,7 @@ def test_abort_ends_what_the_others_wait_for():
 def _member_does_not_come(place):
     start(place)
     if place.rank == 1:
-        message = r"rank 1 waited 1 s in new_group for ranks \[2\]"
+        message = r"rank 1 waited 1 s in new_group for \d ranks; missing: rank 2"
         with pytest.raises(fastcomm.InitError, match=message):
             dist.new_group([1, 2], timeout=timedelta(seconds=1))
     dist.barrier()

@@ -66,6 +66,71 @@ def test_one_handler_may_abandon_after_any_exception(comm, buckets):
 
 
 @on_ranks(2)
+def test_a_backward_that_fails_before_its_first_gradient_may_be_abandoned(comm):
+    """Also right after one that the reducer has abandoned by itself."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    n_before, n_failed = comm.n_abandoned, 0
+    for step in range(4):
+        model.zero_grad()
+        try:
+            if step == 1:
+                _step_that_may_fail(model, comm, 8)  # rank 1, in backward
+            else:
+                loss = loss_of(model, comm.rank, step)
+                (Fail.apply(loss, True) if step == 2 and comm.rank == 1 else loss).backward()
+                while step == 2 and comm.backend == "nccl":
+                    comm.check()
+        except RuntimeError:
+            comm.abandon()
+            n_failed += 1
+    assert n_failed == comm.n_abandoned - n_before == 2
+    assert_gradients(model, mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 3)))
+
+
+@on_ranks(2)
+def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    before = comm.n_abandoned
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if comm.rank == 1:
+        model[0].weight.grad = torch.ones_like(model[0].weight).to_sparse()
+    with pytest.raises(FastcommError, match="0.weight is sparse" if comm.rank == 1 else "rank 1 abandoned"):
+        try:
+            reducer.reduce()
+            while comm.backend == "nccl":
+                comm.check()
+        except FastcommError:
+            comm.abandon()
+            raise
+    assert comm.n_abandoned == before + 1
+    model.zero_grad()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+def _out_of_memory(*arguments, **options):
+    raise MemoryError("out of memory")
+
+
+@on_ranks(2)
+def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
+    model, reducer = mlp(), fastcomm.Reducer(comm)
+    error, words = (MemoryError, "out of memory") if comm.rank == 1 else (FastcommError, "rank 1 abandoned")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match=words):
+        if comm.rank == 1:
+            patch.setattr(fastcomm.reducer, "Bucket", _out_of_memory)
+        reducer.attach(model)
+    reducer.attach(model)
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
 def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
     """What is abandoned there is another step."""
     model = mlp()
