@@ -21,8 +21,8 @@ pip_install := $(python) -m pip --disable-pip-version-check install --quiet --co
 rebuild := $(python) setup.py --quiet build_ext --inplace
 
 python_sources := setup.py fastcomm tests bench examples
-cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd)
-kernel_sources := $(wildcard kernels/*.c kernels/*.h kernels/*.cu kernels/*.cuh tests/*.c tests/*.h tests/*.cpp tests/stand_in/*.[ch])
+cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd fastcomm/*/*.pyx fastcomm/*/*.pxd)
+kernel_sources := $(wildcard kernels/*/*.c kernels/*/*.h kernels/*/*.cu kernels/*/*.cuh tests/*.c tests/*.h tests/*.cpp tests/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
 .PHONY: test fuzz demo bench lint sanitize format clean
@@ -65,7 +65,7 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/clang-format -i $(kernel_sources)
 
 clean:
-	rm -rf build dist *.egg-info fastcomm/*.so kernels/*.fatbin $(patsubst %.pyx,%.c,$(wildcard fastcomm/*.pyx))
+	rm -rf build dist *.egg-info fastcomm/*.so fastcomm/*/*.so kernels/cuda/*.fatbin $(patsubst %.pyx,%.c,$(filter %.pyx,$(cython_sources)))
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(VENV)/bin/pip

@@ -35,8 +35,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 
 import fastcomm
-from fastcomm.layout import plan_buckets
-from fastcomm.multi_tensor import MultiTensor
+from fastcomm.cuda.multi_tensor import MultiTensor
+from fastcomm.reducer.layout import plan_buckets
 
 RESULTS = Path(__file__).resolve().with_name("results")
 

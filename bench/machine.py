@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fastcomm.nccl_library import load, version_text
+from fastcomm.nccl.library import load, version_text
 
 
 def describe() -> dict[str, object]:

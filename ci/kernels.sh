@@ -14,8 +14,8 @@ fi
 mkdir -p "$folder"
 for source in flatten unflatten; do
     log=$folder/$source.log
-    nvcc --options-file kernels/nvcc.options -Werror all-warnings -Xptxas --verbose,--warn-on-spills,--warning-as-error \
-        "kernels/$source.cu" -o "$folder/$source.fatbin" >"$log" 2>&1 || {
+    nvcc --options-file kernels/cuda/nvcc.options -Werror all-warnings -Xptxas --verbose,--warn-on-spills,--warning-as-error \
+        "kernels/cuda/$source.cu" -o "$folder/$source.fatbin" >"$log" 2>&1 || {
         cat "$log"
         exit 1
     }

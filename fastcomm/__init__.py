@@ -1,10 +1,10 @@
 """fastcomm: a communication backend for PyTorch data-parallel training. The public names, nothing else."""
 
-from fastcomm import process_group as process_group  # registers the backend
-from fastcomm.ddp_hook import HookState, all_reduce_hook
 from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
-from fastcomm.reducer import Reducer
+from fastcomm.reducer.reducer import Reducer
 from fastcomm.rendezvous import init
+from fastcomm.torch_backend import process_group as process_group  # registers the backend
+from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,9 @@ from typing import NoReturn
 import torch
 
 import fastcomm
-from fastcomm import cuda, multi_tensor, nccl_library
+from fastcomm.cuda import driver as cuda_driver
+from fastcomm.cuda import multi_tensor
+from fastcomm.nccl import library as nccl_library
 
 BENCHMARKS = ("allreduce", "step", "backend", "flatten")
 USAGE = """\
@@ -98,7 +100,7 @@ def cores() -> int:
 
 def shm_state() -> str:
     try:
-        importlib.import_module("fastcomm.shm")
+        importlib.import_module("fastcomm.shm.communicator")
     except ImportError as error:
         return f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or install a wheel"
     return "ready"
@@ -109,13 +111,13 @@ def hosts_state() -> str:
     if not torch.distributed.is_gloo_available():
         return "not available: this torch was built without Gloo"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return f"hierarchical and hosted ready, over Gloo on {interface or 'the interface of this host name (GLOO_SOCKET_IFNAME overrides it)'}"
+    return f"hierarchical and group ready, over Gloo on {interface or 'the interface of this host name (GLOO_SOCKET_IFNAME overrides it)'}"
 
 
 def cuda_state() -> str:
     """The driver's version and the devices, or what is missing."""
     try:
-        major, minor = divmod(cuda.load() // 10, 100)
+        major, minor = divmod(cuda_driver.load() // 10, 100)
     except fastcomm.FastcommError as error:
         return f"not available: {error}"
     driver = f"driver for CUDA {major}.{minor}"

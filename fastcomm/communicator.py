@@ -107,7 +107,7 @@ class Communicator(abc.ABC):
     device: torch.device
     n_abandoned: int
     left_in_backward: int  # n_abandoned after a reducer has abandoned a round by itself, until it has ended one; else -1
-    backend: str  # "shm" | "nccl" | "hosted" | "hierarchical"
+    backend: str  # "shm" | "nccl" | "group" | "hierarchical"
     has_streams: bool  # work is ordered by streams; buckets then want to know on which ones their gradients were produced
 
     @abc.abstractmethod

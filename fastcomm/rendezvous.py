@@ -18,12 +18,12 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError, InitError, PeerLostError
-from fastcomm.hierarchical import HierarchicalCommunicator
-from fastcomm.hosted import HostedCommunicator
-from fastcomm.nccl import NcclCommunicator
-from fastcomm.shm import MAX_RANKS, ShmCommunicator
+from fastcomm.group.communicator import GroupCommunicator
+from fastcomm.group.hierarchical import HierarchicalCommunicator
+from fastcomm.nccl.communicator import NcclCommunicator
+from fastcomm.shm.communicator import MAX_RANKS, ShmCommunicator
 
-BACKENDS = ("auto", "shm", "nccl", "hosted", "hierarchical")
+BACKENDS = ("auto", "shm", "nccl", "group", "hierarchical")
 _POLL_S = 0.002
 
 # How often each meeting point was used by this process: ranks that make several communicators keep them apart by this number.
@@ -43,8 +43,8 @@ def init(
     """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call it, with the same arguments.
 
     backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each host, Gloo across hosts), "nccl" (a CUDA
-        device for each rank), "hosted" (CPU tensors over `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all
-        ranks share a host, hierarchical where they do not, and hosted where a host has more than the 64 ranks that can share memory.
+        device for each rank), "group" (CPU tensors over `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all
+        ranks share a host, hierarchical where they do not, and group where a host has more than the 64 ranks that can share memory.
         Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
     init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
@@ -119,7 +119,7 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
         raise InitError(f"device {place}: torch finds no CUDA device (is it a CUDA build, is there a driver?)")
     if place.type not in ("cpu", "cuda") or (backend not in ("auto", "nccl") and place.type != "cpu"):
         raise InitError(
-            f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, hierarchical, hosted) "
+            f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, hierarchical, group) "
             "and on CUDA devices (nccl)"
         )
     return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
@@ -154,7 +154,7 @@ def _connect_on_cpu(
     place = bootstrap.rank, bootstrap.world_size, local_rank
     if backend == "auto":
         is_crowded = max(map(len, hosts)) > MAX_RANKS
-        backend = "hosted" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
+        backend = "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
     if backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours]
         if away:
@@ -171,7 +171,7 @@ def _connect_on_cpu(
             return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
         # A group over Gloo is asked for its ranks only: one of our own is not in the way of what else the user does with it.
         is_foreign = group is not None and dist.get_backend(group) != "gloo"
-        return HostedCommunicator(*place, bootstrap, timeout, neighbours, group if is_foreign else None)
+        return GroupCommunicator(*place, bootstrap, timeout, neighbours, group if is_foreign else None)
 
 
 def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> _Neighbours:

@@ -1,9 +1,9 @@
-/* Drives the kernels (kernels/flatten.cu, unflatten.cu), compiled for the host, without Python, so that they can run under the sanitizers.
+/* Drives the kernels (kernels/cuda/flatten.cu, unflatten.cu), compiled for the host, without Python, so that they can run under the sanitizers.
  *
  * Every pair of dtypes in both directions and norm, with odd sizes and all alignments of tensors and flat buffer to each other; a tensor
  * ends where its memory ends, so that AddressSanitizer sees an access behind it. Results are compared with a reference that decodes and
  * rounds numbers by arithmetic in double, not by their bits. Exits with 1 at the first difference. */
-#include "multi_tensor.cuh"
+#include "cuda/multi_tensor.cuh"
 
 #include <algorithm>
 #include <cmath>

@@ -38,7 +38,7 @@ import pytest
 from stand_ins import environment, stand_ins
 
 TRANSPORTS = ("shm", "nccl")
-TRANSPORTS_OVER_TORCH = ("hosted", "hierarchical")
+TRANSPORTS_OVER_TORCH = ("group", "hierarchical")
 TIME_LIMIT = 60.0
 # Once one rank has failed, the others have this long to answer: they may be waiting for a rank that will never come.
 GRACE = 15.0

@@ -1,4 +1,4 @@
-/* Drives the shared-memory core (kernels/shm_*.c) without Python, so that it can run under the sanitizers.
+/* Drives the shared-memory core (kernels/shm/*.c) without Python, so that it can run under the sanitizers.
  *
  *     shm_driver processes|threads full|quick
  *

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "shm_comm.h"
+#include "shm/internal.h"
 
 enum { AREA_BYTES = 9 << 20 }; /* room for an all_gather of a little over 1 MiB on 7 ranks */
 

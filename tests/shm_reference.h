@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "shm_reduce.h"
+#include "shm/reduce.h"
 
 static double half_value(uint16_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;

@@ -54,7 +54,7 @@ def stand_ins() -> StandIns:
 
 def kernels_command() -> tuple[str | Path, ...]:
     """Compiles the kernels as plain C++."""
-    return (*_CXX, _KERNELS / "flatten.cu", _KERNELS / "unflatten.cu")
+    return (*_CXX, _KERNELS / "cuda/flatten.cu", _KERNELS / "cuda/unflatten.cu")
 
 
 def environment(libraries: StandIns) -> dict[str, str]:
@@ -116,7 +116,7 @@ def compiled(name: str, *command: str | Path) -> str:
 
 def _digest(*command: str | Path) -> str:
     digest = hashlib.sha256("\0".join(map(str, command)).encode())
-    for folder in (_SOURCES, _KERNELS, _SOURCES.parent):
+    for folder in (_SOURCES, _KERNELS / "shm", _KERNELS / "cuda", _SOURCES.parent):
         for source in sorted(folder.iterdir()):
             if source.suffix in (".c", ".h", ".cpp", ".cu", ".cuh"):
                 digest.update(source.read_bytes())

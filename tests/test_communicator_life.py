@@ -309,7 +309,7 @@ def test_another_thread_may_abort_a_collective_that_waits():
 
 def test_a_communicator_that_could_not_be_made_closes_nothing():
     with pytest.raises(InitError, match="64 ranks"):
-        fastcomm.shm.ShmCommunicator(0, 65, 0, None, timedelta(seconds=1))
+        fastcomm.shm.communicator.ShmCommunicator(0, 65, 0, None, timedelta(seconds=1))
     os.fstat(0)
 
 

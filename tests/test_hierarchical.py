@@ -22,7 +22,7 @@ from reference import DTYPES, FLOATS, HALVES, OPS, assert_same_bits, check_all_r
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError, rendezvous
-from fastcomm.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
+from fastcomm.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
 
 LAYOUTS = {"2+2": [2, 2], "1+1": [1, 1], "2+1+3": [2, 1, 3]}
 # Of float32: nothing, a few elements for each shard, one chunk, more chunks than are ever under way.

@@ -21,7 +21,7 @@ from ranks import fresh_ranks, note, on_ranks, values_of
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
-from fastcomm.bucket import Bucket
+from fastcomm.reducer.bucket import Bucket
 
 pytestmark = pytest.mark.usefixtures("transport")
 

@@ -19,7 +19,7 @@ from reference import check_all_reduce
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
 
-TRANSPORTS = ("hosted", "hierarchical")
+TRANSPORTS = ("group", "hierarchical")
 
 
 @pytest.fixture(params=TRANSPORTS, autouse=True)
@@ -181,7 +181,7 @@ class _Interrupter:
         return kind is Interrupted
 
     def _trace(self, frame, event, _):
-        if "fastcomm/hosted" not in frame.f_code.co_filename:
+        if "fastcomm/group/" not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         before = self._before.get(frame)

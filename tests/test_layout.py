@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcomm.layout import plan_buckets
+from fastcomm.reducer.layout import plan_buckets
 
 ALIGNMENT = 64
 

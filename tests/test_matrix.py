@@ -14,7 +14,7 @@ WORLDS = [
     ("shm", 2),
     ("shm", 3),
     ("nccl", 2),
-    ("hosted", 2),
+    ("group", 2),
     ("hierarchical", 2),
     ("hierarchical", 4),
 ]

@@ -18,7 +18,8 @@ from ranks import fresh_ranks, note, noted, torchrun_env, values_of
 from stand_ins import environment, failing, loaded, log_of, stand_ins
 
 import fastcomm
-from fastcomm import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError, nccl_link
+from fastcomm import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm.nccl import link as nccl_link
 
 # What NCCL's functions return: from ncclUnhandledCudaError to ncclRemoteError.
 CODES = {

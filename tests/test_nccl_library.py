@@ -17,7 +17,9 @@ from ranks import fresh_ranks, values_of
 from stand_ins import environment, stand_ins
 
 import fastcomm
-from fastcomm import InitError, NcclError, nccl_library, nccl_link
+from fastcomm import InitError, NcclError
+from fastcomm.nccl import library as nccl_library
+from fastcomm.nccl import link as nccl_link
 
 NOWHERE = "/nowhere/lib.so"
 

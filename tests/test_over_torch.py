@@ -1,4 +1,4 @@
-"""What holds over both transports that go through torch.distributed, "hosted" and "hierarchical": the
+"""What holds over both transports that go through torch.distributed, "group" and "hierarchical": the
 bits of results, deadlines of what is large, and the modes that torch may be in. Ranks of even and of odd
 numbers take each other for those of two hosts."""
 
@@ -12,7 +12,7 @@ from ranks import TRANSPORTS_OVER_TORCH, fresh_ranks, on_ranks, values_of
 from reference import FLOATS, HALVES, OPS, assert_same_bits, check_all_reduce, reduced, shards_of
 
 import fastcomm
-from fastcomm import hierarchical, hosted_exchange
+from fastcomm.group import exchange, hierarchical
 
 # What travels with the announcement, in one exchange, in two, in several chunks of `hierarchical`.
 SIZES = (37, 700, 5001, 3_000_001)
@@ -169,7 +169,7 @@ COLLECTIVES = {
 
 
 def _take_long(place, transport, collective):
-    hosted_exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = CHUNK_NBYTES
+    exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = CHUNK_NBYTES
     options = {"rank": place.rank, "world_size": 2, "init_method": place.init_method}
     with fastcomm.init(transport, **options) as comm:
         comm._watchdog._timeout_s = TIMEOUT_S

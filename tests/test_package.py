@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_SOURCES = shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "*.so", "*.fatbin", "shm.c", "__pycache__")
+GENERATED = [path.with_suffix(".c").name for path in (ROOT / "fastcomm").rglob("*.pyx")]
+NOT_SOURCES = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "*.so", "*.fatbin", "__pycache__", *GENERATED
+)
 
 # Compiling the extension and importing torch in a fresh environment take longer than other tests may.
 pytestmark = pytest.mark.timeout(300)
@@ -55,24 +58,37 @@ def clean_python(distributions: tuple[Path, Path], tmp_path_factory: pytest.Temp
 def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {"fastcomm/shm.pyx", "kernels/shm_allreduce.c", "kernels/shm_allreduce.h", "Makefile", "tests/test_package.py", "LICENSE"}
+    sources = {
+        "fastcomm/shm/communicator.pyx",
+        "kernels/shm/protocol.c",
+        "kernels/shm/core.h",
+        "Makefile",
+        "tests/test_package.py",
+        "LICENSE",
+    }
     assert sources <= names
-    assert {"kernels/flatten.cu", "kernels/host_shim.h", "kernels/nvcc.options", "tests/kernel_driver.cpp", "ci/kernels.sh"} <= names
-    assert not [name for name in names if name.endswith((".so", ".pyc", ".fatbin", "fastcomm/shm.c"))]
+    assert {
+        "kernels/cuda/flatten.cu",
+        "kernels/cuda/host_shim.h",
+        "kernels/cuda/nvcc.options",
+        "tests/kernel_driver.cpp",
+        "ci/kernels.sh",
+    } <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc", ".fatbin", *GENERATED))]
 
 
 def test_wheel_holds_types_and_scripts_but_no_sources_of_what_is_compiled(distributions: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(distributions[1]) as archive:
         names = set(archive.namelist())
-    assert {"fastcomm/py.typed", "fastcomm/shm.pyi"} <= names
+    assert {"fastcomm/py.typed", "fastcomm/shm/communicator.pyi"} <= names
     assert {"fastcomm/examples/train_gpt.py", "fastcomm/bench/allreduce.py", "fastcomm/bench/step.py"} <= names
-    assert not [name for name in names if name.endswith((".c", ".pyx")) or name.startswith("fastcomm/kernels/shm_")]
+    assert not [name for name in names if name.endswith((".c", ".pyx")) or name.startswith("fastcomm/kernels/shm")]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fastcomm"}
 
 
 def test_wheel_holds_the_cuda_kernels_for_cupy_and_compiled_where_nvcc_is(distributions: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(distributions[1]) as archive:
-        kernels = {name.removeprefix("fastcomm/kernels/") for name in archive.namelist() if name.startswith("fastcomm/kernels/")}
+        kernels = {name.removeprefix("fastcomm/kernels/cuda/") for name in archive.namelist() if name.startswith("fastcomm/kernels/")}
     sources = {"flatten.cu", "unflatten.cu", "multi_tensor.cuh", "multi_tensor.h"}
     homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     nvcc = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ["PATH"]]))
@@ -80,7 +96,7 @@ def test_wheel_holds_the_cuda_kernels_for_cupy_and_compiled_where_nvcc_is(distri
 
 
 def test_wheel_works_outside_the_tree(clean_python: Path, tmp_path: Path) -> None:
-    where = call(clean_python, "-c", "import fastcomm, fastcomm.shm; print(fastcomm.shm.__file__)", cwd=tmp_path)
+    where = call(clean_python, "-c", "import fastcomm.shm.communicator; print(fastcomm.shm.communicator.__file__)", cwd=tmp_path)
     assert where.startswith(str(clean_python.parent.parent))
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import fastcomm
-from fastcomm.hosted import HostedCommunicator
+from fastcomm.group.communicator import GroupCommunicator
 
 
 def across_hosts(hosts: str, body: Callable[[Place], None], dies: int | None = None) -> None:
@@ -118,7 +118,7 @@ def test_what_is_chained_to_a_future_may_call_collectives():
 def _crowded(place):
     fastcomm.rendezvous.MAX_RANKS = 1
     start(place)
-    assert isinstance(dist.group.WORLD._cpu.comm, HostedCommunicator)
+    assert isinstance(dist.group.WORLD._cpu.comm, GroupCommunicator)
     integers = torch.tensor([2 * place.rank])
     dist.all_reduce(integers, dist.ReduceOp.AVG)
     assert integers.item() == 1

@@ -17,13 +17,13 @@ COUNTS = {
     "reducer": {
         "shm": (60, 24, 14),
         "nccl": (20, 10, 6),
-        "hosted": (14, 8, 5),
+        "group": (14, 8, 5),
         "hierarchical": (8, 8, 6),
     },
     "collective": {
         "shm": (100, 60, 40),
         "nccl": (30, 16, 10),
-        "hosted": (30, 16, 10),
+        "group": (30, 16, 10),
         "hierarchical": (16, 14, 12),
     },
 }

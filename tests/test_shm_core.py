@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference import DTYPES, FLOATS, HALVES, INTEGERS, OPS, assert_same_bits, reduced, shards_of
 from stand_ins import compiled
 
-from fastcomm.shm import reduce_shards
+from fastcomm.shm.communicator import reduce_shards
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def driver():
     compiler = os.environ.get("CC", "gcc")
-    sources = [*glob(f"{ROOT}/kernels/shm_*.c"), *glob(f"{ROOT}/tests/shm_*.c")]
+    sources = [*glob(f"{ROOT}/kernels/shm/*.c"), *glob(f"{ROOT}/tests/shm_*.c")]
     options = ["-std=gnu11", "-O2", "-ffp-contract=off", "-DFASTCOMM_NO_CLONES", f"-I{ROOT}/kernels"]
     return compiled("shm_driver", compiler, *options, *sources)
 

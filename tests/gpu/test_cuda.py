@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastcomm
-from fastcomm.multi_tensor import WIRE_DTYPES, MultiTensor
+from fastcomm.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run ci/gpu.sh where there is one")
 

@@ -59,7 +59,7 @@ class _Left(Exception):
 class _Round:
     def __init__(self, comm: Any, one: Round, number: int) -> None:
         self.comm, self.round, self.number = comm, one, number
-        self.is_exact = comm.backend in ("shm", "hosted")
+        self.is_exact = comm.backend in ("shm", "group")
         self.under_way: list[tuple[int, _Posted]] = []  # with the index when it is waited for
         self.sums: dict[str, int] = {}
 

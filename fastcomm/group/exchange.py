@@ -1,0 +1,118 @@
+"""Exchange: moves and reduces the tensors of a torch.distributed group's ranks, all of which call the same method.
+
+Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The arithmetic is done here, in rank order, so
+that the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
+and any backend will do. What is large goes in chunks, one after the other. Before each collective the
+ranks announce it to each other, and what is small travels with the announcement: then there is one
+exchange in all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastcomm.group.call import Call, as_bytes, reduce_rows, with_one_nan
+
+CARRIED_NBYTES = 1024  # of a payload that travels with the announcement: adds nothing to speak of to a packet's way
+SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
+# Of all ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
+CHUNK_NBYTES = 16 * 2**20
+_HEAD_NBYTES = 8 * len(Call("barrier").numbers())
+
+
+class Exchange:
+    """group: of torch.distributed, or one of its engines. Errors are torch's RuntimeError.
+
+    moved_at: when an exchange last ended. Deadlines are for what does not move.
+    """
+
+    def __init__(self, group: Any, rank: int, world_size: int) -> None:
+        self.group = group
+        self._rank, self._world_size = rank, world_size
+        self.moved_at = 0.0
+
+    def announce(self, call: Call, payload: Tensor | None = None) -> tuple[list[Call], Tensor | None]:
+        """What every rank has come to, and all ranks' payloads, a row each: those of equal calls are alike. Waits until all have come.
+
+        payload: flat, of up to CARRIED_NBYTES.
+        """
+        frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8)
+        frame[:_HEAD_NBYTES].view(torch.int64).copy_(torch.tensor(call.numbers()))
+        if payload is not None:
+            frame[_HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes] = as_bytes(payload)
+        frames = frame.new_empty(self._world_size, frame.numel())
+        self.all_gather(frames, frame)
+        calls = [Call.of(numbers) for numbers in frames[:, :_HEAD_NBYTES].contiguous().view(torch.int64).tolist()]
+        if payload is None:
+            return calls, None
+        return calls, frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous().view(payload.dtype)
+
+    # In each, rows: what has come with the announcement, None if nothing has.
+
+    def all_reduce(self, flat: Tensor, op: str, rows: Tensor | None = None) -> None:
+        if rows is None and flat.nbytes <= SMALL_NBYTES:
+            rows = flat.new_empty(self._world_size, flat.numel())
+            self.all_gather(rows, flat)
+        if rows is not None:
+            flat.copy_(with_one_nan(reduce_rows(rows, op)))  # every rank's own arithmetic
+            return
+        shard = max(1, CHUNK_NBYTES // flat.element_size() // self._world_size)
+        for chunk in flat.split(shard * self._world_size):
+            self._all_reduce_chunk(chunk, op)
+
+    def _all_reduce_chunk(self, flat: Tensor, op: str) -> None:
+        padding = -flat.numel() % self._world_size
+        whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+        part = flat.new_empty(whole.numel() // self._world_size)
+        self.reduce_scatter(part, whole, op)
+        self.all_gather(whole, part)
+        if padding:
+            flat.copy_(whole[: flat.numel()])
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, op: str, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            mine = rows.view(self._world_size, self._world_size, part.numel())[:, self._rank]
+            part.copy_(reduce_rows(mine, op))
+            return
+        for some, columns in self._chunks(part, whole):
+            outgoing = columns.contiguous()
+            incoming = torch.empty_like(outgoing)
+            self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
+            some.copy_(reduce_rows(incoming, op))
+
+    def all_gather(self, whole: Tensor, part: Tensor, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            whole.copy_(rows.view(-1))
+            return
+        for some, columns in self._chunks(part, whole):
+            incoming = columns if columns.is_contiguous() else part.new_empty(columns.shape)
+            self._wait(self.group._allgather_base(as_bytes(incoming), as_bytes(some)))
+            if incoming is not columns:
+                columns.copy_(incoming)
+
+    def broadcast(self, flat: Tensor, src: int, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            flat.copy_(rows[src])
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        for chunk in as_bytes(flat).split(CHUNK_NBYTES):
+            if chunk.numel():
+                self._wait(self.group.broadcast([chunk], options))
+
+    def _chunks(self, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of a part, each with its columns of `whole`, where every rank's part is a row."""
+        n = max(1, CHUNK_NBYTES // part.element_size() // self._world_size)
+        rows = whole.view(self._world_size, part.numel())
+        for begin in range(0, part.numel(), n):
+            yield part[begin : begin + n], rows[:, begin : begin + n]
+
+    def _wait(self, work: Any) -> None:
+        work.wait()
+        self.moved_at = time.monotonic()

@@ -1,0 +1,238 @@
+"""HierarchicalCommunicator: shared memory inside each host, Gloo across hosts, so that every byte crosses a host's link once.
+
+An all-reduce is a reduce-scatter inside the host, an all-reduce of each rank's part with the ranks of the other hosts that own the same
+elements, and an all-gather inside the host. Large tensors go in chunks, several of which are under way at a time: one is reduced inside
+the host while the shards of others and the results of yet others travel. All else, and how ranks agree, abandon and fail, is
+GroupCommunicator.
+
+Hosts need not have equally many ranks. A chunk is cut wherever some host has a boundary between the parts of two of its ranks (with hosts
+of 2 and 3 ranks at 1/3, 1/2 and 2/3), so that each segment has one owner on every host, and every rank of every host takes its share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcomm.communicator import addends_of_mean, mean_of_addends
+from fastcomm.errors import FastcommError, PeerLostError
+from fastcomm.group.call import HALVES, cast, reduce_rows
+from fastcomm.group.communicator import GRACE, Bootstrap, GroupCommunicator
+from fastcomm.shm.communicator import ShmCommunicator
+
+# Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls that move it, small enough that filling
+# and draining the pipeline does not show.
+CHUNK_NBYTES = 4 * 2**20
+AHEAD = 2  # how many chunks are sent before the first of them is waited for: the network has work while ranks are late
+_NOTHING: Iterator[None] = iter(())
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements of this rank's part of a chunk that the same ranks own on all hosts. In units of the chunk's length / n_units."""
+
+    begin: int
+    end: int
+    owners: tuple[int, ...]  # by host
+
+
+def n_units(hosts: Sequence[Sequence[int]]) -> int:
+    """Into how many equal units a chunk is cut, so that every host's parts, and so all segments, begin and end between two of them."""
+    return math.lcm(*(len(ranks) for ranks in hosts))
+
+
+def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
+    """The segments of `rank`'s part, ascending, counted from where the part begins. hosts: the ranks of each host."""
+    n = n_units(hosts)
+    cuts = sorted({i * (n // len(ranks)) for ranks in hosts for i in range(len(ranks) + 1)})
+    found = []
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        owners = tuple(ranks[begin * len(ranks) // n] for ranks in hosts)
+        if rank in owners:
+            found.append(Segment(begin, end, owners))
+    return [Segment(one.begin - found[0].begin, one.end - found[0].begin, one.owners) for one in found]
+
+
+class HierarchicalCommunicator(GroupCommunicator):
+    """See GroupCommunicator. hosts: the ranks of each host, ascending.
+
+    16-bit floats are added in float32 and rounded once. A wire_dtype that was chosen for a bucket
+    applies across hosts only.
+    """
+
+    backend = "hierarchical"
+
+    def __init__(
+        self, rank: int, world_size: int, local_rank: int, bootstrap: Bootstrap, timeout: timedelta, hosts: Sequence[Sequence[int]]
+    ) -> None:
+        self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+        neighbours = hosts[self._host]
+        self._n_hosts, self._n_units = len(hosts), n_units(hosts)
+        self._segments = segments_of(hosts, rank)
+        self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
+        meeting_point = _OneHost(bootstrap, neighbours)
+        self._shm = ShmCommunicator(neighbours.index(rank), len(neighbours), local_rank, meeting_point, timeout + GRACE)
+        super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours)
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty. In shared memory."""
+        self._check_empty(numel, dtype)
+        return self._empty(numel, dtype)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._shm_turn:
+            return self._shm.empty(numel, dtype=dtype)
+
+    def _end(self, failure: FastcommError) -> None:
+        super()._end(failure)
+        self._shm.close()
+
+    def _break_connections(self) -> None:
+        self._shm.abort()
+        super()._break_connections()
+
+    # -- all_reduce -------------------------------------------------------------------------------------------------------------------
+
+    def _travels_as(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+        return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
+
+    def _bucket_reduction(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[[str, Tensor | None], None]:
+        return lambda op, rows: self._reduce(flat, op, self._travels_as(flat.dtype, wire_dtype))
+
+    def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
+        if rows is not None:
+            self._exchange.all_reduce(flat, op, rows)
+        elif op == "mean" and not flat.dtype.is_floating_point:  # of sums that do not wrap around
+            sums = addends_of_mean(flat, self.world_size)
+            self._reduce(sums.view(-1), "sum")
+            flat.copy_(mean_of_addends(sums, self.world_size))
+        else:
+            self._reduce(flat, op)
+
+    def _reduce(self, flat: Tensor, op: str, wire: torch.dtype | None = None) -> None:
+        """wire: what is sent from host to host; None stands for what is added without rounding."""
+        wire = wire or self._travels_as(flat.dtype, None)
+        if self._n_hosts == 1:
+            for chunk in flat.split(CHUNK_NBYTES // flat.element_size()):
+                self._in_host("all_reduce", chunk, op)
+            return
+        quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
+        numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
+        passages = (self._passage(index, chunk, op, wire) for index, chunk in enumerate(flat.split(numel)))
+        under_way = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
+        for passage in itertools.chain(passages, [_NOTHING] * (2 * AHEAD)):
+            under_way.append(passage)  # the oldest has arrived and goes
+            # The newest first, so that the network has something to carry while older ones are reduced.
+            for one in (under_way[-1], under_way[-1 - AHEAD], under_way[-1 - 2 * AHEAD]):
+                next(one, None)
+
+    def _passage(self, index: int, chunk: Tensor, op: str, wire: torch.dtype) -> Iterator[None]:
+        """A chunk on its way, in three steps: reduced in the host and sent; reduced across hosts and sent; gathered in the host."""
+        whole = self._whole(chunk)
+        part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
+        if op == "mean":  # before the wire, whose range may be small
+            part.mul_(1 / self.world_size)
+        outgoing = part.to(wire)
+        # Rounded to the chunk's dtype by one rank for all, unless the wire cannot hold that.
+        rounded = chunk.dtype if torch.promote_types(wire, chunk.dtype) == wire else wire
+        result = outgoing if rounded == wire else self._empty(part.numel(), rounded)
+        segments, reduced = self._cut(outgoing), self._cut(result)
+        received = [torch.empty_like(segment) for segment in segments]
+        works = self._trade(2 * index, received, segments)
+        yield
+        self._wait(works)
+        for ours, theirs, shards in zip(segments, received, reduced, strict=True):
+            theirs[self._host] = ours[self._host]
+            shards[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
+        # The same for every host.
+        answers = [shards[self._host].expand(self._n_hosts, -1) for shards in reduced]
+        works = self._trade(2 * index + 1, reduced, answers)
+        yield
+        self._wait(works)
+        self._gather_in_host(chunk, whole, result)
+
+    def _cut(self, part: Tensor) -> list[Tensor]:
+        """This rank's part of a chunk by segments, each with a row for every host."""
+        unit = part.numel() // self._segments[-1].end
+        return [part[one.begin * unit : one.end * unit].view(self._n_hosts, -1) for one in self._segments]
+
+    def _gather_in_host(self, chunk: Tensor, whole: Tensor, part: Tensor) -> None:
+        """Joins the parts of the host's ranks. whole: memory for it, if of the chunk's dtype."""
+        if self._shm.world_size == 1:
+            if part is not chunk:
+                cast(part[: chunk.numel()], chunk)
+            return
+        if part.dtype != chunk.dtype:
+            part = cast(part, self._empty(part.numel(), chunk.dtype))
+        if whole.dtype != chunk.dtype:
+            is_padded = whole.numel() > chunk.numel()
+            whole = self._empty(whole.numel(), chunk.dtype) if is_padded else chunk
+        self._in_host("all_gather_single", whole, part)
+        if whole is not chunk:
+            chunk.copy_(whole[: chunk.numel()])
+
+    def _whole(self, chunk: Tensor) -> Tensor:
+        """The chunk itself, or one that can be cut into equal shards and in which there is no rounding inside the host."""
+        padding = -chunk.numel() % (self._n_units * self._n_hosts)
+        dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
+        if not padding and dtype == chunk.dtype:
+            return chunk
+        whole = self._empty(chunk.numel() + padding, dtype)
+        whole[: chunk.numel()] = chunk
+        whole[chunk.numel() :] = 0
+        return whole
+
+    def _reduce_in_host(self, whole: Tensor, op: str) -> Tensor:
+        if self._shm.world_size == 1:
+            return whole
+        part = self._empty(whole.numel() // self._shm.world_size, whole.dtype)
+        self._in_host("reduce_scatter_single", part, whole, op)
+        return part
+
+    def _in_host(self, collective: str, *arguments: object) -> None:
+        try:
+            with self._shm_turn:
+                getattr(self._shm, collective)(*arguments)
+        except FastcommError as error:  # counts the ranks of this host only
+            raise PeerLostError(f"among the ranks of host {self._host}: {error}") from error
+        self._exchange.moved_at = time.monotonic()
+
+    # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the order they were sent.
+
+    def _trade(self, tag: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
+        """Exchanges one row of every segment with its owner on each other host."""
+        group, works = self._exchange.group, []
+        for segment, theirs, mine in zip(self._segments, incoming, outgoing, strict=True):
+            for host, owner in self._others(segment):
+                works.append(group.recv([theirs[host]], owner, tag))
+                works.append(group.send([mine[host]], owner, tag))
+        return works
+
+    def _others(self, segment: Segment) -> list[tuple[int, int]]:
+        return [(host, owner) for host, owner in enumerate(segment.owners) if host != self._host]
+
+    def _wait(self, works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+        self._exchange.moved_at = time.monotonic()
+
+
+class _OneHost:
+    """The meeting point of a host's ranks: a part of everybody's."""
+
+    def __init__(self, bootstrap: Bootstrap, ranks: Sequence[int]) -> None:
+        self._bootstrap, self._ranks = bootstrap, ranks
+
+    def exchange(self, value: Any) -> list[Any]:
+        values = self._bootstrap.exchange(value)
+        return [values[rank] for rank in self._ranks]

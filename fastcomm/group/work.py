@@ -1,0 +1,204 @@
+"""GroupWork and GroupBucket: a collective that a thread carries out, and a bucket that it reduces.
+
+Python runs signal handlers in the main thread, between almost any two of its instructions, and they
+may raise: Ctrl-C does. A collective that the ranks may have heard of must be finished all the same, or
+this rank would fall out of step, and the thread would write to memory that is in other use by then. So
+whoever waits does it by `see_through`, in steps that may be cut short anywhere and begun again.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.communicator import BoundBucket, BucketWork, copy_gradients, flat_buffers, presence_values
+from fastcomm.errors import FastcommError
+from fastcomm.group.call import Call
+from fastcomm.group.exchange import CARRIED_NBYTES
+
+SLICE_S = 0.1  # how often a waiting rank looks at the clock
+_ABORTS = 10  # attempts: somebody who leans on Ctrl-C may end a few of them
+
+# Carries a collective out once all ranks have come to it; gets everybody's payload, if there is one.
+Move = Callable[[Tensor | None], None]
+
+
+class Waiter(Protocol):
+    """What a work has of its communicator. `post` and `look_at_clock` raise nothing themselves."""
+
+    def post(self, work: GroupWork) -> None: ...
+    def holds(self, work: GroupWork) -> bool: ...
+    def look_at_clock(self) -> None: ...
+    def hear(self, error: FastcommError) -> None: ...
+    def abort(self) -> None: ...
+
+
+def see_through(step: Callable[[BaseException | None], None], abort: Callable[[], None]) -> BaseException | None:
+    """Calls `step` until it returns; returns what a signal handler has raised meanwhile, or None.
+
+    step: gets what has been raised so far. Raises nothing itself: what comes out is a handler's.
+    abort: called when a handler raises a second time; that exception is raised then.
+    """
+    try:
+        raised: BaseException | None = None
+        while True:
+            try:
+                step(raised)
+                return raised
+            except BaseException as exception:
+                if raised is not None:
+                    raise
+                raised = exception
+    except BaseException:  # the second one, wherever in the loop it came
+        for _ in range(_ABORTS):
+            try:
+                abort()
+                break
+            except BaseException:
+                continue
+        raise
+
+
+class GroupWork(BucketWork):
+    """A collective in the thread's queue, or under way, or ended: then `error` says how."""
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        call: Call,
+        move: Move,
+        payload: Tensor | None = None,
+        presence: Tensor | None = None,
+    ) -> None:
+        self.call = call
+        # These hold the tensors. The payload goes with the announcement if it is small.
+        is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
+        self.move: Move | None = move
+        self.payload = payload if is_small else None
+        self.error: FastcommError | None = None
+        self._waiter = waiter
+        self._presence = presence
+        self._is_refused = False
+        self._is_over = False
+        # Holds something once the work is over. Not an Event: an exception in the midst of its
+        # Python code would leave its lock locked.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether the thread may have announced it: from then on the other ranks count on it."""
+        # In this order: what the communicator holds no more is over.
+        return self._waiter.holds(self) or (self._is_over and not self._is_refused)
+
+    def run(self) -> None:
+        """Posts the collective and waits for it."""
+
+        def step(raised: BaseException | None) -> None:
+            if raised is None and not self._is_over and not self.is_posted:
+                self._waiter.post(self)
+            if self.is_posted:
+                self.sleep()
+
+        self._end(see_through(step, self._waiter.abort))
+
+    def post(self) -> None:
+        """Only posts it."""
+        self._waiter.post(self)
+        if self._is_refused:
+            self._end(None)
+
+    def wait(self) -> None:
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective.
+
+        What a signal handler raises meanwhile is raised afterwards, from that error if there is
+        one. The second time it aborts the communicator and is raised at once.
+        """
+        if not self._is_over or self.error is not None:
+            self._end(see_through(lambda _: self.sleep(), self._waiter.abort))
+
+    def sleep(self) -> None:
+        """Until the work is over."""
+        while not self._is_over:
+            try:
+                self._bell.get(timeout=SLICE_S)
+                self._bell.put(None)  # for others who wait
+            except queue.Empty:
+                self._waiter.look_at_clock()
+
+    def _end(self, raised: BaseException | None) -> None:
+        """Raises what is to be raised."""
+        error = self.error
+        if error is not None:
+            self._waiter.hear(error)
+            if raised is not None:
+                raise raised from error
+            raise type(error)(*error.args)  # others may wait for the same, and each adds to its traceback
+        if raised is not None:
+            raise raised
+
+    def is_completed(self) -> bool:
+        """Whether the result is in place, or never will be."""
+        return self._is_over
+
+    def present(self) -> list[bool]:
+        """See BucketWork.present."""
+        self.wait()
+        absent, _ = presence_values(self.call.op)
+        return [] if self._presence is None else (self._presence != absent).tolist()
+
+    def refuse(self, error: FastcommError) -> None:
+        """It is not posted, and never will be."""
+        self._is_refused = True
+        self.settle(error)
+
+    def settle(self, error: FastcommError | None) -> None:
+        """The outcome is known. The first one counts."""
+        if not self._is_over:
+            self.error, self.move, self.payload = error, None, None
+            self._is_over = True
+            self._bell.put(None)
+
+
+class GroupBucket(BoundBucket):
+    """A flat buffer into which gradients are copied. What work_of(op, presence) makes reduces it."""
+
+    def __init__(self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], GroupWork]) -> None:
+        flat_buffers.add(flat, self)
+        self._views, self._work_of = views, work_of
+        self._presence = flat[flat.numel() - len(views) :]
+        self._newest: GroupWork | None = None
+
+    @property
+    def posted(self) -> GroupWork | None:
+        """See BoundBucket.posted."""
+        work = self._newest
+        return work if work is not None and work.is_posted else None
+
+    def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        """See BoundBucket.gather."""
+        self._newest = None
+        return copy_gradients(self._views, parameters)
+
+    def launch(self, op: str, missing: list[int]) -> GroupWork:
+        """See BoundBucket.launch. Waits for nobody."""
+        self._newest = None
+        absent, present = presence_values(op)
+        self._presence.fill_(present)
+        if missing:
+            self._presence[missing] = absent
+        work = self._newest = self._work_of(op, self._presence)
+        work.post()
+        return work
+
+    def note_stream(self) -> None:
+        """See BoundBucket.note_stream. There are no streams."""
+
+    def square_sum(self) -> None:
+        """See BoundBucket.square_sum."""
+
+    def n_nonfinite(self) -> None:
+        """See BoundBucket.n_nonfinite."""

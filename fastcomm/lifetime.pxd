@@ -1,0 +1,3 @@
+# How many forks lie between this process and the first that imported the module. What was made
+# before a fork is of no use in the child, whose pid is not the one its peers watch.
+cdef int forks() noexcept

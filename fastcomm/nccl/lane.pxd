@@ -1,0 +1,31 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+from fastcomm.cuda.driver cimport Device, Event, Stream
+from fastcomm.nccl.library cimport ncclComm_t
+
+
+cdef enum Kind:
+    ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REGISTRATION, MEETING
+
+
+cdef class Ticket:
+    cdef Event done
+    cdef Event mark  # of an older one: once it is over, there was progress
+    cdef uint64_t number
+    cdef double since  # the last progress that is known
+    cdef bint is_pending, is_marked
+    cdef int root
+    cdef Kind kind
+    cdef object dtype, op
+    cdef size_t numel
+    cdef uint32_t label
+    cdef object __weakref__
+
+
+cdef class Lane:
+    cdef ncclComm_t comm
+    cdef Device device
+    cdef Stream stream
+    cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
+    cdef Ticket ticket
+    cdef int in_call  # the host is inside NCCL

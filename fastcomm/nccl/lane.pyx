@@ -1,0 +1,206 @@
+# cython: language_level=3
+"""Lane: one of NCCL's communicators, with the stream that all of its collectives are launched on; and how it begins and ends.
+
+A call that begins or ends a communicator may never return. It is made on a thread of its own, which nothing can end and which is left
+behind when the time is up. (NCCL's own answer, non-blocking communicators, makes it start a thread for every collective, which costs
+more than the whole launch of a bucket.)
+"""
+
+import threading
+import time
+
+from fastcomm.errors import InitError, TimeoutError
+
+from libc.string cimport memcpy
+
+from fastcomm.cuda.driver cimport Device, Event, Stream, check, driver
+from fastcomm.nccl.library cimport error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId
+
+
+cdef double SLICE_S = 0.05
+cdef double LEAVE_S = 2  # how long an abort waits for another thread to come out of NCCL
+cdef tuple KIND_NAMES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "registration", "meeting of the ranks")
+
+
+cdef class Ticket:
+    """The newest of the collectives that share an event: what the watchdog knows of it."""
+
+    def __cinit__(self):
+        self.done, self.mark = Event(), Event()
+
+    def describe(self):
+        if self.kind == MEETING:
+            return KIND_NAMES[MEETING]
+        words = f"{KIND_NAMES[self.kind]} of {self.numel} {str(self.dtype).removeprefix('torch.')} elements"
+        if self.kind == BROADCAST:
+            words += f" from rank {self.root}"
+        if self.op:
+            words += f", op {self.op}"
+        if self.label:
+            words += f" (bucket {self.label % 65536 - 1} of reducer {self.label // 65536})"
+        return words
+
+
+cdef class Lane:
+    """One of NCCL's communicators and its stream. Whoever makes it calls `connect` or `split_from`, and `close` or `abort` in the end."""
+
+    def __cinit__(self, Device device):
+        self.device = device
+        self.stream, self.ready, self.ticket = Stream(), Event(), Ticket()
+
+    def connect(self, str identifier, int rank, int world_size, double timeout_s, look):
+        """Meets the other ranks. `look()` is called while waiting and raises if one of them has failed. Raises InitError, NcclError."""
+        cdef _Init call = _Init(self.device)
+        cdef bytes raw = bytes.fromhex(identifier)
+        memcpy(call.identifier.internal, <const char *>raw, 128)
+        call.rank, call.world_size = rank, world_size
+        _wait_for(call, f"rank {rank} in ncclCommInitRankConfig", timeout_s, look)
+        self.comm = call.comm
+
+    def split_from(self, Lane other, int rank, double timeout_s, look):
+        """Meets the same ranks over a lane they have already. Otherwise as connect."""
+        cdef _Split call = _Split(self.device)
+        call.parent, call.rank = other.comm, rank
+        _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
+        self.comm = call.comm
+
+    def close(self, double timeout_s, forget):
+        """Ends the communicator when all that was launched is done; at once, after an error or when the time is up. Then it raises
+        NcclError or TimeoutError. `forget(comm)` is called in between, on another thread, to take back what was registered."""
+        cdef _Close call = _Close(self.device)
+        cdef ncclComm_t comm = self.comm
+        if comm == NULL:
+            return
+        call.comm, self.comm = comm, NULL
+        call.stream, call.forget = self.stream, forget
+        call.start()
+        in_time = call.over.wait(timeout_s)
+        if in_time and call.code == ncclSuccess:
+            return
+        self.comm = comm
+        self.abort(timeout_s)
+        raise call.error if in_time else TimeoutError(f"waited {timeout_s:g} s for what was launched to end; it was aborted")
+
+    def abort(self, double timeout_s):
+        """Ends the communicator at once: its kernels leave the device."""
+        cdef _End revocation
+        deadline = time.monotonic() + LEAVE_S
+        if nccl.revoke != NULL and self.comm != NULL:  # a thread that is inside NCCL should be out before the memory goes
+            revocation = _Revoke(self.device)
+            revocation.comm = self.comm
+            revocation.start()
+            revocation.over.wait(LEAVE_S)
+            while self.in_call and time.monotonic() < deadline:
+                time.sleep(0.001)
+        cdef _End call = _Abort(self.device)
+        if self.comm != NULL:
+            call.comm, self.comm = self.comm, NULL
+            call.start()
+            call.over.wait(timeout_s)
+
+
+def _wait_for(_Call call, str what, double timeout_s, look):
+    """Until the call is over; `look()` is called meanwhile and raises when the other ranks will not come. Raises the call's error."""
+    deadline = time.monotonic() + timeout_s
+    call.start()
+    while not call.over.wait(SLICE_S):
+        look()
+        if time.monotonic() > deadline:
+            raise InitError(
+                f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get through between them. NCCL_DEBUG=INFO shows "
+                "what it tries; NCCL_SOCKET_IFNAME chooses the network interface"
+            )
+    if call.code != ncclSuccess:
+        raise call.error
+
+
+cdef class _Call:
+    """A call into NCCL on a thread of its own. `over` is set when it has returned, `code` and `error` then say how."""
+
+    cdef Device device
+    cdef int code
+    cdef readonly object over, error
+
+    def __cinit__(self, Device device):
+        self.device, self.over = device, threading.Event()
+
+    def start(self):
+        threading.Thread(target=self._run, name="fastcomm NCCL call", daemon=True).start()
+
+    def _run(self):
+        try:
+            self.device.enter()
+            self.make()
+        except Exception as error:
+            self.code, self.error = -1, error
+        self.over.set()
+
+    def settle(self, int code, bytes name):
+        self.code = code
+        if code != ncclSuccess:  # now, before another call replaces what NCCL's last error says
+            self.error = error_of(code, name)
+
+
+cdef class _Init(_Call):
+    cdef ncclComm_t comm
+    cdef ncclUniqueId identifier
+    cdef int rank, world_size
+
+    def make(self):
+        cdef ncclConfig_t config
+        cdef int code
+        fill_config(&config)
+        with nogil:  # waits for all ranks
+            code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, &config)
+        self.settle(code, b"ncclCommInitRankConfig")
+
+
+cdef class _Split(_Call):
+    cdef ncclComm_t parent, comm
+    cdef int rank
+
+    def make(self):
+        cdef ncclConfig_t config
+        cdef int code
+        fill_config(&config)
+        with nogil:  # waits for all ranks
+            code = nccl.split(self.parent, 0, self.rank, &self.comm, &config)
+        self.settle(code, b"ncclCommSplit")
+
+
+cdef class _End(_Call):
+    cdef ncclComm_t comm
+
+
+cdef class _Revoke(_End):
+    def make(self):
+        cdef int code
+        with nogil:  # waits for the kernels to leave
+            code = nccl.revoke(self.comm, 0)
+        self.settle(code, b"ncclCommRevoke")
+
+
+cdef class _Close(_End):
+    cdef Stream stream
+    cdef object forget
+
+    def make(self):
+        cdef int code
+        with nogil:  # waits for the device
+            check(driver.synchronize_stream(self.stream.handle), b"cuStreamSynchronize")
+        self.forget(<size_t>self.comm)
+        with nogil:
+            code = nccl.finalize(self.comm)
+        self.settle(code, b"ncclCommFinalize")
+        if code == ncclSuccess:
+            with nogil:
+                code = nccl.destroy(self.comm)
+            self.settle(code, b"ncclCommDestroy")
+
+
+cdef class _Abort(_End):
+    def make(self):
+        cdef int code
+        with nogil:  # waits for the kernels to leave
+            code = nccl.abort(self.comm)
+        self.settle(code, b"ncclCommAbort")

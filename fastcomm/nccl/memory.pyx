@@ -1,0 +1,209 @@
+# cython: language_level=3
+"""Tensors in memory that NCCL has allocated and knows, so that it can reduce them in place, without copies to buffers of its own.
+
+Owns the allocations. A tensor's memory is given back later than the tensor, at the next allocation: freeing waits for the device, which
+the garbage collector must not do, and which is forbidden while a CUDA graph is being captured.
+"""
+
+import threading
+
+from torch.utils.dlpack import from_dlpack
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from fastcomm.cuda.driver cimport CUcontext, Device
+from fastcomm.nccl.lane cimport Lane
+from fastcomm.nccl.library cimport NCCL_WIN_COLL_SYMMETRIC, check, nccl, ncclComm_t
+
+
+# DLPack, the agreed way to hand memory to torch: https://dmlc.github.io/dlpack
+cdef enum:
+    kDLCPU = 1
+    kDLCUDA = 2
+    kDLUInt = 1
+
+cdef struct DLTensor:
+    void *data
+    int32_t device_type, device_id
+    int32_t ndim
+    uint8_t code, bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides
+    uint64_t byte_offset
+
+cdef struct DLManagedTensor:
+    DLTensor dl_tensor
+    void *manager_ctx
+    void (*deleter)(DLManagedTensor *) noexcept nogil
+
+# What a tensor holds: its shape and its share in the allocation.
+cdef struct Handed:
+    DLManagedTensor managed
+    int64_t numel
+    Allocation *allocation
+
+
+cdef void _dropped(DLManagedTensor *managed) noexcept nogil:
+    """The tensor is gone: on any thread, with or without the GIL, also while the process ends. Only says so."""
+    cdef Handed *handed = <Handed *>managed.manager_ctx
+    handed.allocation.is_freed = 1
+    free(handed)
+
+
+cdef int IDLE = 2  # of Allocation.is_freed: dropped, and the device has come to rest since
+
+cdef dict _pools = {}  # by device index; they outlive every communicator, as tensors may
+
+
+cdef Pool pool_of(Device device):
+    pool = _pools.get(device.index)
+    if pool is None:
+        pool = _pools[device.index] = Pool(device)
+    return pool
+
+
+cdef class Pool:
+    """The memory NCCL has allocated on one device."""
+
+    def __cinit__(self, Device device):
+        self.device, self.lock = device, threading.Lock()
+
+    cdef object allocate(self, size_t nbytes):
+        """A new tensor of uint8. Synchronises the device if memory of dropped tensors is there to be given back."""
+        cdef Allocation *allocation
+        cdef Handed *handed
+        cdef CUcontext before
+        self.give_back()
+        allocation = <Allocation *>calloc(1, sizeof(Allocation))
+        handed = <Handed *>calloc(1, sizeof(Handed))
+        if allocation == NULL or handed == NULL:
+            free(allocation)
+            free(handed)
+            raise MemoryError("out of memory")
+        before = self.device.enter()
+        try:
+            with nogil:
+                check(nccl.mem_alloc(&allocation.memory, nbytes), b"ncclMemAlloc")
+        except BaseException:
+            free(allocation)
+            free(handed)
+            raise
+        finally:
+            self.device.leave(before)
+        allocation.nbytes = nbytes
+        with self.lock:
+            allocation.next, self.first = self.first, allocation
+        handed.numel, handed.allocation = nbytes, allocation
+        handed.managed.dl_tensor = DLTensor(
+            data=allocation.memory, device_type=kDLCUDA if self.device.device.type == "cuda" else kDLCPU, device_id=self.device.index,
+            ndim=1, code=kDLUInt, bits=8, lanes=1, shape=&handed.numel, strides=NULL, byte_offset=0,
+        )
+        handed.managed.manager_ctx, handed.managed.deleter = handed, _dropped
+        return from_dlpack(PyCapsule_New(&handed.managed, "dltensor", NULL))
+
+    cdef int give_back(self) except -1:
+        """Frees the memory of tensors that are gone, once nothing that was launched on it runs any more."""
+        if self.n_ending:  # to a communicator that is being aborted, its memory is still registered
+            return 0
+        freed = self._freed()
+        if freed:
+            self.device.synchronize()
+            with self.lock:
+                if self.n_ending:  # since we began to wait
+                    return 0
+                for address in self._freed():
+                    if address in freed:
+                        (<Allocation *><size_t>address).is_freed = IDLE
+                self.collect()
+        return 0
+
+    cdef list _freed(self):
+        cdef Allocation *allocation = self.first
+        freed = []
+        while allocation != NULL:
+            if allocation.is_freed:
+                freed.append(<size_t>allocation)
+            allocation = allocation.next
+        return freed
+
+    cdef int collect(self) except -1:
+        """Frees what is idle."""
+        cdef Allocation **link = &self.first
+        cdef Allocation *allocation
+        cdef CUcontext before
+        while link[0] != NULL:
+            allocation = link[0]
+            if allocation.is_freed != IDLE:
+                link = &allocation.next
+                continue
+            link[0] = allocation.next
+            _deregister(allocation)
+            before = self.device.enter()
+            try:
+                with nogil:  # waits for the device
+                    check(nccl.mem_free(allocation.memory), b"ncclMemFree")
+            finally:
+                free(allocation)
+                self.device.leave(before)
+        return 0
+
+    cdef int register(self, const void *data, Lane lane, bint as_window) except -1:
+        """Makes an allocation known to a lane's communicator, and to no other. Memory from elsewhere is left alone.
+
+        A window is collective: all ranks register theirs in the same order.
+        """
+        cdef Allocation *allocation = self.first
+        cdef ncclComm_t comm = lane.comm
+        cdef ncclWindow_t window = NULL
+        cdef void *handle = NULL
+        while allocation != NULL and allocation.memory != data:
+            allocation = allocation.next
+        if allocation == NULL or comm == NULL or allocation.window != NULL:
+            return 0
+        if as_window or allocation.comm != comm:
+            _deregister(allocation)
+        if as_window and nccl.register_window != NULL:
+            with nogil:  # waits for the peers
+                check(nccl.register_window(comm, allocation.memory, allocation.nbytes, &window, NCCL_WIN_COLL_SYMMETRIC),
+                      b"ncclCommWindowRegister")
+        if window == NULL and allocation.handle == NULL and nccl.register_memory != NULL:
+            with nogil:
+                check(nccl.register_memory(comm, allocation.memory, allocation.nbytes, &handle), b"ncclCommRegister")
+        if lane.comm == comm:  # else the watchdog has ended it meanwhile
+            allocation.comm, allocation.window = comm, window
+            allocation.handle = handle if handle != NULL else allocation.handle
+        return 0
+
+    cdef int forget(self, ncclComm_t comm) except -1:
+        """The communicator is about to be aborted, and all registrations with it. Gives way to no other thread."""
+        cdef Allocation *allocation = self.first
+        while allocation != NULL:
+            if comm != NULL and allocation.comm == comm:
+                allocation.comm = allocation.handle = allocation.window = NULL
+            allocation = allocation.next
+        return 0
+
+    cdef int deregister_all(self, ncclComm_t comm) except -1:
+        """The communicator is about to be destroyed, and nothing runs any more."""
+        cdef Allocation *allocation
+        with self.lock:
+            allocation = self.first
+            while allocation != NULL:
+                if allocation.comm == comm:
+                    _deregister(allocation)
+                allocation = allocation.next
+        return 0
+
+
+cdef int _deregister(Allocation *allocation) except -1:
+    if allocation.window != NULL:
+        with nogil:
+            check(nccl.deregister_window(allocation.comm, allocation.window), b"ncclCommWindowDeregister")
+    if allocation.handle != NULL:
+        with nogil:
+            check(nccl.deregister_memory(allocation.comm, allocation.handle), b"ncclCommDeregister")
+    allocation.comm = allocation.handle = allocation.window = NULL
+    return 0

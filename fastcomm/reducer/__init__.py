@@ -1,0 +1,1 @@
+"""Reducer: gradients of any model, reduced during backward."""

@@ -1,0 +1,98 @@
+"""Parameters of an attached model that no bucket holds: frozen ones, and those that came into the model after attach().
+
+Their gradients would stay each rank's own, and the ranks would train apart. So each gets a hook that raises at its first gradient, in the
+backward that made it, whoever steps then. Modules tell when they get a parameter or a module: torch calls global hooks at each
+registration. Nothing is done in a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from fastcomm.reducer.autograd import hook_gradient
+from fastcomm.reducer.gradient_hook import Untraced
+
+# The modules of attached models, and what watches them.
+_watched: weakref.WeakKeyDictionary[nn.Module, Tripwires] = weakref.WeakKeyDictionary()
+_registration_hooks: list[RemovableHandle] = []
+
+
+class Tripwires:
+    """Those of one model.
+
+    is_reduced: whether some reducer reduces a parameter.
+    refuse: its owner's method, called with a parameter whose gradient is not reduced; raises.
+    """
+
+    def __init__(self, is_reduced: Callable[[Tensor], bool], refuse: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
+        self._is_reduced, self._weak_refuse = is_reduced, refuse
+        self._handles: list[RemovableHandle] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def watch(self, module: nn.Module) -> None:
+        """The module and all in it, and what will come into it."""
+        if not _registration_hooks:
+            _registration_hooks.append(register_module_parameter_registration_hook(Untraced(_on_parameter)))
+            _registration_hooks.append(register_module_module_registration_hook(Untraced(_on_module)))
+        for one in module.modules():
+            _watched[one] = self
+            self._modules.add(one)
+        self.lay(module.parameters())
+
+    def lay(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if not self._is_reduced(parameter) and _may_get_gradients(parameter):
+                self._handles.append(_hook(parameter, Untraced(self._refuse)))
+
+    def _refuse(self, parameter: Tensor) -> None:
+        refuse = self._weak_refuse()
+        if refuse is not None:
+            refuse(parameter)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            if _watched.get(module) is self:
+                del _watched[module]
+        self._handles = []
+        self._modules.clear()
+
+
+def _may_get_gradients(parameter: Tensor) -> bool:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return parameter.is_leaf and is_number and not parameter.is_inference()
+
+
+def _hook(parameter: Tensor, hook: Untraced) -> RemovableHandle:
+    """On a frozen parameter, too, whose hook stays for when it is not frozen any more."""
+    is_frozen = not parameter.requires_grad
+    with torch.inference_mode(False):
+        if is_frozen:
+            parameter.requires_grad_(True)
+        try:
+            return hook_gradient(parameter, hook)
+        finally:
+            if is_frozen:
+                parameter.requires_grad_(False)
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    tripwires = _watched.get(module)
+    if tripwires is not None and parameter is not None:
+        tripwires.lay([parameter])
+
+
+def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    tripwires = _watched.get(module)
+    if tripwires is not None and submodule is not None:
+        tripwires.watch(submodule)

@@ -1,0 +1,1 @@
+"""Ranks of one host over shared memory."""

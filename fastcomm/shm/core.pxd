@@ -1,0 +1,45 @@
+"""Declarations of the C core: kernels/shm/reduce.h and kernels/shm/core.h say what they mean."""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+
+cdef extern from "shm/reduce.h" nogil:
+    enum:
+        SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD
+        SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8
+    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs, void *const *outputs, int n_outputs)
+
+
+cdef extern from "shm/core.h" nogil:
+    enum:
+        SHM_MAX_RANKS, SHM_RING
+        SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
+        SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER, SHM_ABANDON
+        SHM_CLOSED, SHM_ABORTED
+    uint64_t SHM_PRIVATE
+
+    struct shm_descriptor:
+        uint32_t kind, op, dtype, root
+        uint64_t numel, where
+        uint32_t label
+
+    struct shm_piece:
+        const void *source
+        uint64_t offset, numel
+
+    struct shm_comm
+
+    size_t shm_control_bytes()
+    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early)
+    void shm_free_comm(shm_comm *comm)
+    int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
+                 const shm_piece *pieces, size_t n_pieces, uint32_t *seq)
+    int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
+    int shm_make_room(shm_comm *comm, uint64_t slice_ns)
+    uint64_t shm_progress(const shm_comm *comm)
+    int shm_stalled_on(const shm_comm *comm)
+    uint32_t shm_posted(const shm_comm *comm, int rank)
+    shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)
+    int shm_state_of(const shm_comm *comm, int rank)
+    int shm_blamed_by(const shm_comm *comm, int rank)
+    void shm_set_state(shm_comm *comm, int state, int blames)

@@ -1,0 +1,16 @@
+cdef class Segment:
+    cdef object __weakref__
+    cdef int fd  # owner only, else -1
+    cdef int generation
+    cdef char *base
+    cdef size_t nbytes
+    cdef list holes  # (offset, nbytes) that are free, by offset; owner only
+    cdef size_t allocate(self, size_t nbytes, size_t alignment) except 0
+    cdef void release(self, size_t offset, size_t nbytes)
+    cdef int make_private(self) except -1
+
+
+cdef class Block:
+    cdef Segment segment
+    cdef size_t offset, nbytes
+    cdef int generation

@@ -1,0 +1,1 @@
+"""The torch.distributed backend "fastcomm", and fastcomm as DDP's hook."""

@@ -1,0 +1,136 @@
+"""Gloo as the engine of a process group: its Works and its errors, with the lost rank named.
+
+Reducing and moving is Gloo's business; which calls go there is process_group.py's.
+"""
+
+# mypy: disable-error-code="override, no-any-return"
+# torch's stubs do not declare the engines.
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from fastcomm.errors import PeerLostError
+from fastcomm.torch_backend.peers import Peers
+from fastcomm.torch_backend.work import BackendWork
+
+# How often a rank that waits for a collective looks for processes that have ended. Gloo tells at
+# once those that wait for the lost rank itself; others would wait until the time-out.
+_LOOK_S = 1.0
+_SHORTEST_S = 1e-3  # torch takes 0 for no limit
+
+
+class GlooEngine:
+    """Calls Gloo, and raises PeerLostError where a process of this host has ended."""
+
+    def __init__(self, gloo: Any, peers: Peers, members: Sequence[int]) -> None:
+        """peers: by rank of the group. members: each rank's number among all, for messages."""
+        self._gloo, self._peers, self._members = gloo, peers, members
+
+    def collective(self, name: str, *arguments: Any) -> EngineWork:
+        """Calls Gloo's method `name`, in which every rank takes part."""
+        return EngineWork(self._call(name, arguments), self, name)
+
+    def transfer(self, name: str, *arguments: Any) -> EngineWork:
+        """As `collective`, between two ranks: the loss of a third one does not end it."""
+        return TransferWork(self._call(name, arguments), self, name)
+
+    def monitored_barrier(self, *arguments: Any) -> None:
+        self._call("monitored_barrier", arguments)
+
+    def _call(self, name: str, arguments: Sequence[Any]) -> Any:
+        try:
+            return getattr(self._gloo, name)(*arguments)
+        except RuntimeError as error:
+            self.raise_if_lost(name, error)
+            raise
+
+    def raise_if_lost(self, name: str, error: RuntimeError | None = None) -> None:
+        """Raises PeerLostError, from Gloo's error if there is one, when a process has ended."""
+        self._blame(self._peers.ended(), name, error)
+
+    def explain(self, name: str, error: RuntimeError) -> None:
+        """As raise_if_lost, and gives a process whose connection broke the time to end."""
+        self._blame(self._peers.ended_soon(), name, error)
+
+    def _blame(self, ended: dict[int, int], name: str, error: RuntimeError | None) -> None:
+        if not ended:
+            return
+        lost = ", ".join(f"rank {self._members[rank]} (pid {pid})" for rank, pid in ended.items())
+        own = self._members[self._gloo.rank()]
+        gloo_says = f": {error}" if error is not None else ""
+        message = f"{lost} died; rank {own} waits in {name}, over Gloo{gloo_says}"
+        raise PeerLostError(message) from error
+
+
+class EngineWork(BackendWork):
+    """A collective that Gloo carries out."""
+
+    def __init__(self, work: Any, engine: GlooEngine, name: str) -> None:
+        super().__init__()
+        self._work, self._engine, self._name = work, engine, name
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises PeerLostError, or Gloo's error where it is not known that a rank was lost."""
+        seconds = timeout.total_seconds() if timeout is not None else 0
+        deadline = time.monotonic() + seconds if seconds > 0 else math.inf
+        while True:
+            until = min(time.monotonic() + _LOOK_S, deadline)
+            left_s = max(until - time.monotonic(), _SHORTEST_S)
+            try:
+                return self._work.wait(timedelta(seconds=left_s))
+            except RuntimeError as error:
+                # Some Works of Gloo's never say that they are completed.
+                if self._work.is_completed() or time.monotonic() < until:
+                    self._engine.explain(self._name, error)
+                    raise
+                self._engine.raise_if_lost(self._name)
+                if until == deadline:
+                    raise
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._work.result()
+
+    def get_future(self) -> Future[Any]:
+        """Gloo's own, with Gloo's errors: nothing of Python's runs in Gloo's threads."""
+        return self._work.get_future()
+
+
+class TransferWork(EngineWork):
+    """A tensor on its way between two ranks.
+
+    Gloo gives a transfer up when a wait for it times out: it is waited for but once.
+    """
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See EngineWork.wait."""
+        try:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            self._engine.explain(self._name, error)
+            raise

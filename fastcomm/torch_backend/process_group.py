@@ -1,0 +1,426 @@
+"""The torch.distributed backend "fastcomm": `init_process_group("fastcomm")` after `import fastcomm`.
+
+A group owns a communicator for CPU tensors, over shared memory where its ranks share a host, hierarchical where they do not; one for CUDA
+tensors, made at the first of them; and torch's own engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes
+depends on what all ranks know alike: the kind of collective, its op, the tensor's dtype and device. docs/backend.md lists it. Sub-groups
+are groups of their own, and made the same way.
+"""
+
+# mypy: disable-error-code="override, assignment, no-any-return"
+# torch calls these methods with lists and options; its stubs declare more forms, and do not declare the engines.
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from fastcomm import rendezvous
+from fastcomm.errors import PeerLostError
+from fastcomm.group.call import DTYPES
+from fastcomm.torch_backend.engine import GlooEngine
+from fastcomm.torch_backend.peers import Peers
+from fastcomm.torch_backend.work import (
+    CallCounter,
+    Finished,
+    SharedCommunicator,
+    hold_works_of_join,
+    put_all,
+)
+
+NAME = "fastcomm"
+
+# By hash: a ReduceOp's is the number of its op, and comparing two of them takes longer than a small all-reduce.
+_OPS = {
+    hash(op): name
+    for op, name in (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.AVG, "mean"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.PRODUCT, "prod"),
+    )
+}
+_DTYPES = frozenset(DTYPES)
+_STRIDED = torch.strided
+# Options of calls that give none.
+_ALL_REDUCE = c10d.AllreduceOptions()
+_ALL_REDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
+_BROADCAST = c10d.BroadcastOptions()
+_ALL_GATHER = c10d.AllgatherOptions()
+_REDUCE_SCATTER = c10d.ReduceScatterOptions()
+_BARRIER = c10d.BarrierOptions()
+_ALL_TO_ALL = c10d.AllToAllOptions()
+_REDUCE = c10d.ReduceOptions()
+_GATHER = c10d.GatherOptions()
+_SCATTER = c10d.ScatterOptions()
+_DONE = Finished([])
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A group of torch.distributed. Made by init_process_group and new_group; ended by destroy_process_group.
+
+    Its collectives raise FastcommError and its children on the fast path, torch's errors on the other, and ValueError or TypeError for
+    tensors that do not fit together. Threads may share it; the ranks still have to call the same collectives in the same order.
+    """
+
+    def __init__(self, options: Any) -> None:
+        """options: torch's _DistributedBackendOptions. Collective. Raises InitError where a rank is missing, and names it."""
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        # Ranks may begin again on a store that has outlived a group of the same name: what stood there then is not for this one.
+        self._store: Store = rendezvous.own_part(options.store, f"{options.group_id} of {options.global_ranks_in_group}")
+        self._timeout: timedelta = options.timeout
+        # Rank r of this group is rank members[r] of all.
+        self._members: list[int] = options.global_ranks_in_group or list(range(self.size()))
+        self._calls = CallCounter()
+        self._count = self._calls.count
+        self._nccl_lock = threading.Lock()
+        self._nccl: SharedCommunicator | None = None
+        self._caller = "init_process_group" if dist.group.WORLD is None else "new_group"
+        self._cpu, self._peers = self._connect("cpu", torch.device("cpu"))
+        rendezvous.count_as_finished(options.store)
+        self._register_engines(options)
+        hold_works_of_join()
+
+    def _connect(self, name: str, device: torch.device) -> tuple[SharedCommunicator, Peers]:
+        """Also gives the processes of the other ranks on this host."""
+        world = dist.group.WORLD
+        look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
+        comm, neighbours = rendezvous.connect(
+            PrefixStore(name, self._store),
+            self.rank(),
+            self.size(),
+            device,
+            self._timeout,
+            caller=self._caller,
+            names=self._members,
+            look=look,
+        )
+        pids = {rank: comm.pids[rank] for rank in neighbours if rank != self.rank()}
+        return SharedCommunicator(comm), Peers(pids)
+
+    def _register_engines(self, options: Any) -> None:
+        """Gives the base class what does the rest. The type says which of them is the default; each device has one."""
+        types = dist.ProcessGroup.BackendType
+        self._nccl_engine: Any = None
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank(), self.size(), timeout=self._timeout)
+        gloo.options.global_ranks_in_group = options.global_ranks_in_group
+        gloo.options.group_name = options.group_id
+        gloo._set_sequence_number_for_group()
+        self._gloo = GlooEngine(gloo, self._peers, self._members)
+        self._register_backend(torch.device("cpu"), types.CUSTOM, gloo)
+        self._set_default_backend(types.CUSTOM)
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = self._timeout
+            nccl_options.global_ranks_in_group = options.global_ranks_in_group
+            nccl_options.group_name = options.group_id
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self.rank(), self.size(), nccl_options)
+            nccl._set_sequence_number_for_group()
+            self._nccl_engine = nccl
+            self._register_backend(torch.device("cuda"), types.NCCL, nccl)
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch asks for it by this name)
+        return NAME
+
+    # -- the end --
+
+    def shutdown(self) -> None:
+        """Called by destroy_process_group. Not collective: peers that still wait for this rank get PeerLostError."""
+        for shared in self._communicators():
+            shared.close()
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Ends the collectives under way, on the other ranks, too."""
+        for shared in self._communicators():
+            shared.abort()
+        super().abort()
+
+    def _communicators(self) -> list[SharedCommunicator]:
+        return [self._cpu] if self._nccl is None else [self._cpu, self._nccl]
+
+    # -- which way --
+
+    def _transport(self, tensor: Tensor) -> SharedCommunicator | None:
+        """What takes this tensor on the fast path, or None."""
+        if tensor.dtype not in _DTYPES or tensor.layout is not _STRIDED:
+            return None
+        if tensor.is_cpu:
+            return self._cpu
+        return self._nccl_on(tensor.device) if tensor.is_cuda else None
+
+    def _mover(self, tensor: Tensor) -> SharedCommunicator | None:
+        """As _transport, for what is moved and not reduced: across hosts Gloo is as good at that, and asks nobody first."""
+        return None if tensor.is_cpu and self._cpu.is_group else self._transport(tensor)
+
+    def _nccl_on(self, device: torch.device) -> SharedCommunicator:
+        with self._nccl_lock:
+            if self._nccl is None:
+                device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+                self._nccl, _ = self._connect("cuda", device)
+            return self._nccl
+
+    # Torch's engines are called directly. The base class would find the same ones, but where it
+    # asks Python whether a method is overridden it keeps the GIL during the call, and an engine's
+    # thread may want that while it holds the engine's lock.
+
+    def _by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
+        """Leaves a collective to torch's engine for the device of `tensor`.
+
+        name: of the engine's method.
+        """
+        if tensor.is_cpu:
+            return self._gloo.collective(name, *arguments)
+        return getattr(self._engine_of(tensor), name)(*arguments)
+
+    def _sent_by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
+        """As _by_engine, for what goes from one rank to another."""
+        if tensor.is_cpu:
+            return self._gloo.transfer(name, *arguments)
+        return getattr(self._engine_of(tensor), name)(*arguments)
+
+    def _engine_of(self, tensor: Tensor) -> Any:
+        if tensor.is_cuda and self._nccl_engine is not None:
+            return self._nccl_engine
+        devices = "cpu" if self._nccl_engine is None else "cpu and cuda"
+        message = f"the backend {NAME!r} takes tensors on {devices}; got one on {tensor.device}"
+        raise ValueError(message)
+
+    # -- what the group knows of itself --
+
+    def look_for(self, ranks: list[int]) -> None:
+        """Raises PeerLostError when one of `ranks` is known to be lost."""
+        lost = self._peers.ended(ranks) | self._cpu.lost(ranks)
+        if lost:
+            names = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(lost.items()))
+            raise PeerLostError(f"{names} died")
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called on the group.
+
+        Ranks that have made the same calls have the same number. send and recv do not count.
+        """
+        return self._calls.value()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every rank counts from zero."""
+
+    # -- collectives: the fast path, else torch's engine --
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = _ALL_REDUCE) -> c10d.Work:
+        self._count()
+        op = _OPS.get(hash(opts.reduceOp))
+        tensor = tensors[0]
+        shared = self._transport(tensor)
+        if shared is None or op is None or len(tensors) != 1:
+            return self._by_engine("allreduce", tensor, tensors, opts)
+        if _is_async(opts) or not tensor.is_contiguous():
+            return self._all_reduce(shared, tensors, op, opts)
+        with shared.turn:  # the short way of the most frequent call
+            shared.comm.all_reduce(tensor, op)
+        return _DONE
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _ALL_REDUCE_COALESCED) -> c10d.Work:
+        self._count()
+        op = _OPS.get(hash(opts.reduceOp))
+        shared = _common(map(self._transport, tensors))
+        if shared is None or op is None:
+            return self._by_engine("allreduce_coalesced", tensors[0], tensors, opts)
+        return self._all_reduce(shared, tensors, op, opts)
+
+    def _all_reduce(self, shared: SharedCommunicator, tensors: list[Tensor], op: str, opts: Any) -> c10d.Work:
+        flats = [tensor.contiguous() for tensor in tensors]
+        calls = [partial(shared.comm.all_reduce, flat, op) for flat in flats]
+        return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), _is_async(opts))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST) -> c10d.Work:
+        self._count()
+        tensor = tensors[0]
+        shared = self._mover(tensor)
+        if shared is None or len(tensors) != 1:
+            return self._by_engine("broadcast", tensor, tensors, opts)
+        flat = tensor.contiguous()
+        places = [] if opts.rootRank == self.rank() else [(tensor, flat)]
+        return shared.run([partial(shared.comm.broadcast, flat, opts.rootRank)], tensors, places, _is_async(opts))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER) -> c10d.Work:
+        self._count()
+        tensor = inputs[0]
+        shared = self._mover(tensor)
+        if shared is None or len(inputs) != 1 or not self._are_alike(outputs[0], tensor):
+            return self._by_engine("allgather", tensor, outputs, inputs, opts)
+        rows = tensor.new_empty((self.size(), tensor.numel()))
+        places = [(place, row.view(place.shape)) for place, row in zip(outputs[0], rows, strict=True)]
+        return shared.run([partial(shared.comm.all_gather_single, rows, tensor.contiguous())], outputs, places, _is_async(opts))
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = _ALL_GATHER) -> c10d.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_GATHER) -> c10d.Work:
+        self._count()
+        shared = _common(map(self._mover, inputs))
+        if shared is None:
+            pairs = zip(outputs, inputs, strict=True)
+            works = [self._by_engine("_allgather_base", inp, out, inp, opts) for out, inp in pairs]
+            return _last_of(works)
+        flats = [output.contiguous() for output in outputs]
+        calls = [partial(shared.comm.all_gather_single, flat, inp.contiguous()) for flat, inp in zip(flats, inputs, strict=True)]
+        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+        output = outputs[0]
+        is_reducible = hash(opts.reduceOp) in _OPS and self._transport(output) is not None
+        if not is_reducible or len(outputs) != 1 or not self._are_alike(inputs[0], output):
+            self._count()
+            return self._by_engine("reduce_scatter", output, outputs, inputs, opts)
+        whole = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
+        return self._reduce_scatter_base(output, whole, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+        self._count()
+        op = _OPS.get(hash(opts.reduceOp))
+        shared = _common(map(self._transport, inputs))
+        if shared is None or op is None:
+            # Gloo reads the first dimension of each, and reads past a scalar's shape.
+            pairs = zip(map(torch.atleast_1d, outputs), map(torch.atleast_1d, inputs), strict=True)
+            call = partial(self._by_engine, "_reduce_scatter_base")
+            return _last_of([call(inp, out, inp, opts) for out, inp in pairs])
+        flats = [output.contiguous() for output in outputs]
+        calls = [partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op) for flat, inp in zip(flats, inputs, strict=True)]
+        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))
+
+    def barrier(self, opts: Any = _BARRIER) -> c10d.Work:
+        self._count()
+        device = opts.device or torch.device("cpu")
+        shared = self._nccl_on(device) if device.type == "cuda" else self._cpu
+        return shared.run([shared.comm.barrier], [], [], _is_async(opts))
+
+    def _are_alike(self, tensors: list[Tensor], like: Tensor) -> bool:
+        """Whether a list, one tensor for each rank, is equal parts. Raises ValueError."""
+        if len(tensors) != self.size():
+            raise ValueError(f"a list of {len(tensors)} tensors for {self.size()} ranks")
+        kind = _kind(like)
+        return all(_kind(tensor) == kind for tensor in tensors)
+
+    # -- what torch's engine does alone --
+
+    def reduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> c10d.Work:
+        self._count()
+        return self._by_engine("reduce", tensors[0], tensors, opts)
+
+    def gather(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = _GATHER,
+    ) -> c10d.Work:
+        self._count()
+        return self._by_engine("gather", inputs[0], outputs, inputs, opts)
+
+    def scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: Any = _SCATTER,
+    ) -> c10d.Work:
+        self._count()
+        return self._by_engine("scatter", outputs[0], outputs, inputs, opts)
+
+    def allgather_coalesced(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = _ALL_GATHER,
+    ) -> c10d.Work:
+        self._count()
+        return self._by_engine("allgather_coalesced", inputs[0], outputs, inputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = _ALL_TO_ALL,
+    ) -> c10d.Work:
+        self._count()
+        sizes = output_split_sizes, input_split_sizes
+        return self._by_engine("alltoall_base", input, output, input, *sizes, opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_TO_ALL) -> c10d.Work:
+        self._count()
+        if not inputs[0].is_cpu:
+            return self._by_engine("alltoall", inputs[0], outputs, inputs, opts)
+        # Gloo knows no lists.
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+        sizes, input_sizes = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
+        output = flat.new_empty(sum(sizes))
+        self._by_engine("alltoall_base", flat, output, flat, sizes, input_sizes, opts).wait()
+        put_all([(tensor, part.view(tensor.shape)) for tensor, part in zip(outputs, output.split(sizes), strict=True)])
+        return Finished(outputs)
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        self._count()
+        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> c10d.Work:
+        return self._sent_by_engine("send", tensors[0], tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> c10d.Work:
+        return self._sent_by_engine("recv", tensors[0], tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> c10d.Work:
+        return self._sent_by_engine("recv_anysource", tensors[0], tensors, tag)
+
+    # torch 2.13's names beside those from before.
+    all_gather_single = _allgather_base
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _is_async(opts: Any) -> bool:
+    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every Work."""
+    return getattr(opts, "asyncOp", True)
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """What equal parts of a tensor have in common."""
+    return tensor.dtype, tensor.layout, tensor.device, tensor.numel()
+
+
+def _common(ways: Iterable[SharedCommunicator | None]) -> SharedCommunicator | None:
+    """The one way that all tensors of a call can go."""
+    different = set(ways)
+    return different.pop() if len(different) == 1 else None
+
+
+def _last_of(works: list[c10d.Work]) -> c10d.Work:
+    """One Work to wait for, of several of an engine's."""
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
+
+
+def _create(options: Any, backend_options: Any) -> ProcessGroup:
+    return ProcessGroup(options)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,313 @@
+"""The communicators of a process group, which threads share, and torch's Works and Futures of the collectives they carry out."""
+
+# mypy: disable-error-code="assignment, override, no-any-return"
+# torch calls these methods with more than its stubs declare.
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+from fastcomm.communicator import Communicator, Work
+from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
+from fastcomm.group.communicator import GroupCommunicator
+from fastcomm.shm.communicator import ShmCommunicator
+
+_POLL_S = 50e-6
+# How long a collective under way may lie before this rank goes on with it by itself: long against a collective, short against a step.
+_PROGRESS_S = 1e-3
+# How long a poll waits for its turn: long against a turn of the thread that makes progress.
+_TURN_S = 1e-3
+
+Places = Sequence[tuple[Tensor, Tensor]]
+
+
+class CallCounter:
+    """Counts a group's collectives. Threads may call `count` at once: it is atomic."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.count = self._numbers.__next__
+        self._lock = threading.Lock()
+        self._n_reads = 0  # each takes a number, too
+
+    def value(self) -> int:
+        with self._lock:
+            n_calls = self.count() - self._n_reads
+            self._n_reads += 1
+            return n_calls
+
+
+class SharedCommunicator:
+    """A communicator whose callers take turns. Each call of `run` is a collective, or several that were coalesced."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.lock = threading.Lock()
+        # A GroupCommunicator has a thread of its own that does the work, and takes any number of callers.
+        self.is_group = isinstance(comm, GroupCommunicator)
+        self.turn: AbstractContextManager[object] = nullcontext() if self.is_group else self.lock
+        self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
+        self._progress = _Progress(self.lock)
+
+    def run(self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool) -> c10d.Work:
+        """Calls the communicator's collectives. value: returned by Work.result(). places: pairs of where the caller wants something, and
+        where it is afterwards."""
+        if not is_async:
+            with self.turn:
+                for call in calls:
+                    call()
+            put_all(places)
+            return Finished(value)
+        works: list[Work] = []
+        with self.turn:
+            try:
+                for call in calls:
+                    works.append(call(async_op=True))
+            finally:
+                if isinstance(self.comm, ShmCommunicator):  # the others' move by themselves
+                    self._progress.watch([work for work in works if not work.is_completed()])
+        return UnderWay(self, works, value, places)
+
+    def lost(self, ranks: Collection[int]) -> dict[int, int]:
+        """Which of `ranks` the communicator has found dead: their pids, by rank."""
+        failure = self.comm._failure if isinstance(self.comm, GroupCommunicator) else None
+        verdict = str(failure).partition(";")[0]
+        if not isinstance(failure, PeerLostError) or " died" not in verdict:
+            return {}
+        pids = self.comm.pids
+        return {rank: pids[rank] for rank in ranks if f"rank {rank} (pid {pids[rank]})" in verdict}
+
+    def close(self) -> None:
+        self._progress.stop()
+        self.comm.close()
+
+    def abort(self) -> None:
+        self._progress.stop()
+        self.comm.abort()
+
+
+def put_all(places: Places) -> None:
+    """Brings results to where the caller wants them, where they are not there."""
+    for target, source in places:
+        if source is not target:
+            target.detach().copy_(source)
+
+
+class BackendWork(c10d.Work):
+    """A Work of this backend's.
+
+    Its methods are Python's. When C++ holds such a Work and nobody in Python does, its Python half
+    dies, and torch's waits for ever for what is left of it. So C++ has to get `held(work)`.
+    """
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def boxed(self) -> Any:
+        return held(self).boxed()
+
+
+class _Lender(dist.ProcessGroup):
+    """Gives a Work away as a group in Python does: torch's C++ wraps it, and so keeps it alive."""
+
+    def __init__(self, work: BackendWork) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._work = work
+
+    def barrier(self, opts: Any) -> c10d.Work:
+        return self._work
+
+
+def held(work: BackendWork) -> c10d.Work:
+    """The same Work for C++ to keep. It can wait and has the future, and is not to be polled."""
+    return dist.ProcessGroup.barrier(_Lender(work), c10d.BarrierOptions())
+
+
+def hold_works_of_join() -> None:
+    """Has DDP's reducer, in a join, hold our Works with their Python half.
+
+    DDP reduces a flag, hands the Work to the C++ reducer, which waits for it in backward, and drops
+    it. This is the one place where torch's Python gives a Work to C++.
+    """
+    reducer = c10d.Reducer
+    set_handle = reducer._set_forward_pass_work_handle
+    if getattr(set_handle, "holds_ours", False):
+        return
+
+    @functools.wraps(set_handle)
+    def set_held_handle(reducer: c10d.Reducer, work: c10d.Work, *options: Any) -> None:
+        set_handle(reducer, held(work) if isinstance(work, BackendWork) else work, *options)
+
+    set_held_handle.holds_ours = True  # type: ignore[attr-defined]
+    reducer._set_forward_pass_work_handle = set_held_handle
+
+
+class Finished(BackendWork):
+    """A collective that was over when its call returned."""
+
+    def __init__(self, value: list[Any]) -> None:
+        super().__init__()
+        self._value = value
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Any]:
+        return self._value
+
+    def get_future(self) -> Future[list[Any]]:
+        future: Future[list[Any]] = Future()
+        future.set_result(self._value)
+        return future
+
+
+class UnderWay(BackendWork):
+    """Collectives under way."""
+
+    def __init__(self, shared: SharedCommunicator, works: list[Work], value: list[Any], places: Places) -> None:
+        super().__init__()
+        self._shared, self._works, self._value, self._places = shared, works, value, places
+        self._is_over = False  # and the results are in place
+        self._in_place: torch.cuda.Event | None = None  # for other streams
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises what ended the collectives, or TimeoutError after `timeout`, if that is given and comes before the group's."""
+        if timeout is not None and timeout > timedelta(0):
+            self._poll(timeout.total_seconds())
+            self._finish()  # nobody is waited for any more, neither a rank nor another thread
+        elif not self._is_over:
+            with self._shared.turn:
+                self._finish()
+        elif self._in_place is not None:  # but the current stream may be another one
+            torch.cuda.current_stream(self._shared.comm.device).wait_event(self._in_place)
+        return True
+
+    synchronize = wait
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        put_all(self._places)
+        self._is_over, self._places = True, ()
+        if self._shared.side_stream is not None:
+            self._in_place = torch.cuda.current_stream(self._shared.comm.device).record_event()
+
+    def _poll(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the backend 'fastcomm', which goes on: wait "
+                    "again, or with a longer timeout"
+                )
+            time.sleep(_POLL_S)
+
+    def is_completed(self) -> bool:
+        if self._is_over or self._shared.is_group:
+            return self._is_over or all(work.is_completed() for work in self._works)
+        # Whose turn it is may be waiting for something else: no is the answer then.
+        if not self._shared.lock.acquire(timeout=_TURN_S):
+            return False
+        try:
+            return all(work.is_completed() for work in self._works)
+        finally:
+            self._shared.lock.release()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> FastcommError | None:
+        """What ended the collectives, if they have ended by that."""
+        if not self.is_completed():
+            return None
+        try:
+            self.wait()
+        except FastcommError as error:
+            return error
+        return None
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._value
+
+    def get_future(self) -> Future[list[Any]]:
+        """On the CPU it is complete, so that what is chained to it runs at once, in the caller's thread and in the same order on all
+        ranks, which may well be further collectives. DDP chains none: across hosts it gets a future that completes when the result has
+        come. On CUDA the future is complete on a stream of its own, so that the caller's is not held up before it waits."""
+        if self._shared.side_stream is not None:
+            with torch.cuda.stream(self._shared.side_stream):  # the future holds an event of it
+                self.wait()
+                future: Future[list[Any]] = Future(devices=[self._shared.comm.device])
+                future.set_result(self._value)
+            return future
+        if self._shared.is_group and _is_called_by_autograd():
+            begun: Future[None] = Future()
+            future = begun.then(lambda _: self.result())  # raises in there, where torch's C++ notices
+            threading.Thread(target=begun.set_result, args=(None,), name="fastcomm-future", daemon=True).start()
+            return future
+        return Finished(self.result()).get_future()
+
+
+def _is_called_by_autograd() -> bool:
+    """True when called from C++ during backward, that is by DDP."""
+    try:
+        return sys._getframe(2).f_code.co_name == "_engine_run_backward"
+    except ValueError:  # there is none: a thread of autograd's own
+        return True
+
+
+class _Progress:
+    """Goes on with collectives that nobody waits for yet, from a thread of its own: peers that do wait for them may not depend on what
+    this rank's caller does in between. Idle, and without a thread, as long as callers are quick."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._works: list[Work] = []
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_stopped = False
+
+    def watch(self, works: list[Work]) -> None:
+        """Called with the lock held."""
+        if not works:
+            return
+        self._works += works
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fastcomm-progress", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            self._wake.wait()
+            time.sleep(_PROGRESS_S)
+            with self._lock:
+                self._works = [work for work in self._works if not work.is_completed()]
+                if not self._works:
+                    self._wake.clear()

@@ -1,0 +1,119 @@
+/* What protocol.c and paths.c (the three ways through it) share: the layout of a segment and the state of a
+ * communicator. Not for users. */
+#ifndef FASTCOMM_SHM_COMM_H
+#define FASTCOMM_SHM_COMM_H
+
+#include <poll.h>
+#include <string.h>
+
+#include "core.h"
+#include "wait.h"
+
+#define CACHE_LINE 64
+
+struct slot {
+    _Alignas(CACHE_LINE) struct shm_flag arrived;
+    struct shm_descriptor descriptor;
+};
+
+/* The head of every segment. All zero to begin with. */
+struct control {
+    struct slot slots[SHM_RING];
+    _Alignas(CACHE_LINE) struct shm_flag reduced;
+    _Alignas(CACHE_LINE) struct shm_flag staged_in;  /* chunks copied into staging_in, counted over all staged collectives */
+    _Alignas(CACHE_LINE) struct shm_flag staged_out; /* chunks whose part of this rank is reduced into staging_out */
+    _Alignas(CACHE_LINE) _Atomic int32_t state;      /* enum shm_state */
+    _Atomic int32_t blames;                          /* the rank it gave up on, plus one */
+    _Alignas(CACHE_LINE) char mailbox[SHM_RING][SHM_INLINE_BYTES];
+    _Alignas(4096) char staging_in[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
+    _Alignas(4096) char staging_out[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
+};
+
+enum path { UNDECIDED = 0, INLINE, DIRECT, STAGED };
+
+struct collective {
+    struct shm_descriptor descriptor;
+    const char *input;
+    char *output;
+    const struct shm_piece *pieces;
+    size_t n_pieces;
+    enum path path;
+    int status;
+    uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
+};
+
+/* What we wait for when nothing can be done. */
+struct stall {
+    struct shm_flag *flag;
+    uint32_t target;
+    int rank;
+};
+
+struct shm_comm {
+    int rank, world_size;
+    bool yield_early;
+    uint32_t next;    /* number of the next collective to be posted; the first is 1 */
+    uint32_t head;    /* oldest that this rank has not finished; == next when there is none */
+    uint32_t settled; /* all ranks are known to have finished up to here */
+    uint32_t chunk;   /* number of chunks in all finished staged collectives */
+    struct stall stall;
+    struct collective ring[SHM_RING];
+    /* What the ranks wanted of a collective that failed, for the message: the peers reuse their slots. */
+    struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
+    struct pollfd pidfds[SHM_MAX_RANKS];
+    char *segments[SHM_MAX_RANKS];
+};
+
+struct range {
+    uint64_t begin, end;
+};
+
+static inline struct control *control_of(const struct shm_comm *comm, int rank) {
+    return (struct control *)comm->segments[rank];
+}
+
+static inline struct slot *slot_of(const struct shm_comm *comm, int rank, uint32_t seq) {
+    return &control_of(comm, rank)->slots[seq % SHM_RING];
+}
+
+static inline uint64_t min64(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
+
+/* The part of `numel` elements that `rank` reduces. Parts begin on cache lines, so no two ranks write the same line. */
+static inline struct range shard_of(uint64_t numel, size_t itemsize, int rank, int world_size) {
+    uint64_t per_line = CACHE_LINE / itemsize;
+    uint64_t lines = (numel + per_line - 1) / per_line;
+    uint64_t per_rank = (lines + (uint64_t)world_size - 1) / (uint64_t)world_size * per_line;
+    uint64_t begin = min64(per_rank * (uint64_t)rank, numel);
+    return (struct range){begin, min64(begin + per_rank, numel)};
+}
+
+enum which_flag { REDUCED, STAGED_IN, STAGED_OUT };
+
+/* Whether every rank has raised its flag to `target`; if not, remembers whom we wait for. */
+static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which, uint32_t target) {
+    for (int r = 0; r < comm->world_size; r++) {
+        struct control *control = control_of(comm, r);
+        struct shm_flag *flag = which == REDUCED ? &control->reduced : which == STAGED_IN ? &control->staged_in : &control->staged_out;
+        if (!shm_reached(flag, target)) {
+            comm->stall = (struct stall){flag, target, r};
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Whether the payload travels in mailboxes. */
+bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
+
+/* Copies the parts of the pieces inside `range` to where they belong in the tensor. */
+void shm_gather_pieces(const struct collective *c, struct range range);
+
+/* Each takes a collective that all ranks have posted through one path. The staged one may have to wait for the peers half-way: returns
+ * whether it is through. */
+void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
+void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
+bool shm_run_staged(struct shm_comm *comm, struct collective *c);
+
+#endif

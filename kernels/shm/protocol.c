@@ -1,0 +1,262 @@
+/* Collectives over shared memory, the protocol: see core.h for the contract.
+ *
+ * Every rank keeps a ring of SHM_RING descriptor slots. Posting collective number `seq` fills slot seq % SHM_RING and raises the
+ * slot's own flag, so one cache line tells the peers both that we arrived and what we want. `reduced` says up to which number this
+ * rank has finished reading its peers' memory; a slot, a mailbox or a tensor is reused only when all ranks have got that far.
+ *
+ * Reduction order is rank 0, 1, 2, ... for every element, so the result is bitwise the same on every rank and in every run. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* ---- moving collectives forward ----------------------------------------------------------------------------------------------- */
+
+static bool all_arrived(struct shm_comm *comm, uint32_t seq) {
+    for (int r = 0; r < comm->world_size; r++) {
+        struct shm_flag *flag = &slot_of(comm, r, seq)->arrived;
+        if (!shm_reached(flag, seq)) {
+            comm->stall = (struct stall){flag, seq, r};
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool same_collective(const struct shm_descriptor *a, const struct shm_descriptor *b) {
+    return a->kind == b->kind && a->op == b->op && a->dtype == b->dtype && a->root == b->root && a->numel == b->numel &&
+           a->label == b->label;
+}
+
+/* All ranks have arrived: compares what they want and chooses the path from it. */
+static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
+    bool direct = true, abandoned = false;
+    for (int r = 0; r < comm->world_size; r++) {
+        const struct shm_descriptor *theirs = &slot_of(comm, r, seq)->descriptor;
+        if (!same_collective(theirs, &c->descriptor)) {
+            c->status = SHM_MISMATCH;
+        }
+        abandoned = abandoned || theirs->kind == SHM_ABANDON;
+        direct = direct && theirs->where != SHM_PRIVATE;
+    }
+    if (c->status == SHM_MISMATCH) {
+        c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
+        for (int r = 0; r < comm->world_size; r++) {
+            comm->disagreed[seq % SHM_RING][r] = slot_of(comm, r, seq)->descriptor;
+        }
+    }
+    c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE : direct ? DIRECT : STAGED;
+    if (c->path == STAGED) {
+        shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype), comm->rank, comm->world_size));
+    }
+}
+
+/* Takes the oldest unfinished collective as far as it goes. Returns whether it is finished on this rank. */
+static bool run_head(struct shm_comm *comm) {
+    uint32_t seq = comm->head;
+    struct collective *c = &comm->ring[seq % SHM_RING];
+    if (c->path == UNDECIDED) {
+        if (!all_arrived(comm, seq)) {
+            return false;
+        }
+        decide(comm, seq, c);
+    }
+    if (c->status == SHM_OK) {
+        if (c->path == INLINE) {
+            shm_run_inline(comm, seq, c);
+        } else if (c->path == DIRECT) {
+            shm_run_direct(comm, seq, c);
+        } else if (!shm_run_staged(comm, c)) {
+            return false;
+        }
+    }
+    comm->head = seq + 1;
+    shm_raise(&control_of(comm, comm->rank)->reduced, seq);
+    return true;
+}
+
+/* Whether all ranks are done with `seq`: its slot, mailbox and tensors are free. */
+static bool is_settled(struct shm_comm *comm, uint32_t seq) {
+    if ((int32_t)(comm->settled - seq) >= 0) {
+        return true;
+    }
+    if (!shm_all_reached(comm, REDUCED, seq)) {
+        return false;
+    }
+    comm->settled = seq;
+    return true;
+}
+
+/* On the direct path the peers read and write our tensor until they are done. And who meets after SHM_ABANDON must leave no peer
+ * behind that is still busy with what came before it. */
+static bool is_awaited_by_all(const struct collective *c) {
+    return c->path == DIRECT || c->descriptor.kind == SHM_ABANDON;
+}
+
+/* Whether the result is in place on this rank, and nobody reads or writes its tensors any more. */
+static bool is_complete(struct shm_comm *comm, uint32_t seq) {
+    if ((int32_t)(comm->head - seq) <= 0) {
+        return false;
+    }
+    const struct collective *c = &comm->ring[seq % SHM_RING];
+    return c->status != SHM_OK || !is_awaited_by_all(c) || is_settled(comm, seq);
+}
+
+/* ---- peers that are gone -------------------------------------------------------------------------------------------------------- */
+
+/* Whether we need `rank` for more than the mailbox it has filled: then it must have raised `reduced`, too. */
+static bool owes(struct shm_comm *comm, int rank, uint32_t seq, bool (*is_done)(struct shm_comm *, uint32_t)) {
+    const struct shm_descriptor *d = &comm->ring[seq % SHM_RING].descriptor;
+    if (!shm_reached(&slot_of(comm, rank, seq)->arrived, seq)) {
+        return true;
+    }
+    bool mailbox_is_enough = shm_fits_mailbox(d, comm->world_size) && d->kind != SHM_ABANDON && is_done == is_complete;
+    return !mailbox_is_enough && !shm_reached(&control_of(comm, rank)->reduced, seq);
+}
+
+static bool is_dead(struct shm_comm *comm, int rank) {
+    return comm->pidfds[rank].fd >= 0 && (comm->pidfds[rank].revents & POLLIN);
+}
+
+/* A peer that died, or gave up, and that collective `seq` still needs; -1 if there is none. The dead come first: they are the cause. */
+static int find_lost_peer(struct shm_comm *comm, uint32_t seq, bool (*is_done)(struct shm_comm *, uint32_t)) {
+    poll(comm->pidfds, (nfds_t)comm->world_size, 0);
+    for (int r = 0; r < comm->world_size; r++) {
+        if (is_dead(comm, r) && owes(comm, r, seq, is_done)) {
+            return r;
+        }
+    }
+    for (int r = 0; r < comm->world_size; r++) {
+        if (r != comm->rank && atomic_load(&control_of(comm, r)->state) != SHM_ALIVE && owes(comm, r, seq, is_done)) {
+            return r;
+        }
+    }
+    return -1;
+}
+
+/* ---- the interface -------------------------------------------------------------------------------------------------------------- */
+
+size_t shm_control_bytes(void) {
+    return sizeof(struct control);
+}
+
+struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early) {
+    struct shm_comm *comm = calloc(1, sizeof *comm);
+    if (comm == NULL) {
+        return NULL;
+    }
+    comm->rank = rank;
+    comm->world_size = world_size;
+    comm->yield_early = yield_early != 0;
+    comm->next = comm->head = 1;
+    for (int r = 0; r < world_size; r++) {
+        comm->segments[r] = segments[r];
+        comm->pidfds[r] = (struct pollfd){.fd = pidfds[r], .events = POLLIN};
+    }
+    return comm;
+}
+
+void shm_free_comm(struct shm_comm *comm) {
+    free(comm);
+}
+
+int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input, void *output,
+             const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq) {
+    uint32_t number = comm->next;
+    if (!is_settled(comm, number - SHM_RING)) {
+        return SHM_AGAIN; /* the slot has not been read by everybody */
+    }
+    struct collective *c = &comm->ring[number % SHM_RING];
+    *c = (struct collective){.descriptor = *descriptor, .input = input, .output = output, .pieces = pieces, .n_pieces = n_pieces};
+    size_t itemsize = shm_dtype_size(descriptor->dtype);
+    if (shm_fits_mailbox(descriptor, comm->world_size)) {
+        shm_gather_pieces(c, (struct range){0, descriptor->numel});
+        if (descriptor->numel > 0 && (descriptor->kind != SHM_BROADCAST || (int)descriptor->root == comm->rank)) {
+            memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input, descriptor->numel * itemsize);
+        }
+    } else { /* our own shard is left to the reduction */
+        struct range own = shard_of(descriptor->numel, itemsize, comm->rank, comm->world_size);
+        shm_gather_pieces(c, (struct range){0, own.begin});
+        shm_gather_pieces(c, (struct range){own.end, descriptor->numel});
+    }
+    struct slot *slot = slot_of(comm, comm->rank, number);
+    slot->descriptor = *descriptor;
+    shm_raise(&slot->arrived, number);
+    comm->next = number + 1;
+    *seq = number;
+    return SHM_OK;
+}
+
+static int wait_until(struct shm_comm *comm, bool (*is_done)(struct shm_comm *, uint32_t), uint32_t seq, uint64_t slice_ns) {
+    struct shm_patience patience = {0};
+    uint64_t end_ns = 0;
+    while (!is_done(comm, seq)) {
+        bool is_posted_only = (int32_t)(comm->head - seq) <= 0;
+        if (is_posted_only && run_head(comm)) {
+            patience = (struct shm_patience){0};
+            continue;
+        }
+        if (slice_ns == 0) {
+            return SHM_AGAIN;
+        }
+        if (!shm_back_off(comm->stall.flag, comm->stall.target, &patience, comm->yield_early) ||
+            shm_reached(comm->stall.flag, comm->stall.target)) {
+            continue;
+        }
+        int lost = find_lost_peer(comm, is_posted_only ? comm->head : seq, is_done);
+        if (lost >= 0) {
+            comm->stall.rank = lost;
+            return SHM_PEER_LOST;
+        }
+        uint64_t now = shm_now_ns();
+        end_ns = end_ns != 0 ? end_ns : now + slice_ns;
+        if (now >= end_ns) {
+            return SHM_AGAIN;
+        }
+    }
+    return comm->ring[seq % SHM_RING].status;
+}
+
+int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
+    return wait_until(comm, is_complete, seq, slice_ns);
+}
+
+int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
+    int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
+    return status == SHM_MISMATCH || status == SHM_ABANDONED ? SHM_OK : status; /* whoever waits for that one hears of it */
+}
+
+uint64_t shm_progress(const struct shm_comm *comm) {
+    const struct collective *c = &comm->ring[comm->head % SHM_RING];
+    return comm->head + comm->chunk + c->n_in + c->n_worked + c->n_out;
+}
+
+int shm_stalled_on(const struct shm_comm *comm) {
+    return comm->stall.rank;
+}
+
+uint32_t shm_posted(const struct shm_comm *comm, int rank) {
+    uint32_t last = comm->head - 1; /* everybody has posted that one, for we have finished it */
+    while (shm_reached(&slot_of(comm, rank, last + 1)->arrived, last + 1) && last + 1 - comm->head < SHM_RING) {
+        last++;
+    }
+    return last;
+}
+
+struct shm_descriptor shm_descriptor_of(const struct shm_comm *comm, int rank, uint32_t seq) {
+    bool failed = (int32_t)(comm->head - seq) > 0 && comm->ring[seq % SHM_RING].status != SHM_OK;
+    return failed ? comm->disagreed[seq % SHM_RING][rank] : slot_of(comm, rank, seq)->descriptor;
+}
+
+int shm_state_of(const struct shm_comm *comm, int rank) {
+    return atomic_load(&control_of(comm, rank)->state);
+}
+
+int shm_blamed_by(const struct shm_comm *comm, int rank) {
+    return atomic_load(&control_of(comm, rank)->blames) - 1;
+}
+
+void shm_set_state(struct shm_comm *comm, enum shm_state state, int blames) {
+    struct control *control = control_of(comm, comm->rank);
+    atomic_store(&control->blames, blames + 1);
+    atomic_store(&control->state, (int32_t)state);
+}
