@@ -250,6 +250,13 @@ def noted(place: Place, name: str) -> str:
     return Path(place.directory, name).read_text()
 
 
+def finish_together(comm: Any) -> None:
+    """For bodies, before a rank abandons a round. Over NCCL the host does not wait, and one that abandons a round ends what the others
+    are still about to finish of the round before: here they have all finished it."""
+    if comm.backend == "nccl":
+        gloo().barrier().wait()
+
+
 def torchrun_env(world_size: int) -> list[dict[str, str]]:
     """The variables torchrun would set for `world_size` ranks of one host, by rank."""
     with socket.socket() as probe:

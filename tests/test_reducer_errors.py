@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from models import Fail, Heads, assert_gradients, backward, batch, check_gradients, loss_of, mean_gradients, mlp
-from ranks import fresh_ranks, on_ranks
+from ranks import finish_together, fresh_ranks, on_ranks
 from torch import nn
 
 import fastcomm
@@ -35,6 +35,7 @@ UNLUCKY = {
 
 def _step_that_may_fail(model, comm, step):
     where, who = UNLUCKY.get(step, ("", set()))
+    finish_together(comm)
     if where == "forward" and comm.rank in who:
         raise ValueError("bad batch")
     x, _ = batch(comm.rank, step)
@@ -73,6 +74,7 @@ def test_a_backward_that_fails_before_its_first_gradient_may_be_abandoned(comm):
     n_before, n_failed = comm.n_abandoned, 0
     for step in range(4):
         model.zero_grad()
+        finish_together(comm)
         try:
             if step == 1:
                 _step_that_may_fail(model, comm, 8)  # rank 1, in backward

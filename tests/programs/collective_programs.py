@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fastcomm import FastcommError, MismatchError
+from ranks import finish_together
 from reference import HALVES, reduced
 from torch import Tensor
 
@@ -65,6 +66,8 @@ class _Round:
 
     def run(self) -> dict[str, int]:
         n = len(self.round.calls)
+        if self.round.is_abandoned:
+            finish_together(self.comm)
         try:
             for index, call in enumerate(self.round.calls):
                 self._leave_if_due(index)

@@ -14,6 +14,7 @@ from typing import Any
 import fastcomm
 import torch
 from fastcomm import FastcommError
+from ranks import finish_together
 from torch import Tensor
 
 from programs.data import (
@@ -147,6 +148,7 @@ class _Run:
             self._fail_alone(operation, number)
             return
         rank = self.comm.rank
+        finish_together(self.comm)
         is_failing = bool(operation.failing >> rank & 1)
         skipping = operation.failing if operation.at is None else 0
         for _ in self.oracle.backwards(operation, number, skipping):
