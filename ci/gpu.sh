@@ -62,7 +62,7 @@ reducer='nccl and 2 and not 3 and not 4 and not many and not 200_steps and not t
 # All limits together are the 480 seconds above.
 # setup.py alone builds one extension after the other; with --parallel Cython would run in threads, for which it is not made.
 step build 90 bash -e -c '
-    python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*.pyx
+    python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*.pyx fastcomm/*/*.pyx
     python3 setup.py --quiet build_ext --inplace --parallel 8'
 step tests 80 "${pytest[@]}" tests/gpu
 step reducer 115 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
