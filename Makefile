@@ -1,5 +1,5 @@
 # make demo      two ranks train a small GPT (about a minute)
-# make test      the tests; several side by side, as they wait more than they compute: make test WORKERS=3
+# make test      the tests, several files side by side (WORKERS=3)
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
@@ -7,7 +7,8 @@
 # make format    rewrite the sources the way `make lint` wants them
 # make clean     remove what was built, but not the virtual environment
 #
-# What needs Python creates the virtual environment if it is missing, installs what is missing there, and rebuilds what changed.
+# What needs Python creates the virtual environment if it is missing, installs what is missing
+# there, and rebuilds what changed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,14 +16,17 @@ MINUTES ?= 10
 SEED ?= random
 WORKERS ?= 3
 python := $(VENV)/bin/python
-pip_install := $(python) -m pip --disable-pip-version-check install --quiet --constraint ci/constraints.txt
+pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
+    --constraint ci/constraints.txt
 
-# Always asked: setup.py knows which extension is older than what it is made of, for this interpreter. A second if nothing changed.
+# Always asked: setup.py knows which extension is older than what it is made of, for this
+# interpreter. A second if nothing changed.
 rebuild := $(python) setup.py --quiet build_ext --inplace
 
 python_sources := setup.py fastcomm tests bench examples
 cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd fastcomm/*/*.pyx fastcomm/*/*.pxd)
-kernel_sources := $(wildcard kernels/*/*.c kernels/*/*.h kernels/*/*.cu kernels/*/*.cuh tests/*.c tests/*.h tests/*.cpp tests/stand_in/*.[ch])
+kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
+    tests/*.[ch] tests/*.cpp tests/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
 .PHONY: test fuzz demo bench lint sanitize format clean
@@ -65,7 +69,8 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/clang-format -i $(kernel_sources)
 
 clean:
-	rm -rf build dist *.egg-info fastcomm/*.so fastcomm/*/*.so kernels/cuda/*.fatbin $(patsubst %.pyx,%.c,$(filter %.pyx,$(cython_sources)))
+	rm -rf build dist *.egg-info fastcomm/*.so fastcomm/*/*.so kernels/cuda/*.fatbin \
+	    $(patsubst %.pyx,%.c,$(filter %.pyx,$(cython_sources)))
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(VENV)/bin/pip
@@ -73,6 +78,7 @@ $(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(VENV)/bin/pip
 	$(pip_install) --no-build-isolation --editable '.[$*]'
 	touch $@
 
-# pip comes last into a new environment: an environment without it is one whose making was cut short.
+# pip comes last into a new environment: an environment without it is one whose making was cut
+# short.
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,6 @@
-"""The extension modules of fastcomm and, where there is an nvcc, its CUDA kernels. All else about the package stands in pyproject.toml."""
+"""The extension modules of fastcomm and, where there is an nvcc, its CUDA kernels. All else about
+the package stands in pyproject.toml.
+"""
 
 import os
 import shutil
@@ -10,30 +12,56 @@ from setuptools.command.build_ext import build_ext
 
 
 def extension(name: str) -> Extension:
-    """fastcomm/<name>.pyx, and for the shared-memory communicator the C core. Rebuilt when one of its sources or headers, or this file, is
-    newer."""
+    """fastcomm/<name>.pyx, and for the shared-memory communicator the C core. Rebuilt when one of
+    its sources or headers, or this file, is newer.
+    """
     return Extension(
         f"fastcomm.{name}",
-        sources=[f"fastcomm/{name.replace('.', '/')}.pyx", *(CORE if name == "shm.communicator" else ())],
-        depends=[*sorted(glob("kernels/*/*.h")), *sorted(glob("fastcomm/**/*.pxd", recursive=True)), "setup.py"],
+        sources=[
+            f"fastcomm/{name.replace('.', '/')}.pyx",
+            *(CORE if name == "shm.communicator" else ()),
+        ],
+        depends=[
+            *sorted(glob("kernels/*/*.h")),
+            *sorted(glob("fastcomm/**/*.pxd", recursive=True)),
+            "setup.py",
+        ],
         include_dirs=["kernels"],
         libraries=["dl"],  # part of libc since glibc 2.34
-        # No -march: kernels choose their instructions at run time. No contraction to fused multiply-add, which would make the bits of a
-        # result depend on the CPU it was computed on. Hidden symbols: two libraries that have a function of the same name do not mix.
-        # Without warnings about what Cython writes; `make lint` has the compiler look at what is written here.
-        extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-array-bounds", "-Wno-sign-compare"],
+        # No -march: kernels choose their instructions at run time. No contraction to fused
+        # multiply-add, which would make the bits of a result depend on the CPU it was computed on.
+        # Hidden symbols: two libraries that have a function of the same name do not mix. Without
+        # warnings about what Cython writes; `make lint` has the compiler look at what is written
+        # here.
+        extra_compile_args=[
+            "-std=gnu11",
+            "-O3",
+            "-ffp-contract=off",
+            "-fvisibility=hidden",
+            "-Wno-array-bounds",
+            "-Wno-sign-compare",
+        ],
     )
 
 
 CORE = sorted(glob("kernels/shm/*.c"))
 EXTENSIONS = (
-    *("lifetime", "reducer.gradient_hook", "shm.memory", "shm.communicator", "cuda.driver", "cuda.multi_tensor"),
+    *(
+        "lifetime",
+        "reducer.gradient_hook",
+        "shm.memory",
+        "shm.communicator",
+        "cuda.driver",
+        "cuda.multi_tensor",
+    ),
     *(f"nccl.{name}" for name in ("library", "memory", "lane", "link", "bucket", "communicator")),
 )
 
 
 class BuildExtensionsAndKernels(build_ext):
-    """Leaves kernels/cuda/<family>.fatbin beside its source (in place, editable) or in the package that is being built."""
+    """Leaves kernels/cuda/<family>.fatbin beside its source (in place, editable) or in the package
+    that is being built.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -44,15 +72,31 @@ class BuildExtensionsAndKernels(build_ext):
         nvcc = find_nvcc()
         if nvcc is None:
             return
-        folder = "kernels/cuda" if self.inplace or self.editable_mode else os.path.join(self.build_lib, "fastcomm/kernels/cuda")
+        folder = (
+            "kernels/cuda"
+            if self.inplace or self.editable_mode
+            else os.path.join(self.build_lib, "fastcomm/kernels/cuda")
+        )
         os.makedirs(folder, exist_ok=True)
         for family in ("flatten", "unflatten"):
-            self.compile_kernels(nvcc, f"kernels/cuda/{family}.cu", os.path.join(folder, f"{family}.fatbin"))
+            self.compile_kernels(
+                nvcc, f"kernels/cuda/{family}.cu", os.path.join(folder, f"{family}.fatbin")
+            )
 
     def compile_kernels(self, nvcc: str, source: str, fatbin: str) -> None:
-        """Once they are older than what they are made of. Without them fastcomm works, too: CuPy compiles the kernels at first use."""
-        ingredients = (source, *(f"kernels/cuda/{name}" for name in ("multi_tensor.cuh", "multi_tensor.h", "nvcc.options")))
-        if os.path.exists(fatbin) and os.path.getmtime(fatbin) > max(map(os.path.getmtime, ingredients)):
+        """Once they are older than what they are made of. Without them fastcomm works, too: CuPy
+        compiles the kernels at first use.
+        """
+        ingredients = (
+            source,
+            *(
+                f"kernels/cuda/{name}"
+                for name in ("multi_tensor.cuh", "multi_tensor.h", "nvcc.options")
+            ),
+        )
+        if os.path.exists(fatbin) and os.path.getmtime(fatbin) > max(
+            map(os.path.getmtime, ingredients)
+        ):
             return
         command = [nvcc, "--options-file", "kernels/cuda/nvcc.options", source, "-o", fatbin]
         self.announce(" ".join(command), level=2)
@@ -62,7 +106,11 @@ class BuildExtensionsAndKernels(build_ext):
 
 def find_nvcc() -> str | None:
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    folders = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    folders = [
+        *(f"{home}/bin" for home in homes),
+        os.environ.get("PATH", os.defpath),
+        "/usr/local/cuda/bin",
+    ]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 

@@ -1,1 +1,3 @@
-"""The benchmarks: scripts of their own, `python bench/allreduce.py`, `bench/step.py` and `bench/flatten.py`."""
+"""The benchmarks: scripts of their own, `python bench/allreduce.py`, `bench/step.py` and
+`bench/flatten.py`.
+"""

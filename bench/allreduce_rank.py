@@ -1,8 +1,10 @@
-"""One rank of bench/allreduce.py: the all-reduces that are measured, their timing and the check of their results.
+"""One rank of bench/allreduce.py: the all-reduces that are measured, their timing and the check of
+their results.
 
-Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo (torch.distributed) and of the streaming bound;
-`mpi`, under mpirun, makes one of MPI; `cuda` one of fastcomm and of torch.distributed, both over NCCL. Every peer is called from Python,
-on tensors of its own.
+Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo
+(torch.distributed) and of the streaming bound; `mpi`, under mpirun, makes one of MPI; `cuda` one of
+fastcomm and of torch.distributed, both over NCCL. Every peer is called from Python, on tensors of
+its own.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ PATTERN = 65_537
 
 @dataclass(frozen=True)
 class Settings:
-    """What all calls of a run have in common. `op` as fastcomm spells it; `tensors`: where fastcomm has them, "comm" or "ordinary"."""
+    """What all calls of a run have in common. `op` as fastcomm spells it; `tensors`: where fastcomm
+    has them, "comm" or "ordinary".
+    """
 
     rank: int
     world_size: int
@@ -43,7 +47,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One peer's buffers of one size, and the calls on them. Out of place, `out` is to become the reduction of all ranks' `inp`."""
+    """One peer's buffers of one size, and the calls on them. Out of place, `out` is to become the
+    reduction of all ranks' `inp`.
+    """
 
     inp: Tensor
     out: Tensor
@@ -94,8 +100,10 @@ class Ordinary:
 
 
 class Bound:
-    """The streaming bound: every rank reduces `world_size` private shards of 1 / world_size of the size into all of them, no flags. A peer
-    has to read and write as much memory for the same all-reduce, whatever else it does."""
+    """The streaming bound: every rank reduces `world_size` private shards of 1 / world_size of the
+    size into all of them, no flags. A peer has to read and write as much memory for the same
+    all-reduce, whatever else it does.
+    """
 
     def __init__(self, settings: Settings, barrier: Callable[[], None]) -> None:
         self.settings = settings
@@ -105,9 +113,12 @@ class Bound:
         import fastcomm.shm.communicator
 
         shards = [
-            torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype) for _ in range(self.settings.world_size)
+            torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype)
+            for _ in range(self.settings.world_size)
         ]
-        reduce = functools.partial(fastcomm.shm.communicator.reduce_shards, shards, self.settings.op)
+        reduce = functools.partial(
+            fastcomm.shm.communicator.reduce_shards, shards, self.settings.op
+        )
         return Prepared(shards[0], shards[0], reduce, reduce)
 
     def close(self) -> None:
@@ -115,7 +126,9 @@ class Bound:
 
 
 class TorchDistributed:
-    """torch.distributed's Gloo or NCCL group. Gloo has no mean: what DDP does, sum and divide, takes its place."""
+    """torch.distributed's Gloo or NCCL group. Gloo has no mean: what DDP does, sum and divide,
+    takes its place.
+    """
 
     def __init__(self, settings: Settings, backend: str) -> None:
         import torch.distributed as dist
@@ -140,7 +153,10 @@ class TorchDistributed:
         self._all_reduce = functools.partial(dist.all_reduce, op=ops[settings.op])
 
     def prepare(self, count: int) -> Prepared:
-        inp, out = (torch.empty(count, dtype=self.settings.dtype, device=self.settings.device) for _ in range(2))
+        inp, out = (
+            torch.empty(count, dtype=self.settings.dtype, device=self.settings.device)
+            for _ in range(2)
+        )
         reduce = functools.partial(self._all_reduce, out)
 
         def mean() -> None:
@@ -157,7 +173,9 @@ class TorchDistributed:
 
 
 class Mpi:
-    """MPI through mpi4py. Its own out-of-place call is used; a mean is a sum and a division, as for Gloo."""
+    """MPI through mpi4py. Its own out-of-place call is used; a mean is a sum and a division, as for
+    Gloo.
+    """
 
     def __init__(self, settings: Settings) -> None:
         from mpi4py import MPI
@@ -174,7 +192,9 @@ class Mpi:
         in_place = functools.partial(self._all_reduce, self.MPI.IN_PLACE, out.numpy())
         out_of_place = functools.partial(self._all_reduce, inp.numpy(), out.numpy())
         if self.settings.op == "mean":
-            return Prepared(inp, out, self._divided(in_place, out), self._divided(out_of_place, out))
+            return Prepared(
+                inp, out, self._divided(in_place, out), self._divided(out_of_place, out)
+            )
         return Prepared(inp, out, in_place, out_of_place)
 
     def _divided(self, call: Callable[[], object], out: Tensor) -> Callable[[], None]:
@@ -205,7 +225,9 @@ class Methods:
         del self.prepared[peer]
 
     def measure(self, peer: str, placement: str, warmup: int, iterations: int) -> list[int]:
-        """Nanoseconds of each of `iterations` calls, one after the other as nccl-tests has them: no barrier between."""
+        """Nanoseconds of each of `iterations` calls, one after the other as nccl-tests has them: no
+        barrier between.
+        """
         call = getattr(self.prepared[peer], placement)
         for _ in range(warmup):
             call()
@@ -251,7 +273,9 @@ class CudaMethods(Methods):
 
 
 def contribution(rank: int, op: str) -> Tensor:
-    """One period of a rank's input. Small whole numbers: their sum over 64 ranks, and their product, are exact in every dtype."""
+    """One period of a rank's input. Small whole numbers: their sum over 64 ranks, and their
+    product, are exact in every dtype.
+    """
     index = torch.arange(PATTERN)
     if op == "prod":
         return 1 + (index >> rank) % 2 if rank < 4 else torch.ones_like(index)
@@ -260,13 +284,23 @@ def contribution(rank: int, op: str) -> Tensor:
 
 def expected(settings: Settings) -> Tensor:
     """One period of the result, in float64."""
-    inputs = torch.stack([contribution(rank, settings.op) for rank in range(settings.world_size)]).double()
-    reductions = {"sum": inputs.sum, "mean": inputs.mean, "prod": inputs.prod, "min": inputs.amin, "max": inputs.amax}
+    inputs = torch.stack(
+        [contribution(rank, settings.op) for rank in range(settings.world_size)]
+    ).double()
+    reductions = {
+        "sum": inputs.sum,
+        "mean": inputs.mean,
+        "prod": inputs.prod,
+        "min": inputs.amin,
+        "max": inputs.amax,
+    }
     return reductions[settings.op](0)
 
 
 def tolerance(settings: Settings) -> float:
-    """Relative. Only a mean may be rounded, and as nccl-tests we allow it two units in the last place."""
+    """Relative. Only a mean may be rounded, and as nccl-tests we allow it two units in the last
+    place.
+    """
     return 2 * torch.finfo(settings.dtype).eps if settings.op == "mean" else 0.0
 
 
@@ -308,8 +342,19 @@ def main() -> None:
     rank = mpi_rank() if options.kind == "mpi" else int(os.environ["RANK"])
     if options.share:
         cuda_clock.share_card(rank)
-    device = cuda_clock.use_device(0 if options.share else rank) if options.kind == "cuda" else torch.device("cpu")
-    settings = Settings(rank, int(os.environ["WORLD_SIZE"]), getattr(torch, options.dtype), options.op, options.tensors, device)
+    device = (
+        cuda_clock.use_device(0 if options.share else rank)
+        if options.kind == "cuda"
+        else torch.device("cpu")
+    )
+    settings = Settings(
+        rank,
+        int(os.environ["WORLD_SIZE"]),
+        getattr(torch, options.dtype),
+        options.op,
+        options.tensors,
+        device,
+    )
     peers: dict[str, Any] = {}
     if options.kind == "mpi":
         peers["mpi"] = Mpi(settings)

@@ -1,12 +1,14 @@
-"""torch.distributed over the backend "fastcomm" and over Gloo, in one run: dist.all_reduce of ordinary tensors, and DDP's training step.
+"""torch.distributed over the backend "fastcomm" and over Gloo, in one run: dist.all_reduce of
+ordinary tensors, and DDP's training step.
 
     python bench/backend.py                              both, 2 ranks, 1 thread each
     python bench/backend.py --only all_reduce --rounds 9
     python bench/backend.py --only ddp --models mlp conv
 
-The two engines belong to the same processes and take turns, in an order that changes from round to round. An all-reduce takes what the
-slowest rank's median call takes, a step what it takes the slowest rank. The overhead of a step is the median over rounds of (DDP - local),
-where "local" is the same step without communication, with all ranks at work.
+The two engines belong to the same processes and take turns, in an order that changes from round to
+round. An all-reduce takes what the slowest rank's median call takes, a step what it takes the
+slowest rank. The overhead of a step is the median over rounds of (DDP - local), where "local" is
+the same step without communication, with all ranks at work.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))  # bytes: 1 KiB to
 SMALL, LARGE = 64 << 10, 1 << 20  # bytes: up to the one and from the other on there is a bar
 BAR_SMALL, BAR_LARGE = 15.0, 5.0
 BAR_STEP = 0.5  # the overhead's share of Gloo's
-# A turn moves about this much, so that small sizes are called often and large ones do not take all day.
+# A turn moves about this much, so that small sizes are called often and large ones do not take all
+# day.
 BYTES_PER_TURN = 64 << 20
 CALLS = (3, 300)  # of a turn, at least and at most
 WARM_UP_CALLS = 3
@@ -65,22 +68,41 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("all_reduce", "ddp"), help="measure one of the two")
     parser.add_argument(
-        "--models", nargs="+", choices=tuple(CASES), default=tuple(CASES), metavar="MODEL", help=f"of {', '.join(CASES)} (all)"
+        "--models",
+        nargs="+",
+        choices=tuple(CASES),
+        default=tuple(CASES),
+        metavar="MODEL",
+        help=f"of {', '.join(CASES)} (all)",
     )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)")
-    parser.add_argument("--rounds", type=int, default=16, help="rounds, in each of which every way has its turn (16)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=16,
+        help="rounds, in each of which every way has its turn (16)",
+    )
     parser.add_argument("--steps", type=int, default=3, help="training steps of each turn (3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (in the source tree: bench/results/)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where to write the results (in the source tree: bench/results/)",
+    )
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds must be at least 2: quartiles need more than one")
     return options
 
 
-# ---- the parent ------------------------------------------------------------------------------------------------------------------
+# ---- the parent ----------------------------------------------------------------------------------
 
 
 def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -89,18 +111,36 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
     rows = []
     for nbytes in SIZES:
         turns = slowest(ranks.call("all_reduce", nbytes=nbytes, rounds=options.rounds))
-        us = {peer: 1e6 * statistics.median(turn[i] for turn in turns) for i, peer in enumerate(PEERS)}
+        us = {
+            peer: 1e6 * statistics.median(turn[i] for turn in turns) for i, peer in enumerate(PEERS)
+        }
         ratio = us["gloo"] / us["fastcomm"]
-        rows.append({"bytes": nbytes, "fastcomm_us": round(us["fastcomm"], 2), "gloo_us": round(us["gloo"], 2), "ratio": round(ratio, 2)})
-        print(f"  {nbytes:>10} {us['fastcomm']:>10.1f} {us['gloo']:>10.1f} {ratio:>6.1f}x", flush=True)
+        rows.append(
+            {
+                "bytes": nbytes,
+                "fastcomm_us": round(us["fastcomm"], 2),
+                "gloo_us": round(us["gloo"], 2),
+                "ratio": round(ratio, 2),
+            }
+        )
+        print(
+            f"  {nbytes:>10} {us['fastcomm']:>10.1f} {us['gloo']:>10.1f} {ratio:>6.1f}x", flush=True
+        )
     return rows
 
 
 def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -> dict[str, Any]:
     ms = [
-        [1e3 * seconds for seconds in turn] for turn in slowest(ranks.call("steps", model=name, rounds=options.rounds, steps=options.steps))
+        [1e3 * seconds for seconds in turn]
+        for turn in slowest(
+            ranks.call("steps", model=name, rounds=options.rounds, steps=options.steps)
+        )
     ]
-    overhead = {way: statistics.median(turn[i] - turn[0] for turn in ms) for i, way in enumerate(WAYS) if way != "local"}
+    overhead = {
+        way: statistics.median(turn[i] - turn[0] for turn in ms)
+        for i, way in enumerate(WAYS)
+        if way != "local"
+    }
     share = overhead["fastcomm"] / overhead["gloo"]
     print(f"\n{CASES[name].description}: a step with DDP over each backend (ms)")
     for i, way in enumerate(WAYS):
@@ -109,25 +149,41 @@ def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -
     print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
     return {
         "model": CASES[name].description,
-        "quartiles_ms": {way: [round(q, 3) for q in statistics.quantiles([turn[i] for turn in ms], n=4)] for i, way in enumerate(WAYS)},
+        "quartiles_ms": {
+            way: [round(q, 3) for q in statistics.quantiles([turn[i] for turn in ms], n=4)]
+            for i, way in enumerate(WAYS)
+        },
         "overhead_ms": {way: round(value, 3) for way, value in overhead.items()},
         "share_of_gloo": round(share, 3),
     }
 
 
 def slowest(answers: list[list[list[float]]]) -> list[list[float]]:
-    """answers: seconds by rank, round and way. Returns those of the slowest rank by round and way."""
-    return [[max(times) for times in zip(*turns, strict=True)] for turns in zip(*answers, strict=True)]
+    """answers: seconds by rank, round and way. Returns those of the slowest rank by round
+    and way.
+    """
+    return [
+        [max(times) for times in zip(*turns, strict=True)] for turns in zip(*answers, strict=True)
+    ]
 
 
 def print_bars(results: dict[str, Any]) -> None:
     bars = [
-        (row["ratio"] >= bar, f"all_reduce of {row['bytes']} bytes: {row['ratio']:.1f} times Gloo's speed (at least {bar:g})")
+        (
+            row["ratio"] >= bar,
+            f"all_reduce of {row['bytes']} bytes: {row['ratio']:.1f} times Gloo's speed (at least "
+            f"{bar:g})",
+        )
         for row in results.get("all_reduce", ())
-        for bar in ([BAR_SMALL] if row["bytes"] <= SMALL else [BAR_LARGE] if row["bytes"] >= LARGE else [])
+        for bar in (
+            [BAR_SMALL] if row["bytes"] <= SMALL else [BAR_LARGE] if row["bytes"] >= LARGE else []
+        )
     ]
     bars += [
-        (result["share_of_gloo"] <= BAR_STEP, f"DDP, {name}: {result['share_of_gloo']:.2f} of Gloo's overhead (at most {BAR_STEP})")
+        (
+            result["share_of_gloo"] <= BAR_STEP,
+            f"DDP, {name}: {result['share_of_gloo']:.2f} of Gloo's overhead (at most {BAR_STEP})",
+        )
         for name, result in results.get("ddp", {}).items()
     ]
     print()
@@ -142,11 +198,17 @@ def write_results(results: dict[str, Any], options: argparse.Namespace) -> None:
     if path is None and RESULTS.is_dir():
         path = RESULTS / f"backend-{options.ranks}ranks.json"
     if path is not None:
-        path.write_text(json.dumps({"benchmark": "backend", "machine": description, "ranks": options.ranks, **results}, indent=1) + "\n")
+        path.write_text(
+            json.dumps(
+                {"benchmark": "backend", "machine": description, "ranks": options.ranks, **results},
+                indent=1,
+            )
+            + "\n"
+        )
         print(f"Results: {os.path.relpath(path)}")
 
 
-# ---- a rank ----------------------------------------------------------------------------------------------------------------------
+# ---- a rank --------------------------------------------------------------------------------------
 
 
 class Methods:
@@ -174,9 +236,12 @@ class Methods:
             for index in range(1, n_calls + 1):
                 dist.all_reduce(tensor, group=group)
                 stamps[index] = clock()
-            return statistics.median(end - start for start, end in zip(stamps, stamps[1:], strict=False))
+            return statistics.median(
+                end - start for start, end in zip(stamps, stamps[1:], strict=False)
+            )
 
-        return self.take_turns({peer: lambda peer=peer: turn(peer) for peer in PEERS}, rounds)  # type: ignore[misc]
+        # type: ignore[misc]
+        return self.take_turns({peer: lambda peer=peer: turn(peer) for peer in PEERS}, rounds)
 
     def steps(self, model: str, rounds: int, steps: int) -> list[list[float]]:
         case = CASES[model]
@@ -197,13 +262,20 @@ class Methods:
 
         models = {way: copy.deepcopy(original) for way in WAYS}
         ways = {
-            way: step_of(model if way == "local" else DistributedDataParallel(model, process_group=self.groups[way]))
+            way: step_of(
+                model
+                if way == "local"
+                else DistributedDataParallel(model, process_group=self.groups[way])
+            )
             for way, model in models.items()
         }
         for step in ways.values():
             for _ in range(WARM_UP_STEPS):
                 step()
-        turns = {way: lambda step=step: statistics.median(turn_on_the_host(step, steps)) for way, step in ways.items()}  # type: ignore[misc]
+        turns = {
+            way: lambda step=step: statistics.median(turn_on_the_host(step, steps))
+            for way, step in ways.items()
+        }  # type: ignore[misc]
         return self.take_turns(turns, rounds)
 
     def take_turns(self, turns: dict[str, Callable[[], float]], rounds: int) -> list[list[float]]:
@@ -225,7 +297,9 @@ def serve() -> None:
     launch.die_with_parent()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("fastcomm", init_method=f"file://{launch.scratch()}/ranks", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "fastcomm", init_method=f"file://{launch.scratch()}/ranks", rank=rank, world_size=world_size
+    )
     groups = {"fastcomm": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     launch.serve(rank, Methods(rank, groups))
     gc.collect()  # models go before their groups do

@@ -1,7 +1,9 @@
-"""Time on the GPU for the benchmarks: events on the stream and replays of captured work, never the host's clock.
+"""Time on the GPU for the benchmarks: events on the stream and replays of captured work, never the
+host's clock.
 
-What is captured once runs as often as one likes without the host in its way, so that a replay's time is the device's alone. Back-to-back
-calls between two events are for what cannot be captured, or where the host's part is meant to count.
+What is captured once runs as often as one likes without the host in its way, so that a replay's
+time is the device's alone. Back-to-back calls between two events are for what cannot be captured,
+or where the host's part is meant to count.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def synchronize() -> None:
 
 
 def capture(work: Callable[[], object]) -> Callable[[], None]:
-    """A replay of `work`, which has run once before: lazy initialisation must not be captured. Keep it no longer than its communicator."""
+    """A replay of `work`, which has run once before: lazy initialisation must not be captured. Keep
+    it no longer than its communicator.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -75,10 +79,12 @@ class Span:
 
 
 def share_card(rank: int) -> None:
-    """Lets several ranks use one GPU, which NCCL refuses by default. To be called before CUDA and NCCL start.
+    """Lets several ranks use one GPU, which NCCL refuses by default. To be called before CUDA and
+    NCCL start.
 
-    NCCL before 2.30 must take the ranks for ranks of different hosts; later ones want to be told. Kernels of different ranks wait for each
-    other on the same multiprocessors: few blocks, and nothing that is loaded or chosen late.
+    NCCL before 2.30 must take the ranks for ranks of different hosts; later ones want to be told.
+    Kernels of different ranks wait for each other on the same multiprocessors: few blocks, and
+    nothing that is loaded or chosen late.
     """
     os.environ |= {
         "NCCL_HOSTID": f"rank-{rank}",

@@ -1,14 +1,18 @@
-"""Flatten and unflatten on a GPU: fastcomm's kernels beside the other ways to get many tensors into one buffer and back, in one run.
+"""Flatten and unflatten on a GPU: fastcomm's kernels beside the other ways to get many tensors into
+one buffer and back, in one run.
 
-    python bench/flatten.py                          ResNet-50, BERT-large, GPT-2 small and 2,000 tiny tensors
+    python bench/flatten.py                     ResNet-50, BERT-large, GPT-2, 2,000 tiny tensors
     python bench/flatten.py --lists tiny --rounds 5
 
-A time is the GPU's alone: the work is captured in a CUDA graph and replayed between two events; what cannot be captured (CuPy) is launched
-back to back, and its host may be what is measured. The contenders take turns in every round, and a time is the median over rounds. Every
-list lies in several copies that are worked on in turn, so that the L2 cache holds nothing of what comes next. GB/s count bytes read and
-written; "of copy" is the share of what a device-to-device copy of as many bytes reaches in the same run.
+A time is the GPU's alone: the work is captured in a CUDA graph and replayed between two events;
+what cannot be captured (CuPy) is launched back to back, and its host may be what is measured. The
+contenders take turns in every round, and a time is the median over rounds. Every list lies in
+several copies that are worked on in turn, so that the L2 cache holds nothing of what comes next.
+GB/s count bytes read and written; "of copy" is the share of what a device-to-device copy of as many
+bytes reaches in the same run.
 
-What a launch costs the host is measured on the host's clock: a bucket in which nothing is a view yet, the GPU never waited for.
+What a launch costs the host is measured on the host's clock: a bucket in which nothing is a view
+yet, the GPU never waited for.
 """
 
 from __future__ import annotations
@@ -40,15 +44,18 @@ from fastcomm.reducer.layout import plan_buckets
 
 RESULTS = Path(__file__).resolve().with_name("results")
 
-# All copies of a list together are so many times the L2 cache. Not more copies than this, or capturing takes longer than running.
+# All copies of a list together are so many times the L2 cache. Not more copies than this, or
+# capturing takes longer than running.
 TIMES_L2 = 4
 FEWEST_COPIES, MOST_COPIES = 2, 16
-# A contender's turn lasts about this long: long enough for the events' resolution of half a microsecond not to count.
+# A contender's turn lasts about this long: long enough for the events' resolution of half a
+# microsecond not to count.
 TURN_US = 3000.0
 MOST_REPLAYS = 200
 
 LAUNCHES = 300
-# Small enough for the GPU to be done with a bucket before the host has launched the next: else the host would wait for room in the queue.
+# Small enough for the GPU to be done with a bucket before the host has launched the next: else the
+# host would wait for room in the queue.
 LAUNCHED_NUMEL = 256
 LAUNCHES_AHEAD = 50
 
@@ -72,7 +79,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Place:
-    """One copy of a list of tensors, and of the flat buffer they go into and come from. views[i] is where tensors[i] lies in it."""
+    """One copy of a list of tensors, and of the flat buffer they go into and come from. views[i] is
+    where tensors[i] lies in it.
+    """
 
     tensors: list[Tensor]
     flat: Tensor
@@ -81,7 +90,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one list, mode and way. `nbytes`: read and written by one pass. Times in microseconds, by contender."""
+    """What was measured of one list, mode and way. `nbytes`: read and written by one pass. Times in
+    microseconds, by contender.
+    """
 
     name: str
     mode: str
@@ -103,20 +114,46 @@ class Row:
     def bars(self) -> list[Bar]:
         where = f"{self.name} {self.mode} {self.way}"
         peer = min(("foreach", "dense"), key=self.time)
-        bars = [Bar(f"{where}: not slower than {peer}", f"{self.ratio(peer):.2f} x", self.ratio(peer) >= 1)]
+        bars = [
+            Bar(
+                f"{where}: not slower than {peer}",
+                f"{self.ratio(peer):.2f} x",
+                self.ratio(peer) >= 1,
+            )
+        ]
         if self.name == "tiny":
-            bars.append(Bar(f"{where}: under {TINY_US:.0f} us", f"{self.time('fastcomm'):.1f} us", self.time("fastcomm") < TINY_US))
+            bars.append(
+                Bar(
+                    f"{where}: under {TINY_US:.0f} us",
+                    f"{self.time('fastcomm'):.1f} us",
+                    self.time("fastcomm") < TINY_US,
+                )
+            )
             times = self.ratio("per tensor")
-            bars.append(Bar(f"{where}: {TIMES_PER_TENSOR:.0f} x per-tensor copies", f"{times:.1f} x", times >= TIMES_PER_TENSOR))
+            bars.append(
+                Bar(
+                    f"{where}: {TIMES_PER_TENSOR:.0f} x per-tensor copies",
+                    f"{times:.1f} x",
+                    times >= TIMES_PER_TENSOR,
+                )
+            )
         else:
             share = self.ratio("copy")
-            bars.append(Bar(f"{where}: {SHARE_OF_COPY[self.mode]:.0%} of copy", f"{share:.1%}", share >= SHARE_OF_COPY[self.mode]))
+            bars.append(
+                Bar(
+                    f"{where}: {SHARE_OF_COPY[self.mode]:.0%} of copy",
+                    f"{share:.1%}",
+                    share >= SHARE_OF_COPY[self.mode],
+                )
+            )
         return bars
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one bucket costs the host, in microseconds: medians of noting its gradients, and of the launch."""
+    """What one bucket costs the host, in microseconds: medians of noting its gradients, and of the
+    launch.
+    """
 
     n_tensors: int
     wire: str
@@ -126,7 +163,9 @@ class Launch:
     def bar(self) -> Bar:
         """For the launch alone: what noting the gradients takes depends on how many they are."""
         return Bar(
-            f"launching a bucket of {self.n_tensors}, {self.wire}: {LAUNCH_US:.0f} us", f"{self.launch:.1f} us", self.launch <= LAUNCH_US
+            f"launching a bucket of {self.n_tensors}, {self.wire}: {LAUNCH_US:.0f} us",
+            f"{self.launch:.1f} us",
+            self.launch <= LAUNCH_US,
         )
 
 
@@ -139,13 +178,24 @@ def main() -> int:
     device = cuda_clock.use_device(0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        fastcomm.init("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device=device) as comm,
+        fastcomm.init(
+            "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device=device
+        ) as comm,
     ):
         description = machine.describe()
         print(f"# {machine.summary(description)}, NCCL {machine.nccl_version()}")
         print_head()
-        rows = [row for name in options.lists for mode in MODES for row in measure_mode(name, mode, comm.cuda, options.rounds)]
-        launches = [launch_cost(comm, n, wire) for n in options.launches for wire in (torch.float32, torch.bfloat16)]
+        rows = [
+            row
+            for name in options.lists
+            for mode in MODES
+            for row in measure_mode(name, mode, comm.cuda, options.rounds)
+        ]
+        launches = [
+            launch_cost(comm, n, wire)
+            for n in options.launches
+            for wire in (torch.float32, torch.bfloat16)
+        ]
     print_launches(launches)
     bars = [bar for row in rows for bar in row.bars()] + [launch.bar() for launch in launches]
     write_results(description, rows, launches, bars, options.json)
@@ -154,22 +204,44 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--lists", nargs="+", choices=tuple(LISTS), default=list(LISTS), metavar="LIST", help=f"of {', '.join(LISTS)} (all)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="rounds, in each of which every contender has its turn (9)")
     parser.add_argument(
-        "--launches", nargs="*", type=int, default=[1, 32, 500], metavar="N", help="measure launching a bucket of N tensors (1 32 500)"
+        "--lists",
+        nargs="+",
+        choices=tuple(LISTS),
+        default=list(LISTS),
+        metavar="LIST",
+        help=f"of {', '.join(LISTS)} (all)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (in the source tree: bench/results/)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="rounds, in each of which every contender has its turn (9)",
+    )
+    parser.add_argument(
+        "--launches",
+        nargs="*",
+        type=int,
+        default=[1, 32, 500],
+        metavar="N",
+        help="measure launching a bucket of N tensors (1 32 500)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where to write the results (in the source tree: bench/results/)",
+    )
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds is at least 2")
     return options
 
 
-# ---- what is flattened -----------------------------------------------------------------------------------------------------------
+# ---- what is flattened ---------------------------------------------------------------------------
 
 
 def shapes_of(make_model: Callable[[], torch.nn.Module]) -> list[torch.Size]:
@@ -178,7 +250,9 @@ def shapes_of(make_model: Callable[[], torch.nn.Module]) -> list[torch.Size]:
 
 
 def tiny_shapes() -> list[torch.Size]:
-    """2,000 tensors of 1 to 1,999 elements, 1,000 on average, few of which end where 16 bytes do. 617 spreads the sizes: it is prime."""
+    """2,000 tensors of 1 to 1,999 elements, 1,000 on average, few of which end where 16 bytes do.
+    617 spreads the sizes: it is prime.
+    """
     return [torch.Size([1 + 617 * i % 1999]) for i in range(2000)]
 
 
@@ -190,8 +264,12 @@ LISTS: dict[str, Callable[[], list[torch.Size]]] = {
 }
 
 
-def make_places(shapes: Sequence[torch.Size], mode: str, device: torch.device) -> tuple[list[Place], list[int]]:
-    """The copies of a list, and the offsets in their flat buffers. Tensors come from the allocator one by one, as gradients do."""
+def make_places(
+    shapes: Sequence[torch.Size], mode: str, device: torch.device
+) -> tuple[list[Place], list[int]]:
+    """The copies of a list, and the offsets in their flat buffers. Tensors come from the allocator
+    one by one, as gradients do.
+    """
     dtype, wire = MODES[mode]
     plan = [(shape.numel(), dtype, dtype.itemsize) for shape in shapes]
     (layout,) = plan_buckets(plan, cap_bytes=sys.maxsize, first_cap_bytes=sys.maxsize)
@@ -199,17 +277,24 @@ def make_places(shapes: Sequence[torch.Size], mode: str, device: torch.device) -
     n_copies = min(MOST_COPIES, max(FEWEST_COPIES, -(-TIMES_L2 * cuda_clock.l2_bytes() // nbytes)))
     places = []
     for _ in range(n_copies):
-        tensors = [torch.randn(shapes[slot.index], dtype=dtype, device=device) for slot in layout.slots]
+        tensors = [
+            torch.randn(shapes[slot.index], dtype=dtype, device=device) for slot in layout.slots
+        ]
         flat = torch.zeros(layout.numel, dtype=wire, device=device)
-        views = [flat[slot.offset : slot.offset + slot.numel].view(shapes[slot.index]) for slot in layout.slots]
+        views = [
+            flat[slot.offset : slot.offset + slot.numel].view(shapes[slot.index])
+            for slot in layout.slots
+        ]
         places.append(Place(tensors, flat, views))
     return places, [slot.offset for slot in layout.slots]
 
 
-# ---- the contenders --------------------------------------------------------------------------------------------------------------
+# ---- the contenders ------------------------------------------------------------------------------
 
 
-def flattening(multi_tensor: MultiTensor, places: list[Place]) -> dict[str, list[Callable[[], object]]]:
+def flattening(
+    multi_tensor: MultiTensor, places: list[Place]
+) -> dict[str, list[Callable[[], object]]]:
     """By contender, what flattens each of the places."""
 
     def dense(place: Place) -> None:
@@ -228,12 +313,16 @@ def flattening(multi_tensor: MultiTensor, places: list[Place]) -> dict[str, list
     return on_all(ways, places)
 
 
-def unflattening(multi_tensor: MultiTensor, places: list[Place]) -> dict[str, list[Callable[[], object]]]:
+def unflattening(
+    multi_tensor: MultiTensor, places: list[Place]
+) -> dict[str, list[Callable[[], object]]]:
     """By contender, what brings each of the places back."""
 
     def dense(place: Place) -> None:
         numel = sum(tensor.numel() for tensor in place.tensors)
-        views = _unflatten_dense_tensors(place.flat[:numel].to(place.tensors[0].dtype), place.tensors)
+        views = _unflatten_dense_tensors(
+            place.flat[:numel].to(place.tensors[0].dtype), place.tensors
+        )
         torch._foreach_copy_(place.tensors, list(views))
 
     def per_tensor(place: Place) -> None:
@@ -242,7 +331,9 @@ def unflattening(multi_tensor: MultiTensor, places: list[Place]) -> dict[str, li
 
     ways: dict[str, Callable[[Place], object]] = {
         "fastcomm": lambda place: multi_tensor.unflatten(place.flat, place.tensors),
-        "with norm": lambda place: multi_tensor.unflatten(place.flat, place.tensors, with_stats=True),
+        "with norm": lambda place: multi_tensor.unflatten(
+            place.flat, place.tensors, with_stats=True
+        ),
         "foreach": lambda place: torch._foreach_copy_(place.tensors, place.views),
         "dense": dense,
         "per tensor": per_tensor,
@@ -250,18 +341,28 @@ def unflattening(multi_tensor: MultiTensor, places: list[Place]) -> dict[str, li
     return on_all(ways, places)
 
 
-def on_all(ways: dict[str, Callable[[Place], object]], places: list[Place]) -> dict[str, list[Callable[[], object]]]:
-    return {name: [lambda way=way, place=place: way(place) for place in places] for name, way in ways.items()}
+def on_all(
+    ways: dict[str, Callable[[Place], object]], places: list[Place]
+) -> dict[str, list[Callable[[], object]]]:
+    return {
+        name: [lambda way=way, place=place: way(place) for place in places]
+        for name, way in ways.items()
+    }
 
 
 def copying(nbytes: int, n_copies: int, device: torch.device) -> list[Callable[[], object]]:
     """Device-to-device copies that read and write `nbytes` together, one pair of buffers each."""
-    pairs = [[torch.zeros(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2)] for _ in range(n_copies)]
+    pairs = [
+        [torch.zeros(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
+        for _ in range(n_copies)
+    ]
     return [lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs]
 
 
 def concatenating(places: list[Place]) -> list[Callable[[], object]] | None:
-    """CuPy's concatenate, where there is a CuPy and nothing is to be cast. It knows no bfloat16; the bytes are the same."""
+    """CuPy's concatenate, where there is a CuPy and nothing is to be cast. It knows no bfloat16;
+    the bytes are the same.
+    """
     try:
         import cupy
     except ImportError:
@@ -276,12 +377,16 @@ def concatenating(places: list[Place]) -> list[Callable[[], object]] | None:
 
     as_bits = {torch.bfloat16: torch.int16}
     all_arrays = [
-        [cupy.from_dlpack(tensor.view(-1).view(as_bits.get(tensor.dtype, tensor.dtype))) for tensor in place.tensors] for place in places
+        [
+            cupy.from_dlpack(tensor.view(-1).view(as_bits.get(tensor.dtype, tensor.dtype)))
+            for tensor in place.tensors
+        ]
+        for place in places
     ]
     return [lambda arrays=arrays: concatenate(arrays) for arrays in all_arrays]
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure_mode(name: str, mode: str, cuda: Any, rounds: int) -> list[Row]:
@@ -294,13 +399,20 @@ def measure_mode(name: str, mode: str, cuda: Any, rounds: int) -> list[Row]:
     check(multi_tensor, places[0])
     rows = []
     for way, contend in (("flatten", flattening), ("unflatten", unflattening)):
-        captured = contend(multi_tensor, places) | {"copy": copying(nbytes, len(places), cuda.device)}
-        works = {contender: cuda_clock.capture(all_of(calls)) for contender, calls in captured.items()}
+        captured = contend(multi_tensor, places) | {
+            "copy": copying(nbytes, len(places), cuda.device)
+        }
+        works = {
+            contender: cuda_clock.capture(all_of(calls)) for contender, calls in captured.items()
+        }
         concatenates = concatenating(places) if way == "flatten" else None
         if concatenates is not None:
             works["cupy"] = all_of(concatenates)
         times = take_turns(works, rounds)
-        quartiles = {contender: tuple(q / len(places) for q in statistics.quantiles(times[contender], n=4)) for contender in works}
+        quartiles = {
+            contender: tuple(q / len(places) for q in statistics.quantiles(times[contender], n=4))
+            for contender in works
+        }
         row = Row(name, mode, way, nbytes, quartiles)
         print(format_row(row), flush=True)
         rows.append(row)
@@ -314,14 +426,21 @@ def check(multi_tensor: MultiTensor, place: Place) -> None:
     """What is measured has to be right."""
     multi_tensor.flatten(place.tensors, place.flat)
     wrong = [
-        i for i, (view, tensor) in enumerate(zip(place.views, place.tensors, strict=True)) if not torch.equal(view, tensor.to(view.dtype))
+        i
+        for i, (view, tensor) in enumerate(zip(place.views, place.tensors, strict=True))
+        if not torch.equal(view, tensor.to(view.dtype))
     ]
     multi_tensor.unflatten(place.flat, place.tensors)
     wrong += [
-        i for i, (view, tensor) in enumerate(zip(place.views, place.tensors, strict=True)) if not torch.equal(tensor, view.to(tensor.dtype))
+        i
+        for i, (view, tensor) in enumerate(zip(place.views, place.tensors, strict=True))
+        if not torch.equal(tensor, view.to(tensor.dtype))
     ]
     if wrong:
-        sys.exit(f"fastcomm's kernels are wrong: the first tensor that differs is number {wrong[0]} of {len(place.tensors)}")
+        sys.exit(
+            f"fastcomm's kernels are wrong: the first tensor that differs is number {wrong[0]} of "
+            f"{len(place.tensors)}"
+        )
 
 
 def all_of(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
@@ -334,7 +453,10 @@ def all_of(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 def take_turns(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Microseconds of each work, one mean per round. The order moves on by one in each round."""
-    repeats = {name: max(1, min(MOST_REPLAYS, round(TURN_US / max(span_of(work, 1), 1.0)))) for name, work in works.items()}
+    repeats = {
+        name: max(1, min(MOST_REPLAYS, round(TURN_US / max(span_of(work, 1), 1.0))))
+        for name, work in works.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     for number in range(rounds):
@@ -345,7 +467,9 @@ def take_turns(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, l
 
 
 def span_of(work: Callable[[], None], repeats: int) -> float:
-    """Microseconds of `repeats` runs one after the other, after one that keeps the GPU busy while the host gets ahead."""
+    """Microseconds of `repeats` runs one after the other, after one that keeps the GPU busy while
+    the host gets ahead.
+    """
     work()
     with cuda_clock.Span() as span:
         for _ in range(repeats):
@@ -354,8 +478,12 @@ def span_of(work: Callable[[], None], repeats: int) -> float:
 
 
 def launch_cost(comm: Any, n_tensors: int, wire_dtype: torch.dtype) -> Launch:
-    """What gather and launch of one bucket take on the host. Its gradients are tensors of their own each time, as after zero_grad()."""
-    parameters = [Parameter(torch.zeros(LAUNCHED_NUMEL, device=comm.device)) for _ in range(n_tensors)]
+    """What gather and launch of one bucket take on the host. Its gradients are tensors of their own
+    each time, as after zero_grad().
+    """
+    parameters = [
+        Parameter(torch.zeros(LAUNCHED_NUMEL, device=comm.device)) for _ in range(n_tensors)
+    ]
     gradients = [torch.ones(LAUNCHED_NUMEL, device=comm.device) for _ in range(n_tensors)]
     # Behind the gradients: one element for each, in which ranks tell each other which they have.
     numel = n_tensors * LAUNCHED_NUMEL + n_tensors
@@ -381,20 +509,31 @@ def launch_cost(comm: Any, n_tensors: int, wire_dtype: torch.dtype) -> Launch:
     gc.enable()
     cuda_clock.synchronize()
     # The first ones warm up.
-    gather, launch = (statistics.median(column) / 1e3 for column in zip(*stamps[LAUNCHES_AHEAD:], strict=True))
+    gather, launch = (
+        statistics.median(column) / 1e3 for column in zip(*stamps[LAUNCHES_AHEAD:], strict=True)
+    )
     return Launch(n_tensors, str(wire_dtype).removeprefix("torch."), gather, launch)
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------------------
+# ---- telling -------------------------------------------------------------------------------------
 
 PEERS = ("with norm", "foreach", "dense", "per tensor", "cupy")
 
 
 def print_head() -> None:
-    print("#\n# copy: device to device; with norm: fastcomm's unflatten that also counts; foreach: torch._foreach_copy_ with views; dense:")
-    print("# torch._utils._flatten_dense_tensors (torch.cat) and back; per tensor: copy_, as DDP does; cupy: concatenate, from the host")
+    print(
+        "#\n# copy: device to device; with norm: fastcomm's unflatten that also counts; foreach: "
+        "torch._foreach_copy_ with views; dense:"
+    )
+    print(
+        "# torch._utils._flatten_dense_tensors (torch.cat) and back; per tensor: copy_, as DDP "
+        "does; cupy: concatenate, from the host"
+    )
     names = f"# {'list':>10} {'mode':>10} {'':>9} {'moved':>8} {'copy':>15}  {'fastcomm':>23}"
-    units = f"# {'':>10} {'':>10} {'':>9} {'(MB)':>8} {'(us)':>8} {'(GB/s)':>6}  {'(us)':>8} {'(GB/s)':>6} {'of copy':>7}"
+    units = (
+        f"# {'':>10} {'':>10} {'':>9} {'(MB)':>8} {'(us)':>8} {'(GB/s)':>6}  "
+        f"{'(us)':>8} {'(GB/s)':>6} {'of copy':>7}"
+    )
     print(names + "".join(f"  {peer:>15}" for peer in PEERS))
     print(units + "".join(f"  {'(us)':>8} {'ratio':>6}" for _ in PEERS), flush=True)
 
@@ -402,17 +541,29 @@ def print_head() -> None:
 def format_row(row: Row) -> str:
     line = f"{row.name:>12} {row.mode:>10} {row.way:>9} {row.nbytes / 1e6:8.1f}"
     line += f" {row.time('copy'):8.1f} {row.bandwidth('copy'):6.0f}"
-    line += f"  {row.time('fastcomm'):8.1f} {row.bandwidth('fastcomm'):6.0f} {row.ratio('copy'):7.1%}"
+    line += (
+        f"  {row.time('fastcomm'):8.1f} {row.bandwidth('fastcomm'):6.0f} {row.ratio('copy'):7.1%}"
+    )
     for peer in PEERS:
-        line += f"  {row.time(peer):8.1f} {row.ratio(peer):6.2f}" if peer in row.quartiles else f"  {'-':>8} {'-':>6}"
+        line += (
+            f"  {row.time(peer):8.1f} {row.ratio(peer):6.2f}"
+            if peer in row.quartiles
+            else f"  {'-':>8} {'-':>6}"
+        )
     return line
 
 
 def print_launches(launches: list[Launch]) -> None:
-    print("#\n# host time of one bucket, us: noting the gradients, then flatten, event, all_reduce, event (bf16: and unflatten)")
+    print(
+        "#\n# host time of one bucket, us: noting the gradients, then flatten, event, all_reduce, "
+        "event (bf16: and unflatten)"
+    )
     print(f"# {'tensors':>10} {'wire':>10} {'gather':>8} {'launch':>8} {'together':>8}")
     for cost in launches:
-        print(f"{cost.n_tensors:>12} {cost.wire:>10} {cost.gather:8.2f} {cost.launch:8.2f} {cost.gather + cost.launch:8.2f}")
+        print(
+            f"{cost.n_tensors:>12} {cost.wire:>10} {cost.gather:8.2f} {cost.launch:8.2f} "
+            f"{cost.gather + cost.launch:8.2f}"
+        )
 
 
 def print_bars(bars: list[Bar]) -> None:
@@ -422,7 +573,13 @@ def print_bars(bars: list[Bar]) -> None:
     print(f"# bars: {sum(bar.is_met for bar in bars)} of {len(bars)} met")
 
 
-def write_results(description: dict[str, object], rows: list[Row], launches: list[Launch], bars: list[Bar], path: Path | None) -> None:
+def write_results(
+    description: dict[str, object],
+    rows: list[Row],
+    launches: list[Launch],
+    bars: list[Bar],
+    path: Path | None,
+) -> None:
     if path is None and RESULTS.is_dir():
         path = RESULTS / "flatten.json"
     if path is None:
@@ -448,7 +605,13 @@ def row_as_json(row: Row) -> dict[str, Any]:
         }
         for name, (low, middle, high) in row.quartiles.items()
     }
-    return {"list": row.name, "mode": row.mode, "way": row.way, "nbytes": row.nbytes, "contenders": contenders}
+    return {
+        "list": row.name,
+        "mode": row.mode,
+        "way": row.way,
+        "nbytes": row.nbytes,
+        "contenders": contenders,
+    }
 
 
 if __name__ == "__main__":

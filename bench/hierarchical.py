@@ -1,15 +1,19 @@
-"""All-reduce between hosts: backend "hierarchical" beside Gloo over all ranks, on hosts whose links are limited, in one run.
+"""All-reduce between hosts: backend "hierarchical" beside Gloo over all ranks, on hosts whose links
+are limited, in one run.
 
     python bench/hierarchical.py                     2 hosts of 2 ranks, 1 Gbit/s, 64 MiB of float32
     python bench/hierarchical.py --hosts 2,1,2 --rate 10gbit --mib 256
 
-The hosts are network namespaces that the benchmark makes, for which it needs root's rights, and takes down again; links are limited by
-tc's token bucket. Ranks take turns within every round. A time is the median over all calls of the slowest rank's; "bound" is what the
-bytes that must cross a link need at its rate, headers not counted: 2 (h - 1) / h times the buffer between h hosts, each way.
+The hosts are network namespaces that the benchmark makes, for which it needs root's rights, and
+takes down again; links are limited by tc's token bucket. Ranks take turns within every round. A
+time is the median over all calls of the slowest rank's; "bound" is what the bytes that must cross a
+link need at its rate, headers not counted: 2 (h - 1) / h times the buffer between h hosts, each
+way.
 
-A bucket of fastcomm lies in comm.empty and is launched and waited for as a reducer does it; "backend" is dist.all_reduce of an ordinary
-tensor over the torch.distributed backend "fastcomm". Before anything is measured, the results are compared with Gloo's. Runs from the
-source tree only: the hosts are those of the tests.
+A bucket of fastcomm lies in comm.empty and is launched and waited for as a reducer does it;
+"backend" is dist.all_reduce of an ordinary tensor over the torch.distributed backend "fastcomm".
+Before anything is measured, the results are compared with Gloo's. Runs from the source tree only:
+the hosts are those of the tests.
 """
 
 from __future__ import annotations
@@ -66,7 +70,10 @@ def main() -> int:
         return 2
     launch.exit_on_sigterm()
     with namespaces.Hosts(options.hosts, rate=options.rate) as hosts:
-        places = [[hosts.namespace(host), hosts.address(0), hosts.environment(rank)] for rank, host in enumerate(hosts.host_of)]
+        places = [
+            [hosts.namespace(host), hosts.address(0), hosts.environment(rank)]
+            for rank, host in enumerate(hosts.host_of)
+        ]
         arguments = ["--as-rank", json.dumps(places), "--mib", str(options.mib)]
         with launch.Ranks(Path(__file__).resolve(), hosts.world_size, arguments=arguments) as ranks:
             errors = ranks.call("compare")[0]
@@ -78,12 +85,33 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=parse_hosts, default="2,2", metavar="N,N,...", help="ranks on each host (2,2)")
-    parser.add_argument("--rate", default="1gbit", help="of every link, each way, as tc(8) writes it, in mbit or gbit (1gbit)")
-    parser.add_argument("--mib", type=int, default=64, help="size of the buffer, in MiB of float32 (64)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each contender has its turn (7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (results/hierarchical.json, of the defaults)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--hosts",
+        type=parse_hosts,
+        default="2,2",
+        metavar="N,N,...",
+        help="ranks on each host (2,2)",
+    )
+    parser.add_argument(
+        "--rate",
+        default="1gbit",
+        help="of every link, each way, as tc(8) writes it, in mbit or gbit (1gbit)",
+    )
+    parser.add_argument(
+        "--mib", type=int, default=64, help="size of the buffer, in MiB of float32 (64)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="how often each contender has its turn (7)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where to write the results (results/hierarchical.json, of the defaults)",
+    )
     options = parser.parse_args()
     if options.mib < 1 or options.rounds < 1:
         parser.error("--mib and --rounds are at least 1")
@@ -95,7 +123,9 @@ def parse_options() -> argparse.Namespace:
 def parse_hosts(text: str) -> list[int]:
     hosts = [int(n) for n in text.split(",") if n.isdigit()]
     if len(hosts) < 2 or min(hosts) < 1 or len(hosts) != text.count(",") + 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least two hosts, each with at least one rank, as in 2,2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: at least two hosts, each with at least one rank, as in 2,2"
+        )
     return hosts
 
 
@@ -122,17 +152,30 @@ def measure(ranks: launch.Ranks, options: argparse.Namespace) -> list[Row]:
 
 def print_rows(rows: list[Row], errors: dict[str, float], options: argparse.Namespace) -> None:
     print(f"# {machine.summary(machine.describe())}")
-    print(f"# hosts of {', '.join(map(str, options.hosts))} ranks, links of {options.rate}, {options.mib} MiB of float32, sum")
-    print(f"# {'':<24}{'time (s)':>10}{'fastest':>10}{'slowest':>10}{'bound':>10}{'gloo / it':>12}{'gloo / bound':>14}{'error':>12}")
+    print(
+        f"# hosts of {', '.join(map(str, options.hosts))} ranks, links of {options.rate}, "
+        f"{options.mib} MiB of float32, sum"
+    )
+    print(
+        "# "
+        f"{'':<24}{'time (s)':>10}{'fastest':>10}{'slowest':>10}{'bound':>10}"
+        f"{'gloo / it':>12}{'gloo / bound':>14}{'error':>12}"
+    )
     for row in rows:
         name = NAMES.get(row.contender, f"hierarchical, {row.contender}")
         error = "" if row.contender == "gloo" else f"{errors[row.contender]:.1e}"
         times = f"{row.median:>10.3f}{row.fastest:>10.3f}{row.slowest:>10.3f}{row.bound:>10.3f}"
-        print(f"  {name:<24}{times}{rows[0].median / row.median:>12.2f}{rows[0].median / row.bound:>14.2f}{error:>12}")
+        print(
+            f"  {name:<24}{times}{rows[0].median / row.median:>12.2f}"
+            f"{rows[0].median / row.bound:>14.2f}{error:>12}"
+        )
     for row in rows:
         if row.contender in BARS:
             ratio = rows[0].median / row.median
-            print(f"# {row.contender} wire: {ratio:.2f} times as fast as Gloo; the bar for the defaults is {BARS[row.contender]}")
+            print(
+                f"# {row.contender} wire: {ratio:.2f} times as fast as Gloo; the bar for the "
+                f"defaults is {BARS[row.contender]}"
+            )
 
 
 def write_results(rows: list[Row], errors: dict[str, float], options: argparse.Namespace) -> None:
@@ -162,16 +205,22 @@ def write_results(rows: list[Row], errors: dict[str, float], options: argparse.N
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-# -- the ranks -------------------------------------------------------------------------------------------------------------------------
+# -- the ranks -------------------------------------------------------------------------------------
 
 
 class Methods:
     """What a rank does when it is called. All contenders have the same values to reduce."""
 
     def __init__(self, rank: int, world_size: int, address: str, numel: int) -> None:
-        self.comm = fastcomm.init("hierarchical", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world_size)
+        self.comm = fastcomm.init(
+            "hierarchical", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world_size
+        )
         dist.init_process_group(
-            "fastcomm", init_method=f"tcp://{address}:{PORT + 1}", rank=rank, world_size=world_size, timeout=timedelta(minutes=2)
+            "fastcomm",
+            init_method=f"tcp://{address}:{PORT + 1}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=2),
         )
         self.over_gloo = dist.new_group(backend="gloo")
         self.values = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
@@ -179,7 +228,9 @@ class Methods:
         self.flat = self.comm.empty(numel, dtype=torch.float32).copy_(self.values)
         wire_dtypes = {"float32": None, "bfloat16": torch.bfloat16}
         self.buckets = {
-            name: self.comm.bind_bucket(self.flat, [self.flat[:1]], [0], wire_dtype=wire_dtype, label=1 + label)
+            name: self.comm.bind_bucket(
+                self.flat, [self.flat[:1]], [0], wire_dtype=wire_dtype, label=1 + label
+            )
             for label, (name, wire_dtype) in enumerate(wire_dtypes.items())
         }
 
@@ -193,7 +244,9 @@ class Methods:
             result = self.tensor if contender == "backend" else self.flat
             result.copy_(self.values)
             self._call_of(contender)()
-            errors[contender] = float((result - self.gloo)[:last].abs().max() / self.gloo[:last].abs().max())
+            errors[contender] = float(
+                (result - self.gloo)[:last].abs().max() / self.gloo[:last].abs().max()
+            )
         return errors
 
     def time(self, contender: str) -> float:

@@ -1,7 +1,9 @@
-"""Starts the ranks of a benchmark and gives them work, one call at a time, from the parent process that coordinates the measurement.
+"""Starts the ranks of a benchmark and gives them work, one call at a time, from the parent process
+that coordinates the measurement.
 
-Several sets of ranks can be alive together: a set that has nothing to do sleeps in a blocking read of its socket and takes no time from the
-set that is measured. Calls and answers are lines of JSON. Whatever happens, `close` leaves no process behind, and no call waits for ever.
+Several sets of ranks can be alive together: a set that has nothing to do sleeps in a blocking read
+of its socket and takes no time from the set that is measured. Calls and answers are lines of JSON.
+Whatever happens, `close` leaves no process behind, and no call waits for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Importing torch on a busy machine takes its time; a call measures all rounds of a model, for some minutes if that is large.
+# Importing torch on a busy machine takes its time; a call measures all rounds of a model, for some
+# minutes if that is large.
 START_LIMIT = 120.0
 CALL_LIMIT = 600.0
 # How long ranks that are told to end, or whose peer has failed, get to do so by themselves.
@@ -32,14 +35,25 @@ PR_SET_PDEATHSIG = 1
 
 
 class RanksError(RuntimeError):
-    """A rank did not start, failed, ended or did not answer in time. What it printed is on stderr."""
+    """A rank did not start, failed, ended or did not answer in time. What it printed is on
+    stderr.
+    """
 
 
 class Ranks:
-    """`world_size` processes of `script`, each of which calls `serve`. They find RANK and WORLD_SIZE in their environment; a `launcher`
-    (mpirun and its arguments) starts all of them by itself, and has its own way to tell them their rank."""
+    """`world_size` processes of `script`, each of which calls `serve`. They find RANK and
+    WORLD_SIZE in their environment; a `launcher` (mpirun and its arguments) starts all of them by
+    itself, and has its own way to tell them their rank.
+    """
 
-    def __init__(self, script: Path, world_size: int, *, arguments: Sequence[str] = (), launcher: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        script: Path,
+        world_size: int,
+        *,
+        arguments: Sequence[str] = (),
+        launcher: Sequence[str] = (),
+    ) -> None:
         self.name = script.stem
         self.world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -50,16 +64,25 @@ class Ranks:
                 address = str(Path(self._folder.name) / "socket")
                 listener.bind(address)
                 listener.listen(world_size)
-                self._start([*launcher, sys.executable, str(script), *arguments], address, together=bool(launcher))
+                self._start(
+                    [*launcher, sys.executable, str(script), *arguments],
+                    address,
+                    together=bool(launcher),
+                )
                 self._connections = self._accept(listener)
         except BaseException:
             self.close()
             raise
 
     def _start(self, command: list[str], address: str, *, together: bool) -> None:
-        environment = os.environ | {SOCKET_VARIABLE: address, "WORLD_SIZE": str(self.world_size), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            SOCKET_VARIABLE: address,
+            "WORLD_SIZE": str(self.world_size),
+            "OMP_NUM_THREADS": "1",
+        }
         for rank in range(1 if together else self.world_size):
-            # In a session of their own: an interrupt at the keyboard reaches the parent alone, which then ends them in order.
+            # In a session of their own: an interrupt at the keyboard reaches the parent alone,
+            # which then ends them in order.
             process = subprocess.Popen(
                 command,
                 env=environment | {"RANK": str(rank)},
@@ -78,28 +101,43 @@ class Ranks:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                ended = [process.returncode for process in self._processes if process.poll() is not None]
+                ended = [
+                    process.returncode for process in self._processes if process.poll() is not None
+                ]
                 if ended:
-                    raise RanksError(f"{self.name}: a rank exited with status {ended[0]} before it was ready") from None
+                    raise RanksError(
+                        f"{self.name}: a rank exited with status {ended[0]} before it was ready"
+                    ) from None
                 if time.monotonic() > deadline:
-                    raise RanksError(f"{self.name}: only {len(found)} of {self.world_size} ranks started in {START_LIMIT:.0f} s") from None
+                    raise RanksError(
+                        f"{self.name}: only {len(found)} of {self.world_size} ranks started in "
+                        f"{START_LIMIT:.0f} s"
+                    ) from None
                 continue
             connection.settimeout(START_LIMIT)
             found[int(receive(connection))] = connection
         return [found[rank] for rank in range(self.world_size)]
 
     def call(self, name: str, **arguments: object) -> list[Any]:
-        """Runs the method `name` on every rank at the same time and returns what they return, by rank. Raises RanksError."""
+        """Runs the method `name` on every rank at the same time and returns what they return, by
+        rank. Raises RanksError.
+        """
         for connection in self._connections:
             send(connection, [name, arguments])
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + CALL_LIMIT
         while len(answers) < self.world_size:
-            missing = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
+            missing = [
+                connection
+                for rank, connection in enumerate(self._connections)
+                if rank not in answers
+            ]
             ready = multiprocessing.connection.wait(missing, deadline - time.monotonic())
             if not ready:
                 late = ", ".join(str(self._connections.index(connection)) for connection in missing)
-                raise RanksError(f"{self.name}: no answer from rank {late} to {name} in {CALL_LIMIT:.0f} s")
+                raise RanksError(
+                    f"{self.name}: no answer from rank {late} to {name} in {CALL_LIMIT:.0f} s"
+                )
             for connection in ready:
                 rank = self._connections.index(connection)
                 answers[rank] = self._answer(connection, rank, name)
@@ -115,7 +153,9 @@ class Ranks:
         return value
 
     def close(self) -> None:
-        """Ends the ranks: politely by closing their sockets, then by signals. mpirun passes SIGTERM on to its ranks."""
+        """Ends the ranks: politely by closing their sockets, then by signals. mpirun passes SIGTERM
+        on to its ranks.
+        """
         for connection in self._connections:
             connection.close()
         end_of_patience = time.monotonic() + GRACE if self._connections else 0.0
@@ -137,7 +177,9 @@ class Ranks:
 
 
 def serve(rank: int, methods: object) -> None:
-    """The rank's side: runs the methods of `methods` that the parent calls, until the parent closes the connection."""
+    """The rank's side: runs the methods of `methods` that the parent calls, until the parent closes
+    the connection.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SOCKET_VARIABLE])
         send(connection, rank)
@@ -153,12 +195,16 @@ def serve(rank: int, methods: object) -> None:
 
 
 def scratch() -> Path:
-    """The rank's side: a folder that these ranks share, for the files they meet through. It goes with them."""
+    """The rank's side: a folder that these ranks share, for the files they meet through. It goes
+    with them.
+    """
     return Path(os.environ[SOCKET_VARIABLE]).parent
 
 
 def die_with_parent() -> None:
-    """The rank's side: one that waits in a collective when its parent is killed would wait for ever. prctl(2), Linux only."""
+    """The rank's side: one that waits in a collective when its parent is killed would wait for
+    ever. prctl(2), Linux only.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

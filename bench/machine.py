@@ -1,4 +1,6 @@
-"""Describes the machine and the software a result was measured with: what a reader needs to judge the numbers. Names no host."""
+"""Describes the machine and the software a result was measured with: what a reader needs to judge
+the numbers. Names no host.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ def describe() -> dict[str, object]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
     }
     if torch.cuda.is_available():
-        description |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+        description |= {
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+        }
         description["nccl"] = nccl_version()
     return description
 
 
 def cores() -> int:
-    """The cores this process may run on, which in a container or under taskset are fewer than the machine's."""
+    """The cores this process may run on, which in a container or under taskset are fewer than the
+    machine's.
+    """
     return len(os.sched_getaffinity(0))
 
 
@@ -69,4 +77,7 @@ def nccl_version() -> str:
 def summary(machine: dict[str, object]) -> str:
     """One line for the head of a printed result."""
     gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
-    return f"{gpu}{machine['cpu']}, {machine['cores']} cores, fastcomm {machine['fastcomm']}, torch {machine['torch']}"
+    return (
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, fastcomm {machine['fastcomm']}, torch "
+        f"{machine['torch']}"
+    )

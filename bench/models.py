@@ -1,6 +1,8 @@
-"""The models of bench/step.py: on the CPU a bandwidth-bound MLP, a transformer, a deep conv net with many small tensors, and GPT-2 small;
-on a GPU ResNet-50, BERT-base and GPT-2 small. Each entry makes a model and a loss of it on one fixed batch, so that a step is
-`loss().backward()`. bench/flatten.py takes its lists of parameters from here."""
+"""The models of bench/step.py: on the CPU a bandwidth-bound MLP, a transformer, a deep conv net
+with many small tensors, and GPT-2 small; on a GPU ResNet-50, BERT-base and GPT-2 small. Each entry
+makes a model and a loss of it on one fixed batch, so that a step is `loss().backward()`.
+bench/flatten.py takes its lists of parameters from here.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,36 @@ def conv_net() -> nn.Module:
 
 
 class Gpt2(nn.Module):
-    """GPT-2 small (Radford et al., 2019): 12 blocks of width 768, 12 heads, 50257 tokens, the output tied to the embedding."""
+    """GPT-2 small (Radford et al., 2019): 12 blocks of width 768, 12 heads, 50257 tokens, the
+    output tied to the embedding.
+    """
 
-    def __init__(self, width: int = 768, n_layers: int = 12, n_heads: int = 12, n_tokens: int = 50257, length: int = 1024) -> None:
+    def __init__(
+        self,
+        width: int = 768,
+        n_layers: int = 12,
+        n_heads: int = 12,
+        n_tokens: int = 50257,
+        length: int = 1024,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(n_tokens, width)
         self.positions = nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, n_heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, n_layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            width, n_heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            layer, n_layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.positions.weight[:length]
-        x = self.blocks(x, nn.Transformer.generate_square_subsequent_mask(length, device=x.device), is_causal=True)
+        x = self.blocks(
+            x,
+            nn.Transformer.generate_square_subsequent_mask(length, device=x.device),
+            is_causal=True,
+        )
         return x @ self.tokens.weight.T
 
 
@@ -75,7 +94,10 @@ class Bottleneck(nn.Module):
 
 
 def conv(channels: int, out: int, kernel: int, stride: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(out))
+    return nn.Sequential(
+        nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(out),
+    )
 
 
 def resnet50() -> nn.Module:
@@ -98,19 +120,33 @@ class BertLayer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (linear(x).unflatten(2, (self.n_heads, -1)).transpose(1, 2) for linear in (self.query, self.key, self.value))
+        heads = (
+            linear(x).unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
         attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
         x = self.norms[0](x + self.out(attended))
         return self.norms[1](x + self.down(F.gelu(self.up(x))))
 
 
 class Bert(nn.Module):
-    """BERT (Devlin et al., 2018) as one fine-tunes it, without dropout: gives the pooled output. Base: 109.5 M parameters in 199 tensors;
-    large, of width 1024 with 24 layers and 16 heads: 335.1 M in 391."""
+    """BERT (Devlin et al., 2018) as one fine-tunes it, without dropout: gives the pooled output.
+    Base: 109.5 M parameters in 199 tensors; large, of width 1024 with 24 layers and 16 heads: 335.1
+    M in 391.
+    """
 
-    def __init__(self, width: int = 768, n_layers: int = 12, n_heads: int = 12, n_tokens: int = 30522, length: int = 512) -> None:
+    def __init__(
+        self,
+        width: int = 768,
+        n_layers: int = 12,
+        n_heads: int = 12,
+        n_tokens: int = 30522,
+        length: int = 512,
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions, self.kinds = (nn.Embedding(n, width) for n in (n_tokens, length, 2))
+        self.tokens, self.positions, self.kinds = (
+            nn.Embedding(n, width) for n in (n_tokens, length, 2)
+        )
         self.norm = nn.LayerNorm(width)
         self.layers = nn.Sequential(*(BertLayer(width, n_heads) for _ in range(n_layers)))
         self.pooler = nn.Linear(width, width)
@@ -128,7 +164,9 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def in_bfloat16(loss: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+def in_bfloat16(
+    loss: Callable[[nn.Module, Tensor], Tensor],
+) -> Callable[[nn.Module, Tensor], Tensor]:
     """The same under autocast: parameters and gradients stay float32, the products are bfloat16."""
 
     def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -139,15 +177,41 @@ def in_bfloat16(loss: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Mod
 
 
 CASES = {
-    "mlp": Case("MLP 1024-2048-2048-1024-10, batch 16", mlp, lambda: torch.randn(16, 1024), mean_square),
-    "transformer": Case("TransformerEncoder 512 x 6, 2 x 64 tokens", transformer, lambda: torch.randn(2, 64, 512), mean_square),
-    "conv": Case("40 x conv3x3(32) + BatchNorm, batch 4", conv_net, lambda: torch.randn(4, 3, 32, 32), mean_square),
-    "gpt2": Case("GPT-2 small, 1 x 32 tokens", Gpt2, lambda: torch.randint(50257, (1, 33)), next_token_loss),
+    "mlp": Case(
+        "MLP 1024-2048-2048-1024-10, batch 16", mlp, lambda: torch.randn(16, 1024), mean_square
+    ),
+    "transformer": Case(
+        "TransformerEncoder 512 x 6, 2 x 64 tokens",
+        transformer,
+        lambda: torch.randn(2, 64, 512),
+        mean_square,
+    ),
+    "conv": Case(
+        "40 x conv3x3(32) + BatchNorm, batch 4",
+        conv_net,
+        lambda: torch.randn(4, 3, 32, 32),
+        mean_square,
+    ),
+    "gpt2": Case(
+        "GPT-2 small, 1 x 32 tokens", Gpt2, lambda: torch.randint(50257, (1, 33)), next_token_loss
+    ),
 }
 
 # Batches of a size that keeps a large GPU busier than the host.
 CUDA_CASES = {
-    "resnet50": Case("ResNet-50, 64 images, float32", resnet50, lambda: torch.randn(64, 3, 224, 224), mean_square),
-    "bert": Case("BERT-base, 32 x 128 tokens, bf16 autocast", Bert, lambda: torch.randint(30522, (32, 128)), in_bfloat16(mean_square)),
-    "gpt2": Case("GPT-2 small, 8 x 512 tokens, bf16 autocast", Gpt2, lambda: torch.randint(50257, (8, 513)), in_bfloat16(next_token_loss)),
+    "resnet50": Case(
+        "ResNet-50, 64 images, float32", resnet50, lambda: torch.randn(64, 3, 224, 224), mean_square
+    ),
+    "bert": Case(
+        "BERT-base, 32 x 128 tokens, bf16 autocast",
+        Bert,
+        lambda: torch.randint(30522, (32, 128)),
+        in_bfloat16(mean_square),
+    ),
+    "gpt2": Case(
+        "GPT-2 small, 8 x 512 tokens, bf16 autocast",
+        Gpt2,
+        lambda: torch.randint(50257, (8, 513)),
+        in_bfloat16(next_token_loss),
+    ),
 }

@@ -1,17 +1,20 @@
-"""One training step without communication, with fastcomm, and with torch DDP (with and without bucket views), in one run.
+"""One training step without communication, with fastcomm, and with torch DDP (with and without
+bucket views), in one run.
 
-    python bench/step.py                       over shared memory and Gloo: four models, 2 ranks, 1 thread each
+    python bench/step.py                       over shared memory and Gloo: four models, 2 ranks
     python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
 
-Every way has a model and an SGD optimizer of its own, and the same batch. The ways take turns; in every round each makes a few steps,
-all ranks at once, in an order that changes from round to round. "local" is the step without any communication, with all ranks at work,
-so that it meets the same contention for memory. A step's time is that of the slowest rank; the overhead is the median over rounds of
-(way - local), so that what slows a whole round does not count.
+Every way has a model and an SGD optimizer of its own, and the same batch. The ways take turns; in
+every round each makes a few steps, all ranks at once, in an order that changes from round to round.
+"local" is the step without any communication, with all ranks at work, so that it meets the same
+contention for memory. A step's time is that of the slowest rank; the overhead is the median over
+rounds of (way - local), so that what slows a whole round does not count.
 
-On a GPU a time is what passes between two events around the steps of a turn, and both sides also send bfloat16: fastcomm by wire_dtype,
-DDP by its hook bf16_compress_hook. On one card alone NCCL moves nothing: the overhead is what the reducers do themselves.
+On a GPU a time is what passes between two events around the steps of a turn, and both sides also
+send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. On one card alone NCCL
+moves nothing: the overhead is what the reducers do themselves.
 """
 
 from __future__ import annotations
@@ -59,14 +62,18 @@ def main() -> int:
     if "RANK" not in os.environ:
         launch(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
     torch.set_num_threads(1)
-    device = cuda_clock.use_device(int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    device = (
+        cuda_clock.use_device(int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    )
     with fastcomm.init("nccl" if is_cuda else "shm", device=device) as comm:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if options.hook_cost:
             report_hook_cost(comm)
         else:
             cases = CUDA_CASES if is_cuda else CASES
-            results = {name: measure(comm, cases[name], options) for name in options.models or cases}
+            results = {
+                name: measure(comm, cases[name], options) for name in options.models or cases
+            }
             if comm.rank == 0:
                 write_results(results, comm.world_size, options)
                 if is_cuda:
@@ -77,8 +84,12 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (cpu)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to train (cpu)"
+    )
     parser.add_argument(
         "--models",
         nargs="+",
@@ -86,11 +97,28 @@ def parse_options() -> argparse.Namespace:
         metavar="MODEL",
         help=f"of {', '.join(CASES)}; on a GPU of {', '.join(CUDA_CASES)} (all)",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks, on this machine (2; on GPUs as many as there are)")
-    parser.add_argument("--rounds", type=int, default=16, help="rounds, in each of which every way has its turn (16)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks, on this machine (2; on GPUs as many as there are)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=16,
+        help="rounds, in each of which every way has its turn (16)",
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps of each turn (3)")
-    parser.add_argument("--hook-cost", action="store_true", help="measure the reducer's Python, not steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (in the source tree: bench/results/)")
+    parser.add_argument(
+        "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where to write the results (in the source tree: bench/results/)",
+    )
     options = parser.parse_args()
     unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
     if unknown:
@@ -101,7 +129,14 @@ def parse_options() -> argparse.Namespace:
 def launch(ranks: int) -> None:
     """Becomes torchrun with this script and these arguments."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *sys.argv]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *sys.argv,
+    ]
     os.execv(sys.executable, command)
 
 
@@ -118,7 +153,9 @@ def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any
         for turn in range(len(ways)):
             way = (turn + number) % len(ways)
             comm.barrier()
-            seconds[number, way] = torch.tensor(take_turn(steps[ways[way]], options.steps), dtype=torch.float64)
+            seconds[number, way] = torch.tensor(
+                take_turn(steps[ways[way]], options.steps), dtype=torch.float64
+            )
     seconds = seconds.to(comm.device)
     comm.all_reduce(seconds, "max")
     del step
@@ -140,7 +177,9 @@ def turn_on_the_host(step: Callable[[], None], n_steps: int) -> list[float]:
 
 
 def turn_on_the_device(step: Callable[[], None], n_steps: int) -> list[float]:
-    """As turn_on_the_host, by events: all steps' mean for each. One step before them lets the host get ahead."""
+    """As turn_on_the_host, by events: all steps' mean for each. One step before them lets the host
+    get ahead.
+    """
     step()
     with cuda_clock.Span() as span:
         for _ in range(n_steps):
@@ -183,7 +222,10 @@ def make_steps(comm: Any, case: Case) -> dict[str, Callable[[], None]]:
         "ddp_views": with_ddp(gradient_as_bucket_view=True),
     }
     if comm.backend == "nccl":
-        steps |= {"fastcomm_bf16": with_fastcomm(wire_dtype=torch.bfloat16), "ddp_bf16": with_ddp(bf16_compress_hook)}
+        steps |= {
+            "fastcomm_bf16": with_fastcomm(wire_dtype=torch.bfloat16),
+            "ddp_bf16": with_ddp(bf16_compress_hook),
+        }
     return steps
 
 
@@ -192,8 +234,14 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
     model = case.make_model()
     numels = [p.numel() for p in model.parameters()]
     ms = (1e3 * rounds).T.tolist()
-    times = {way: [round(q, 3) for q in statistics.quantiles(ms[i], n=4)] for i, way in enumerate(ways)}
-    overhead = {way: statistics.median(a - b for a, b in zip(ms[i], ms[0], strict=True)) for i, way in enumerate(ways) if way != "local"}
+    times = {
+        way: [round(q, 3) for q in statistics.quantiles(ms[i], n=4)] for i, way in enumerate(ways)
+    }
+    overhead = {
+        way: statistics.median(a - b for a, b in zip(ms[i], ms[0], strict=True))
+        for i, way in enumerate(ways)
+        if way != "local"
+    }
     result = {
         "model": case.description,
         "parameters": sum(numels),
@@ -201,22 +249,36 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
         "quartiles_ms": times,
         "overhead_ms": {way: round(value, 3) for way, value in overhead.items()},
         "fastcomm_share_of_ddp_overhead": round(overhead["fastcomm"] / overhead["ddp"], 3),
-        "fastcomm_share_of_ddp_views_overhead": round(overhead["fastcomm"] / overhead["ddp_views"], 3),
+        "fastcomm_share_of_ddp_views_overhead": round(
+            overhead["fastcomm"] / overhead["ddp_views"], 3
+        ),
     }
     if "ddp_bf16" in overhead:
-        result["fastcomm_bf16_share_of_ddp_bf16_overhead"] = round(overhead["fastcomm_bf16"] / overhead["ddp_bf16"], 3)
+        result["fastcomm_bf16_share_of_ddp_bf16_overhead"] = round(
+            overhead["fastcomm_bf16"] / overhead["ddp_bf16"], 3
+        )
     return result
 
 
 def print_result(result: dict[str, Any]) -> None:
-    print(f"\n{result['model']}: {result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors")
+    print(
+        f"\n{result['model']}: {result['parameters'] / 1e6:.1f} M parameters in "
+        f"{result['tensors']} tensors"
+    )
     width = max(10, *map(len, result["quartiles_ms"]))
     print(f"  {'':{width}} {'median':>9} {'quartiles':>20} {'over local':>11}   (ms)")
     for way, (low, middle, high) in result["quartiles_ms"].items():
         over = f"{result['overhead_ms'][way]:11.2f}" if way != "local" else ""
         print(f"  {way:{width}} {middle:9.2f} {low:9.2f} ..{high:9.2f} {over}")
-    share, share_of_views = result["fastcomm_share_of_ddp_overhead"], result["fastcomm_share_of_ddp_views_overhead"]
-    print(f"  fastcomm's overhead is {share:.2f} of DDP's, {share_of_views:.2f} of that with bucket views", flush=True)
+    share, share_of_views = (
+        result["fastcomm_share_of_ddp_overhead"],
+        result["fastcomm_share_of_ddp_views_overhead"],
+    )
+    print(
+        f"  fastcomm's overhead is {share:.2f} of DDP's, {share_of_views:.2f} of that with bucket "
+        "views",
+        flush=True,
+    )
 
 
 def print_bars(results: dict[str, dict[str, Any]]) -> None:
@@ -227,7 +289,10 @@ def print_bars(results: dict[str, dict[str, Any]]) -> None:
         for own, peer in (("fastcomm", "ddp"), ("fastcomm_bf16", "ddp_bf16")):
             is_met = overhead[own] <= SHARE_OF_DDP * overhead[peer]
             n_met += is_met
-            print(f"{'met' if is_met else 'NOT met':>8}  {name}: {own} {overhead[own]:.2f} ms over local, {peer} {overhead[peer]:.2f} ms")
+            print(
+                f"{'met' if is_met else 'NOT met':>8}  {name}: {own} {overhead[own]:.2f} ms over "
+                f"local, {peer} {overhead[peer]:.2f} ms"
+            )
     print(f"bars: {n_met} of {2 * len(results)} met (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
 
 
@@ -240,7 +305,13 @@ def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespa
     if path is None and RESULTS.is_dir():
         path = RESULTS / f"step-{'cuda-' if options.device == 'cuda' else ''}{ranks}ranks.json"
     if path is not None:
-        path.write_text(json.dumps({"benchmark": "step", "machine": description, "ranks": ranks, "models": results}, indent=1) + "\n")
+        path.write_text(
+            json.dumps(
+                {"benchmark": "step", "machine": description, "ranks": ranks, "models": results},
+                indent=1,
+            )
+            + "\n"
+        )
         print(f"Results: {os.path.relpath(path)}")
 
 
@@ -256,10 +327,13 @@ class TinyParameters(nn.Module):
 
 
 def report_hook_cost(comm: Any) -> None:
-    """CPU time of zero_grad and backward with the reducer, less that without, per parameter. Python and C++ of torch's hooks included."""
+    """CPU time of zero_grad and backward with the reducer, less that without, per parameter. Python
+    and C++ of torch's hooks included.
+    """
     plain, reduced = TinyParameters().to(comm.device), TinyParameters().to(comm.device)
     reducer = fastcomm.Reducer(comm).attach(reduced)
-    gc.disable()  # a collection now and then is the price of any Python object, and not the reducer's
+    # a collection now and then is the price of any Python object, and not the reducer's
+    gc.disable()
     differences = []
     for _ in range(50):
         cost = []
@@ -273,7 +347,10 @@ def report_hook_cost(comm: Any) -> None:
     gc.enable()
     reducer.detach()
     if comm.rank == 0:
-        print(f"{statistics.median(differences):.2f} us per parameter and step, {TINY_PARAMETERS} parameters, {comm.world_size} ranks")
+        print(
+            f"{statistics.median(differences):.2f} us per parameter and step, {TINY_PARAMETERS} "
+            f"parameters, {comm.world_size} ranks"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds in place, and runs on a GPU what needs one: tests, sanitizers, benchmarks. At most 8 minutes: every step has its limit, and one
-# that fails or takes too long does not keep the next from running. Prints a table last; exits with 1 if a step has failed, 2 without a GPU.
+# Builds in place, and runs on a GPU what needs one: tests, sanitizers, benchmarks. At most 8
+# minutes: every step has its limit, and one that fails or takes too long does not keep the next
+# from running. Prints a table last; exits with 1 if a step has failed, 2 without a GPU.
 #
 #     bash ci/gpu.sh [folder]     JSON, and the logs of what has failed, go into the folder (bench/results/)
 set -euo pipefail
@@ -54,13 +55,15 @@ step() { # <name> <seconds> <command ...>: runs it in a session of its own, all 
 
 # pyproject.toml's options of pytest want plugins that may be missing here.
 pytest=(python3 -m pytest -q -o addopts= -p no:cacheprovider -W ignore::pytest.PytestConfigWarning)
-# Collectives between ranks that share a card take milliseconds each, and new ranks seconds: of the reducer's tests those of two ranks with
-# one kind of bucket; not those of hundreds of steps or thousands of broadcasts, nor (test_reducer_errors.py) those that use up their ranks.
+# Collectives between ranks that share a card take milliseconds each, and new ranks seconds: of the
+# reducer's tests those of two ranks with one kind of bucket; not those of hundreds of steps or
+# thousands of broadcasts, nor (test_reducer_errors.py) those that use up their ranks.
 reducer_files=(tests/test_reducer.py tests/test_reducer_{autograd,buckets,models,training}.py)
 reducer='nccl and 2 and not 3 and not 4 and not many and not 200_steps and not thousand'
 
 # All limits together are the 480 seconds above.
-# setup.py alone builds one extension after the other; with --parallel Cython would run in threads, for which it is not made.
+# setup.py alone builds one extension after the other; with --parallel Cython would run in threads,
+# for which it is not made.
 step build 90 bash -e -c '
     python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*.pyx fastcomm/*/*.pyx
     python3 setup.py --quiet build_ext --inplace --parallel 8'

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The C core under the sanitizers: ASan and UBSan with ranks as processes and as threads, TSan with threads. The CUDA kernels, compiled for
-# the host, under ASan and UBSan. About a minute on two cores.
+# The C core under the sanitizers: ASan and UBSan with ranks as processes and as threads, TSan with
+# threads. The CUDA kernels, compiled for the host, under ASan and UBSan. About a minute on two
+# cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
@@ -16,7 +17,8 @@ build asan address,undefined
 build tsan thread
 "$folder/asan" processes quick
 "$folder/asan" threads quick
-# TSan before gcc 14 does not know every address layout; containers may not let us ask for the fixed one, and then it has to do without.
+# TSan before gcc 14 does not know every address layout; containers may not let us ask for the fixed
+# one, and then it has to do without.
 fixed_layout=()
 setarch -R true 2>/dev/null && fixed_layout=(setarch -R)
 TSAN_OPTIONS=halt_on_error=1 "${fixed_layout[@]}" "$folder/tsan" threads quick

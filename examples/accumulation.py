@@ -1,4 +1,5 @@
-"""Gradient accumulation with clipping: several backwards on this rank only, then one that is reduced, then one step.
+"""Gradient accumulation with clipping: several backwards on this rank only, then one that is
+reduced, then one step.
 
 torchrun --standalone --nproc-per-node=2 examples/accumulation.py
 """
@@ -39,7 +40,10 @@ def main() -> None:
             norm = reducer.clip_grad_norm_(1.0)
             optimizer.step()
             if comm.rank == 0 and (step + 1) % 50 == 0:
-                print(f"step {step + 1}: loss {loss.item() * MICRO_BATCHES:.3f}, gradient norm {norm.item():.2f}")
+                print(
+                    f"step {step + 1}: loss {loss.item() * MICRO_BATCHES:.3f}, gradient norm "
+                    f"{norm.item():.2f}"
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What communication costs: one training step without it, with fastcomm, and with torch DDP over Gloo, measured in turns in one run."""
+"""What communication costs: one training step without it, with fastcomm, and with torch DDP over
+Gloo, measured in turns in one run.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,44 @@ WARM_UP = 2
 
 
 def step_times(
-    comm: Communicator, make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Tensor], Tensor], batch: Tensor, rounds: int
+    comm: Communicator,
+    make_model: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+    batch: Tensor,
+    rounds: int,
 ) -> dict[str, float]:
-    """Seconds of one step (forward, backward, AdamW) by name: medians over `rounds`, in each of which the slowest rank counts.
+    """Seconds of one step (forward, backward, AdamW) by name: medians over `rounds`, in each of
+    which the slowest rank counts.
 
     Every contestant has a model of its own. Collective: all ranks call it, each with its own batch.
     """
     dist.init_process_group("gloo")
-    seconds = take_turns(comm, {name: make_model() for name in ("local", "fastcomm", "DDP over Gloo")}, loss_of, batch, WARM_UP + rounds)
-    # DDP's model is gone by now, as it must be: torch can deadlock when it outlives its process group.
+    seconds = take_turns(
+        comm,
+        {name: make_model() for name in ("local", "fastcomm", "DDP over Gloo")},
+        loss_of,
+        batch,
+        WARM_UP + rounds,
+    )
+    # DDP's model is gone by now, as it must be: torch can deadlock when it outlives its process
+    # group.
     dist.destroy_process_group()
     return {name: statistics.median(times[WARM_UP:]) for name, times in seconds.items()}
 
 
 def take_turns(
-    comm: Communicator, models: dict[str, nn.Module], loss_of: Callable[[nn.Module, Tensor], Tensor], batch: Tensor, rounds: int
+    comm: Communicator,
+    models: dict[str, nn.Module],
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+    batch: Tensor,
+    rounds: int,
 ) -> dict[str, list[float]]:
-    """Seconds of every step of every model on the slowest rank. All of them start a step together, whoever's turn it is."""
-    optimizers = {name: torch.optim.AdamW(model.parameters(), fused=True) for name, model in models.items()}
+    """Seconds of every step of every model on the slowest rank. All of them start a step together,
+    whoever's turn it is.
+    """
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), fused=True) for name, model in models.items()
+    }
     reducer = fastcomm.Reducer(comm).attach(models["fastcomm"])
     models["DDP over Gloo"] = DistributedDataParallel(models["DDP over Gloo"])
 
@@ -56,7 +78,9 @@ def take_turns(
 
 def report(seconds: dict[str, float]) -> str:
     """The table of step times, with what each way of communicating adds to the local step."""
-    overhead = {name: value - seconds["local"] for name, value in seconds.items() if name != "local"}
+    overhead = {
+        name: value - seconds["local"] for name, value in seconds.items() if name != "local"
+    }
     lines = [f"step time        {'local':<14}{1e3 * seconds['local']:8.1f} ms"]
     for name, extra in overhead.items():
         cost = f"communication cost {1e3 * extra:6.1f} ms, {extra / seconds[name]:5.1%} of the step"
@@ -65,7 +89,12 @@ def report(seconds: dict[str, float]) -> str:
     # Below this the difference of two medians is noise, and a ratio to it would say nothing.
     noise = 0.002 * seconds["local"]
     if min(ours, theirs) > noise:
-        lines.append(f"                 DDP over Gloo spends {theirs / ours:.1f} times as long on communication as fastcomm")
+        lines.append(
+            f"                 DDP over Gloo spends {theirs / ours:.1f} times as long on "
+            "communication as fastcomm"
+        )
     else:
-        lines.append("                 a cost below the noise of this run; --rounds 30 would tell more")
+        lines.append(
+            "                 a cost below the noise of this run; --rounds 30 would tell more"
+        )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""The same training twice, by torch's DDP over Gloo and by a Reducer: the losses side by side, step for step.
+"""The same training twice, by torch's DDP over Gloo and by a Reducer: the losses side by side, step
+for step.
 
 torchrun --standalone --nproc-per-node=2 examples/converge.py
 """
@@ -29,11 +30,20 @@ def main() -> None:
         fastcomm.Reducer(comm).attach(ours)
         theirs = make_model()
         wrapped = DistributedDataParallel(theirs)
-        losses = {"fastcomm": train(ours, comm.rank, options.steps), "DDP": train(wrapped, comm.rank, options.steps)}
+        losses = {
+            "fastcomm": train(ours, comm.rank, options.steps),
+            "DDP": train(wrapped, comm.rank, options.steps),
+        }
         if comm.rank == 0:
             for step in range(0, options.steps, max(1, options.steps // 5)):
-                print(f"step {step:4}: " + ", ".join(f"{name} {by_step[step]:.6f}" for name, by_step in losses.items()))
-            apart = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+                print(
+                    f"step {step:4}: "
+                    + ", ".join(f"{name} {by_step[step]:.6f}" for name, by_step in losses.items())
+                )
+            apart = max(
+                (a - b).abs().max().item()
+                for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+            )
             print(f"largest difference of a parameter after {options.steps} steps: {apart:g}")
         del wrapped  # before its group: torch may wait for ever otherwise
     dist.destroy_process_group()
@@ -41,7 +51,9 @@ def main() -> None:
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+    )
 
 
 def train(model: Callable[[Tensor], Tensor], rank: int, steps: int) -> list[float]:

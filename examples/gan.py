@@ -1,9 +1,11 @@
-"""A generator and a discriminator, two optimizers, two reducers: no wrapper stands between the two models.
+"""A generator and a discriminator, two optimizers, two reducers: no wrapper stands between the two
+models.
 
     torchrun --standalone --nproc-per-node=2 examples/gan.py
 
-The generator learns to draw points on a circle. One reducer for each model: the generator's backward runs through the discriminator, whose
-gradients of that pass nobody wants; freezing it for the pass would do, here `torch.autograd.grad` fires no hook at all.
+The generator learns to draw points on a circle. One reducer for each model: the generator's
+backward runs through the discriminator, whose gradients of that pass nobody wants; freezing it for
+the pass would do, here `torch.autograd.grad` fires no hook at all.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def main() -> None:
         discriminator = mlp(2, 1).to(comm.device)
         fastcomm.Reducer(comm).attach(generator)
         fastcomm.Reducer(comm).attach(discriminator)
-        optimizers = [torch.optim.Adam(model.parameters(), 1e-3, betas=(0.5, 0.9)) for model in (discriminator, generator)]
+        optimizers = [
+            torch.optim.Adam(model.parameters(), 1e-3, betas=(0.5, 0.9))
+            for model in (discriminator, generator)
+        ]
         torch.manual_seed(1 + comm.rank)  # every rank draws points of its own
         for _ in range(options.steps):
             train_discriminator(generator, discriminator, optimizers[0])
@@ -36,11 +41,19 @@ def main() -> None:
         radius = fakes(generator).norm(dim=1).mean().detach()
         comm.all_reduce(radius, "mean")
         if comm.rank == 0:
-            print(f"mean radius of what the generator draws: {radius.item():.2f} (the circle's is 1)")
+            print(
+                f"mean radius of what the generator draws: {radius.item():.2f} (the circle's is 1)"
+            )
 
 
 def mlp(n_in: int, n_out: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(n_in, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, n_out))
+    return nn.Sequential(
+        nn.Linear(n_in, 64),
+        nn.LeakyReLU(0.2),
+        nn.Linear(64, 64),
+        nn.LeakyReLU(0.2),
+        nn.Linear(64, n_out),
+    )
 
 
 def reals(like: nn.Module, n: int = 128) -> Tensor:
@@ -52,18 +65,27 @@ def fakes(generator: nn.Module, n: int = 128) -> Tensor:
     return generator(torch.randn(n, 8, device=next(generator.parameters()).device))
 
 
-def train_discriminator(generator: nn.Module, discriminator: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_discriminator(
+    generator: nn.Module, discriminator: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     optimizer.zero_grad()
-    loss = F.softplus(-discriminator(reals(generator))).mean() + F.softplus(discriminator(fakes(generator).detach())).mean()
+    loss = (
+        F.softplus(-discriminator(reals(generator))).mean()
+        + F.softplus(discriminator(fakes(generator).detach())).mean()
+    )
     loss.backward()  # reduces the discriminator's gradients
     optimizer.step()
 
 
-def train_generator(generator: nn.Module, discriminator: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_generator(
+    generator: nn.Module, discriminator: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     optimizer.zero_grad()
     points = fakes(generator)
     loss = F.softplus(-discriminator(points)).mean()
-    (towards_real,) = torch.autograd.grad(loss, points)  # through the discriminator, leaving it alone
+    (towards_real,) = torch.autograd.grad(
+        loss, points
+    )  # through the discriminator, leaving it alone
     points.backward(towards_real)  # reduces the generator's gradients
     optimizer.step()
 

@@ -26,14 +26,20 @@ class Block(nn.Module):
         nn.init.zeros_(self.mlp_out.weight)
 
     def forward(self, x: Tensor, position_bias: Tensor) -> Tensor:
-        queries, keys, values = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys, values = (
+            self.qkv(self.attention_norm(x))
+            .unflatten(-1, (3, self.n_heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=position_bias)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
-    """Maps bytes [batch, length] to the logits of the byte that follows each, [batch, length, 256]. Heads are 64 wide."""
+    """Maps bytes [batch, length] to the logits of the byte that follows each, [batch, length, 256].
+    Heads are 64 wide.
+    """
 
     def __init__(self, n_layers: int, width: int) -> None:
         super().__init__()
@@ -54,21 +60,31 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def position_bias(self, length: int, device: torch.device) -> Tensor:
-        """ALiBi (Press et al., 2022): every head prefers what is near, each one less strictly than the one before. No look ahead."""
+        """ALiBi (Press et al., 2022): every head prefers what is near, each one less strictly than
+        the one before. No look ahead.
+        """
         positions = torch.arange(length, device=device)
         ahead = positions - positions[:, None]
         slopes = 2.0 ** -torch.arange(self.n_heads, device=device)
         return (slopes[:, None, None] * ahead).masked_fill(ahead > 0, -torch.inf)
 
     @torch.no_grad()
-    def generate(self, tokens: Tensor, n_new: int, *, window: int = 64, temperature: float = 0.8) -> Tensor:
-        """Continues `tokens` [1, length] by `n_new` bytes, each drawn in view of the last `window` ones."""
+    def generate(
+        self, tokens: Tensor, n_new: int, *, window: int = 64, temperature: float = 0.8
+    ) -> Tensor:
+        """Continues `tokens` [1, length] by `n_new` bytes, each drawn in view of the last `window`
+        ones.
+        """
         for _ in range(n_new):
             logits = self(tokens[:, -window:])[:, -1]
-            tokens = torch.cat((tokens, torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)), dim=1)
+            tokens = torch.cat(
+                (tokens, torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)), dim=1
+            )
         return tokens
 
 
 def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of every byte of `tokens` [batch, length + 1] given those before it in its row."""
+    """Mean cross-entropy, in nats, of every byte of `tokens` [batch, length + 1] given those before
+    it in its row.
+    """
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,9 +1,11 @@
-"""Reinforcement learning with uneven work: every rank plays as many episodes as it can, and each counts the same in the gradient.
+"""Reinforcement learning with uneven work: every rank plays as many episodes as it can, and each
+counts the same in the gradient.
 
     torchrun --standalone --nproc-per-node=2 examples/reinforce.py
 
-A bandit with contexts, played by REINFORCE. Ranks play different numbers of episodes in each step, sometimes none. The reducer sums
-(op="sum") and every rank divides by the number of episodes of all ranks, so the gradient is that of one process that played them all.
+A bandit with contexts, played by REINFORCE. Ranks play different numbers of episodes in each step,
+sometimes none. The reducer sums (op="sum") and every rank divides by the number of episodes of all
+ranks, so the gradient is that of one process that played them all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def main() -> None:
     options = parser.parse_args()
     with fastcomm.init() as comm:
         torch.manual_seed(0)
-        policy = nn.Sequential(nn.Linear(N_CONTEXTS, 32), nn.Tanh(), nn.Linear(32, N_ACTIONS)).to(comm.device)
+        policy = nn.Sequential(nn.Linear(N_CONTEXTS, 32), nn.Tanh(), nn.Linear(32, N_ACTIONS)).to(
+            comm.device
+        )
         fastcomm.Reducer(comm, op="sum").attach(policy)
         optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
         torch.manual_seed(1 + comm.rank)
@@ -35,14 +39,20 @@ def main() -> None:
             reward, total = train_step(comm, policy, n_episodes)
             optimizer.step()
             if comm.rank == 0 and (step + 1) % 100 == 0:
-                print(f"step {step + 1}: mean reward {reward / max(total, 1):.2f} of {total} episodes")
+                print(
+                    f"step {step + 1}: mean reward {reward / max(total, 1):.2f} of {total} episodes"
+                )
 
 
 def train_step(comm: Communicator, policy: nn.Module, n_episodes: int) -> tuple[float, int]:
-    """Leaves the gradient of the mean over the episodes of all ranks. Returns the sum of rewards and the number of these episodes."""
+    """Leaves the gradient of the mean over the episodes of all ranks. Returns the sum of rewards
+    and the number of these episodes.
+    """
     context = torch.randint(N_CONTEXTS, (n_episodes,), device=comm.device)
     logits = policy(nn.functional.one_hot(context, N_CONTEXTS).float())
-    played = torch.distributions.Categorical(logits=logits, validate_args=False)  # the check does not bear an empty batch
+    played = torch.distributions.Categorical(
+        logits=logits, validate_args=False
+    )  # the check does not bear an empty batch
     action = played.sample()
     reward = reward_of(context, action)
     counts = torch.tensor([reward.sum().item(), float(n_episodes)], device=comm.device)

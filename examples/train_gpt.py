@@ -1,9 +1,11 @@
-"""Trains a small GPT on the source code of Python's standard library, on all ranks at once: a custom loop, as a user of fastcomm writes it.
+"""Trains a small GPT on the source code of Python's standard library, on all ranks at once: a
+custom loop, as a user of fastcomm writes it.
 
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
 
-`python -m fastcomm demo` is the same. The lines about fastcomm are in train(); the rest is the model's (gpt.py), or proves afterwards that
-the ranks agree, that their gradient is the one of a single process, and what communication cost beside torch DDP (compare_ddp.py).
+`python -m fastcomm demo` is the same. The lines about fastcomm are in train(); the rest is the
+model's (gpt.py), or proves afterwards that the ranks agree, that their gradient is the one of a
+single process, and what communication cost beside torch DDP (compare_ddp.py).
 """
 
 from __future__ import annotations
@@ -29,12 +31,27 @@ BATCH, LENGTH = 4, 128
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Trains a small GPT with fastcomm; start it with torchrun, or as `python -m fastcomm demo`."
+        description="Trains a small GPT with fastcomm; start it with torchrun, or as `python -m "
+        "fastcomm demo`."
     )
-    parser.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="blocks of the model (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=448, help="width of the model, a multiple of 64 (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of the comparison with DDP (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=4, help="blocks of the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=448,
+        help="width of the model, a multiple of 64 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=8,
+        help="rounds of the comparison with DDP (default: %(default)s)",
+    )
     options = parser.parse_args()
 
     with fastcomm.init("shm") as comm:  # on the CPU, GPU or not: it is compared with DDP there
@@ -44,7 +61,11 @@ def main() -> None:
         model = make_model()
         if comm.rank == 0:
             size = sum(p.numel() for p in model.parameters()) / 1e6
-            print(f"{comm.world_size} ranks, {size:.1f} M parameters, {len(text) / 1e6:.1f} MB of Python\n", flush=True)
+            print(
+                f"{comm.world_size} ranks, {size:.1f} M parameters, {len(text) / 1e6:.1f} MB of "
+                "Python\n",
+                flush=True,
+            )
 
         # Every rank reads the same text at places of its own.
         generator = torch.Generator().manual_seed(1 + comm.rank)
@@ -59,26 +80,45 @@ def main() -> None:
         seconds = step_times(comm, make_model, next_byte_loss, batch, options.rounds)
         if comm.rank == 0:
             last = losses[-10:]
-            print(f"loss             {losses[0]:.2f} at first, {sum(last) / len(last):.2f} in the last {len(last)} of {len(losses)} steps")
+            print(
+                f"loss             {losses[0]:.2f} at first, {sum(last) / len(last):.2f} in the "
+                f"last {len(last)} of {len(losses)} steps"
+            )
             print(f"parameters       largest difference between ranks: {parameters_apart:g}")
-            print(f"gradient         largest difference from one process on the whole batch: {gradients_apart:.1e} of the largest element")
+            print(
+                "gradient         largest difference from one process on the whole batch: "
+                f"{gradients_apart:.1e} of the largest element"
+            )
             print(report(seconds))
 
 
-def train(comm: Communicator, model: GPT, text: Tensor, generator: torch.Generator, steps: int) -> tuple[list[float], fastcomm.Reducer]:
-    """Trains `model` in place. Returns the loss of every step, averaged over the ranks, and the reducer, still attached."""
+def train(
+    comm: Communicator, model: GPT, text: Tensor, generator: torch.Generator, steps: int
+) -> tuple[list[float], fastcomm.Reducer]:
+    """Trains `model` in place. Returns the loss of every step, averaged over the ranks, and the
+    reducer, still attached.
+    """
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.AdamW(
         [
             {"params": model.blocks.parameters(), "lr": 1e-3},
             # What maps bytes in and out learns from few examples of each, and bears larger steps.
-            {"params": [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()], "lr": 8e-3},
+            {
+                "params": [
+                    *model.embedding.parameters(),
+                    *model.norm.parameters(),
+                    *model.head.parameters(),
+                ],
+                "lr": 8e-3,
+            },
         ],
         betas=(0.9, 0.95),
         fused=True,
     )
     warm_up = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up + 1)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up + 1))
+    )
 
     losses = []
     progress = tqdm(range(steps), unit="step", disable=comm.rank != 0)
@@ -100,14 +140,20 @@ def train(comm: Communicator, model: GPT, text: Tensor, generator: torch.Generat
 
 
 def random_batch(text: Tensor, generator: torch.Generator) -> Tensor:
-    """Bytes [BATCH, LENGTH + 1] from random places: inputs, and in each row one more for the target of the last."""
+    """Bytes [BATCH, LENGTH + 1] from random places: inputs, and in each row one more for the target
+    of the last.
+    """
     starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
     return text[starts + torch.arange(LENGTH + 1)].long()
 
 
 def print_sample(model: GPT) -> None:
     prompt = torch.tensor([list(b"class Reader:\n\tdef ")])
-    sample = bytes(model.generate(prompt, 250)[0].tolist()).decode("ascii", errors="replace").expandtabs(4)
+    sample = (
+        bytes(model.generate(prompt, 250)[0].tolist())
+        .decode("ascii", errors="replace")
+        .expandtabs(4)
+    )
     # A model that has learned little may write what a terminal takes for a command.
     sample = "".join(c if c.isprintable() or c == "\n" else "?" for c in sample)
     print(f"\nA sample of what it writes:\n{sample}\n", flush=True)
@@ -123,7 +169,9 @@ def parameter_difference(comm: Communicator, model: GPT) -> float:
 
 
 def gradient_difference(comm: Communicator, model: GPT, batch: Tensor) -> float:
-    """The reduced gradient against the one this process computes alone on the batches of all ranks, relative to its largest element."""
+    """The reduced gradient against the one this process computes alone on the batches of all ranks,
+    relative to its largest element.
+    """
     model.zero_grad()
     next_byte_loss(model, batch).backward()
     reduced = parameters_to_vector([p.grad for p in model.parameters()])
@@ -131,7 +179,9 @@ def gradient_difference(comm: Communicator, model: GPT, batch: Tensor) -> float:
     whole_batch = batch.new_empty(comm.world_size * BATCH, LENGTH + 1)
     comm.all_gather_single(whole_batch, batch)
     # Unlike backward(), grad() accumulates nothing, so the reducer does not see it.
-    alone = parameters_to_vector(torch.autograd.grad(next_byte_loss(model, whole_batch), list(model.parameters())))
+    alone = parameters_to_vector(
+        torch.autograd.grad(next_byte_loss(model, whole_batch), list(model.parameters()))
+    )
     return ((reduced - alone).abs().max() / alone.abs().max()).item()
 
 

@@ -1,9 +1,10 @@
-"""Hugging Face Accelerate over fastcomm: its data loaders, its loop, its DDP. Needs `pip install accelerate`.
+"""Hugging Face Accelerate over fastcomm: its data loaders, its loop, its DDP. Needs `pip install
+accelerate`.
 
     torchrun --standalone --nproc-per-node=2 examples/with_accelerate.py
 
-Accelerate takes the process group that is there before it. `--fastcomm hook` leaves the group to torch and has fastcomm reduce DDP's
-buckets, `--fastcomm off` does without: the losses are the same.
+Accelerate takes the process group that is there before it. `--fastcomm hook` leaves the group to
+torch and has fastcomm reduce DDP's buckets, `--fastcomm off` does without: the losses are the same.
 """
 
 from __future__ import annotations
@@ -25,16 +26,26 @@ LENGTH = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fastcomm", choices=["backend", "hook", "off"], default="backend", help="how fastcomm takes part")
+    parser.add_argument(
+        "--fastcomm",
+        choices=["backend", "hook", "off"],
+        default="backend",
+        help="how fastcomm takes part",
+    )
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     dist.init_process_group("fastcomm" if options.fastcomm == "backend" else None)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
-    state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)) if options.fastcomm == "hook" else None
+    state = (
+        fastcomm.HookState(fastcomm.init(group=dist.group.WORLD))
+        if options.fastcomm == "hook"
+        else None
+    )
     train(accelerator, options.steps, state)
     if state is not None:
         state.comm.close()
-    accelerator.free_memory()  # DDP's model before its group: torch may end in an abort otherwise, whatever the backend
+    # DDP's model before its group: torch may end in an abort otherwise, whatever the backend
+    accelerator.free_memory()
     accelerator.end_training()
 
 

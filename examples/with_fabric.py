@@ -1,9 +1,10 @@
-"""Lightning Fabric over fastcomm, the backend of its strategy. Needs `pip install lightning-fabric`.
+"""Lightning Fabric over fastcomm, the backend of its strategy. Needs `pip install
+lightning-fabric`.
 
     python examples/with_fabric.py
 
-Fabric starts the other rank by itself. `--fastcomm hook` leaves the group to torch and has fastcomm reduce DDP's buckets, `--fastcomm off`
-does without: the losses are the same.
+Fabric starts the other rank by itself. `--fastcomm hook` leaves the group to torch and has fastcomm
+reduce DDP's buckets, `--fastcomm off` does without: the losses are the same.
 """
 
 from __future__ import annotations
@@ -25,13 +26,24 @@ LENGTH = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fastcomm", choices=["backend", "hook", "off"], default="backend", help="how fastcomm takes part")
+    parser.add_argument(
+        "--fastcomm",
+        choices=["backend", "hook", "off"],
+        default="backend",
+        help="how fastcomm takes part",
+    )
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    strategy = DDPStrategy(process_group_backend="fastcomm" if options.fastcomm == "backend" else None)
+    strategy = DDPStrategy(
+        process_group_backend="fastcomm" if options.fastcomm == "backend" else None
+    )
     fabric = Fabric(devices=2, strategy=strategy)
     fabric.launch()
-    state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)) if options.fastcomm == "hook" else None
+    state = (
+        fastcomm.HookState(fastcomm.init(group=dist.group.WORLD))
+        if options.fastcomm == "hook"
+        else None
+    )
     train(fabric, options.steps, state)
     if state is not None:
         state.comm.close()
@@ -42,9 +54,13 @@ def train(fabric: Fabric, steps: int, state: fastcomm.HookState | None) -> None:
     fabric.seed_everything(0)
     model = GPT(2, 64)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-    loader = fabric.setup_dataloaders(DataLoader(rows(LENGTH + 1, 16 * steps), batch_size=8, shuffle=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(rows(LENGTH + 1, 16 * steps), batch_size=8, shuffle=True)
+    )
     if state is not None:
-        model._forward_module.register_comm_hook(state, fastcomm.all_reduce_hook)  # what forward() goes through is the DDP module
+        model._forward_module.register_comm_hook(
+            state, fastcomm.all_reduce_hook
+        )  # what forward() goes through is the DDP module
     for step, batch in enumerate(loader):
         last_of_two = step % 2 == 1
         with fabric.no_backward_sync(model, enabled=not last_of_two):

@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node=2 examples/with_trainer.py
 
-The Trainer takes the process group that is there before its arguments are made. `--fastcomm hook` leaves the group to torch and has
-fastcomm reduce DDP's buckets, `--fastcomm off` does without: the losses are the same.
+The Trainer takes the process group that is there before its arguments are made. `--fastcomm hook`
+leaves the group to torch and has fastcomm reduce DDP's buckets, `--fastcomm off` does without: the
+losses are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from corpus import rows
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 import fastcomm
 
@@ -25,13 +33,22 @@ LENGTH = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fastcomm", choices=["backend", "hook", "off"], default="backend", help="how fastcomm takes part")
+    parser.add_argument(
+        "--fastcomm",
+        choices=["backend", "hook", "off"],
+        default="backend",
+        help="how fastcomm takes part",
+    )
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     dist.init_process_group("fastcomm" if options.fastcomm == "backend" else None)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder, options.steps)
-        state = fastcomm.HookState(fastcomm.init(group=dist.group.WORLD)) if options.fastcomm == "hook" else None
+        state = (
+            fastcomm.HookState(fastcomm.init(group=dist.group.WORLD))
+            if options.fastcomm == "hook"
+            else None
+        )
         if state is not None:
             trainer.add_callback(UseHook(trainer, state))
         loss = trainer.train().training_loss
@@ -39,14 +56,26 @@ def main() -> None:
             state.comm.close()
     if dist.get_rank() == 0:
         print(f"mean loss {loss:.6f}")
-    del trainer  # DDP's model before its group: torch may end in an abort otherwise, whatever the backend
+    del (
+        trainer
+    )  # DDP's model before its group: torch may end in an abort otherwise, whatever the backend
     gc.collect()
     dist.destroy_process_group()
 
 
 def make_trainer(folder: str, steps: int) -> Trainer:
     set_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=256,
+            n_positions=LENGTH,
+            n_embd=64,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
     arguments = TrainingArguments(
         folder,
         use_cpu=not torch.cuda.is_available(),
@@ -60,7 +89,11 @@ def make_trainer(folder: str, steps: int) -> Trainer:
         report_to=[],
         disable_tqdm=True,
     )
-    return Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows(LENGTH, 32 * steps)])
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows(LENGTH, 32 * steps)],
+    )
 
 
 class UseHook(TrainerCallback):

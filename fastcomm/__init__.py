@@ -1,6 +1,16 @@
-"""fastcomm: a communication backend for PyTorch data-parallel training. The public names, nothing else."""
+"""fastcomm: a communication backend for PyTorch data-parallel training. The public names, nothing
+else.
+"""
 
-from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm.errors import (
+    AbandonedError,
+    FastcommError,
+    InitError,
+    MismatchError,
+    NcclError,
+    PeerLostError,
+    TimeoutError,
+)
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.rendezvous import init
 from fastcomm.torch_backend import process_group as process_group  # registers the backend

@@ -1,6 +1,8 @@
-"""`python -m fastcomm info | demo | bench`: says what this machine offers, trains a small GPT on two ranks, runs the benchmarks.
+"""`python -m fastcomm info | demo | bench`: says what this machine offers, trains a small GPT on
+two ranks, runs the benchmarks.
 
-The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this file finds them and gives them the process.
+The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this
+file finds them and gives them the process.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ BENCHMARKS = ("allreduce", "step", "backend", "flatten")
 USAGE = """\
 commands:
   info                     versions, cores, and which transports work here
-  demo [...]               trains a small GPT on two ranks; what follows is passed on to examples/train_gpt.py
-  bench allreduce [...]    all-reduce against Gloo and MPI, by size; with --device cuda against torch.distributed's NCCL
+  demo [...]               trains a small GPT on two ranks; passes on what follows
+  bench allreduce [...]    all-reduce against Gloo and MPI, by size; --device cuda: against NCCL
   bench step [...]         training steps: local, fastcomm, DDP; on the CPU, or with --device cuda
-  bench backend [...]      torch.distributed over backend "fastcomm" against Gloo: all-reduce, and steps under DDP
+  bench backend [...]      backend "fastcomm" against Gloo: all-reduce, and steps under DDP
   bench flatten [...]      many tensors into one buffer and back, on a GPU, against torch and CuPy
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fastcomm", epilog=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcomm",
+        epilog=USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("command", choices=("info", "demo", "bench"))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
     options = parser.parse_args()
@@ -60,18 +66,26 @@ def demo(arguments: list[str]) -> NoReturn:
 
 
 def script(folder: str, name: str) -> Path:
-    """Where a script lies: inside the installed package, or beside the package in the source tree."""
+    """Where a script lies: inside the installed package, or beside the package in the source
+    tree.
+    """
     package = Path(__file__).resolve().parent
     candidates = [root / folder / f"{name}.py" for root in (package, package.parent)]
     for path in candidates:
         if path.is_file():
             return path
-    sys.exit(f"{folder}/{name}.py was not found; looked for {' and '.join(map(str, candidates))}. Install fastcomm again.")
+    sys.exit(
+        f"{folder}/{name}.py was not found; looked for {' and '.join(map(str, candidates))}. "
+        "Install fastcomm again."
+    )
 
 
 def become(*arguments: str) -> NoReturn:
-    """Replaces this process by Python with `arguments`, so that signals and the exit status are the script's own."""
-    # The script's own folder is what Python puts on its path: it must find this fastcomm, installed or not.
+    """Replaces this process by Python with `arguments`, so that signals and the exit status are the
+    script's own.
+    """
+    # The script's own folder is what Python puts on its path: it must find this fastcomm, installed
+    # or not.
     path = (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     sys.stdout.flush()
@@ -82,8 +96,11 @@ def info() -> str:
     facts = {
         "fastcomm": f"{fastcomm.__version__} in {Path(__file__).resolve().parent}",
         "Python": platform.python_version(),
-        "torch": f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else f"{torch.__version__} (CPU only)",
-        "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD {torch.backends.cpu.get_cpu_capability()}",
+        "torch": f"{torch.__version__} (CUDA {torch.version.cuda})"
+        if torch.version.cuda
+        else f"{torch.__version__} (CPU only)",
+        "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD "
+        f"{torch.backends.cpu.get_cpu_capability()}",
         "shm": shm_state(),
         "hosts": hosts_state(),
         "CUDA": cuda_state(),
@@ -94,7 +111,9 @@ def info() -> str:
 
 
 def cores() -> int:
-    """The cores this process may run on, which in a container or under taskset are fewer than the machine's."""
+    """The cores this process may run on, which in a container or under taskset are fewer than the
+    machine's.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -102,7 +121,10 @@ def shm_state() -> str:
     try:
         importlib.import_module("fastcomm.shm.communicator")
     except ImportError as error:
-        return f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or install a wheel"
+        return (
+            f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or "
+            "install a wheel"
+        )
     return "ready"
 
 
@@ -111,7 +133,10 @@ def hosts_state() -> str:
     if not torch.distributed.is_gloo_available():
         return "not available: this torch was built without Gloo"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return f"hierarchical and group ready, over Gloo on {interface or 'the interface of this host name (GLOO_SOCKET_IFNAME overrides it)'}"
+    return (
+        "hierarchical and group ready, over Gloo on "
+        f"{interface or 'the interface of this host name (GLOO_SOCKET_IFNAME overrides it)'}"
+    )
 
 
 def cuda_state() -> str:
@@ -125,7 +150,9 @@ def cuda_state() -> str:
         return f"{driver}; but this torch was built without CUDA"
     if not torch.cuda.is_available():
         return f"{driver}; but torch finds no device"
-    return f"{driver}; {', '.join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))}"
+    return (
+        f"{driver}; {', '.join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))}"
+    )
 
 
 def nccl_state() -> str:
@@ -144,7 +171,10 @@ def kernels_state() -> str:
         return f"compiled by nvcc, in {binary.parent}"
     if importlib.util.find_spec("cupy") is not None:
         return "compiled by CuPy at first use"
-    return "not available: neither was nvcc there when fastcomm was built, nor is CuPy installed (fastcomm[cuda12], fastcomm[cuda13])"
+    return (
+        "not available: neither was nvcc there when fastcomm was built, nor is CuPy installed "
+        "(fastcomm[cuda12], fastcomm[cuda13])"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Communicator and Work: what a reducer needs of a transport, and nothing more.
 
-A transport (shm.ShmCommunicator, ...) implements Communicator. The reducer uses `bind_bucket`, in which a transport may fuse the
-gathering of gradients with the reduction.
+A transport (shm.ShmCommunicator, ...) implements Communicator. The reducer uses `bind_bucket`, in
+which a transport may fuse the gathering of gradients with the reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _ALIASES = {"avg": "mean", "product": "prod"}
 
 
 def canonical_op(op: str) -> str:
-    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are accepted. Raises ValueError."""
+    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are
+    accepted. Raises ValueError.
+    """
     name = _ALIASES.get(op, op)
     if name not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
@@ -40,11 +42,15 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Blocks until the result is in place (on CUDA: until the current stream is ordered after it). Raises FastcommError."""
+        """Blocks until the result is in place (on CUDA: until the current stream is ordered after
+        it). Raises FastcommError.
+        """
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Whether the result is in place, or never will be: `wait` knows. Moves the collective forward if that takes no waiting."""
+        """Whether the result is in place, or never will be: `wait` knows. Moves the collective
+        forward if that takes no waiting.
+        """
 
 
 class BucketWork(Work):
@@ -52,11 +58,15 @@ class BucketWork(Work):
 
     @abc.abstractmethod
     def present(self) -> list[bool]:
-        """After `wait`: by view, whether some rank had a gradient to put there. Waits for the result."""
+        """After `wait`: by view, whether some rank had a gradient to put there. Waits for the
+        result.
+        """
 
 
 class BoundBucket(abc.ABC):
-    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out once has been."""
+    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out
+    once has been.
+    """
 
     @property
     @abc.abstractmethod
@@ -69,35 +79,47 @@ class BoundBucket(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
-        """Moves the gradients to their places, now or in the launch that must follow; parameters[i].grad becomes views[i].
+        """Moves the gradients to their places, now or in the launch that must follow;
+        parameters[i].grad becomes views[i].
 
-        parameters: one for each view. Returns the indices that are left: where there is None, or a parameter without a gradient.
-        Raises RuntimeError whose `slot` is the index of a gradient that cannot be moved.
+        parameters: one for each view. Returns the indices that are left: where there is None, or a
+        parameter without a gradient. Raises RuntimeError whose `slot` is the index of a gradient
+        that cannot be moved.
         """
 
     @abc.abstractmethod
     def launch(self, op: str, missing: list[int]) -> BucketWork:
-        """Starts reducing the flat buffer, in place. missing: the views for which this rank has no gradient; the others hear of it."""
+        """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
+        gradient; the others hear of it.
+        """
 
     @abc.abstractmethod
     def note_stream(self) -> None:
-        """A gradient of this bucket was produced on the current stream. Called for transports that have streams, only."""
+        """A gradient of this bucket was produced on the current stream. Called for transports that
+        have streams, only.
+        """
 
     @abc.abstractmethod
     def square_sum(self) -> Tensor | None:
-        """Of the views, as they are now: a float64 scalar on their device. None: torch's own way is as good here."""
+        """Of the views, as they are now: a float64 scalar on their device. None: torch's own way is
+        as good here.
+        """
 
     @abc.abstractmethod
     def n_nonfinite(self) -> Tensor | None:
-        """How many elements the last reduction has left infinite or NaN: an int64 scalar on their device. None as above."""
+        """How many elements the last reduction has left infinite or NaN: an int64 scalar on their
+        device. None as above.
+        """
 
 
 class Communicator(abc.ABC):
-    """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one thread at a time per communicator.
+    """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one
+    thread at a time per communicator.
 
-    Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it cannot be completed, FastcommError after
-    close(), and ValueError or TypeError for a bad argument before any peer is involved. With async_op=True it returns a Work at once: leave
-    the tensors alone until work.wait() has returned, which then raises what has gone wrong.
+    Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it
+    cannot be completed, FastcommError after close(), and ValueError or TypeError for a bad argument
+    before any peer is involved. With async_op=True it returns a Work at once: leave the tensors
+    alone until work.wait() has returned, which then raises what has gone wrong.
     """
 
     rank: int
@@ -106,17 +128,24 @@ class Communicator(abc.ABC):
     pids: tuple[int, ...]  # of the ranks' processes
     device: torch.device
     n_abandoned: int
-    left_in_backward: int  # n_abandoned after a reducer has abandoned a round by itself, until it has ended one; else -1
+    # n_abandoned after a reducer has abandoned a round by itself, until it has ended one; else -1
+    left_in_backward: int
     backend: str  # "shm" | "nccl" | "group" | "hierarchical"
-    has_streams: bool  # work is ordered by streams; buckets then want to know on which ones their gradients were produced
+    # work is ordered by streams; buckets then want to know on which ones their gradients were
+    # produced
+    has_streams: bool
 
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in memory this transport reaches without a copy. Uninitialised. Its memory lives as long as the tensor."""
+        """A flat tensor in memory this transport reaches without a copy. Uninitialised. Its memory
+        lives as long as the tensor.
+        """
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
-        """Reduces `tensor` (contiguous; same numel and dtype on every rank) over all ranks, in place. op: one of OPS, or "avg"."""
+        """Reduces `tensor` (contiguous; same numel and dtype on every rank) over all ranks, in
+        place. op: one of OPS, or "avg".
+        """
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
@@ -128,11 +157,17 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_gather_single(self, out: Tensor, inp: Tensor, *, async_op: bool = False) -> Work | None:
-        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements."""
+        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
+        elements.
+        """
 
     @abc.abstractmethod
-    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
-        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`."""
+    def reduce_scatter_single(
+        self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
+    ) -> Work | None:
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in
+        `out`.
+        """
 
     @abc.abstractmethod
     def barrier(self, *, async_op: bool = False) -> Work | None:
@@ -149,36 +184,44 @@ class Communicator(abc.ABC):
         label: int,
         lane: int = 0,
     ) -> BoundBucket:
-        """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins at element offsets[i], ascending.
-        It ends with one element for each view, in which the ranks tell each other which gradients
-        they have.
+        """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins
+        at element offsets[i], ascending. It ends with one element for each view, in which the ranks
+        tell each other which gradients they have.
 
         wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
         and the transport rounds as its all_reduce does. The same on all ranks.
 
-        label: a number that is equal on all ranks and different for different buckets. Ranks that launch buckets of different labels
-        get MismatchError, all of them. lane: buckets of different lanes do not wait for each other, where the transport has lanes.
+        label: a number that is equal on all ranks and different for different buckets. Ranks that
+        launch buckets of different labels get MismatchError, all of them. lane: buckets of
+        different lanes do not wait for each other, where the transport has lanes.
         """
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises what has ended the collectives under way, if that is known by now. Does not wait."""
+        """Raises what has ended the collectives under way, if that is known by now. Does not
+        wait.
+        """
 
     @abc.abstractmethod
     def abandon(self, *, in_any_case: bool = False) -> None:
-        """This rank cannot go on with what the ranks were doing: ends all collectives under way, on every rank.
+        """This rank cannot go on with what the ranks were doing: ends all collectives under way, on
+        every rank.
 
-        On the others the next collective they wait for, or over NCCL the next call, raises FastcommError, naming this rank. From then on
-        all ranks stand at the same place and the communicator is as good as new: over shared memory when this returns, over NCCL when
-        the ranks have met anew, at their next collective. `n_abandoned` counts such events.
+        On the others the next collective they wait for, or over NCCL the next call, raises
+        FastcommError, naming this rank. From then on all ranks stand at the same place and the
+        communicator is as good as new: over shared memory when this returns, over NCCL when the
+        ranks have met anew, at their next collective. `n_abandoned` counts such events.
 
-        One handler may call it after any exception: it does nothing, unless in_any_case, where the exception that is being handled is
-        AbandonedError, or came out of a backward whose round the reducer has abandoned by itself.
+        One handler may call it after any exception: it does nothing, unless in_any_case, where the
+        exception that is being handled is AbandonedError, or came out of a backward whose round the
+        reducer has abandoned by itself.
         """
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the others."""
+        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
+        others.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -187,7 +230,12 @@ class Communicator(abc.ABC):
     def __enter__(self: C) -> C:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.close()
         else:
@@ -195,12 +243,18 @@ class Communicator(abc.ABC):
 
 
 def is_abandoned_already(comm: Communicator) -> bool:
-    """Whether the exception that is being handled tells of a step that is abandoned already, by another rank or by a reducer."""
+    """Whether the exception that is being handled tells of a step that is abandoned already, by
+    another rank or by a reducer.
+    """
     error = sys.exc_info()[1]
     if comm.left_in_backward == comm.n_abandoned and _came_out_of_backward(error):
         comm.left_in_backward = -1  # the next backward that raises is another step's
         note_abandoned(error)
-    while error is not None and not isinstance(error, AbandonedError) and not hasattr(error, _ABANDONED):
+    while (
+        error is not None
+        and not isinstance(error, AbandonedError)
+        and not hasattr(error, _ABANDONED)
+    ):
         error = error.__cause__
     return error is not None
 
@@ -241,7 +295,9 @@ def mean_of_addends(sums: Tensor, n: int) -> Tensor:
 
 
 def presence_values(op: str) -> tuple[float, float]:
-    """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks is the first only if all put that."""
+    """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks
+    is the first only if all put that.
+    """
     return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
 
 
@@ -300,14 +356,21 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
             try:
                 if gradient.layout is not torch.strided:
                     raise RuntimeError("no flat buffer holds sparse gradients")
-                parameter.grad = view  # first: torch refuses a view that does not fit the parameter any more
+                parameter.grad = (
+                    view  # first: torch refuses a view that does not fit the parameter any more
+                )
             except RuntimeError as error:
                 raise blame(error, i) from None
             moving.append(i)
             gradients.append(gradient)
     for j in flat_buffers.inside(gradients):  # a tensor of the user's on our memory
         if gradients[j].data_ptr() != views[moving[j]].data_ptr():
-            raise blame(FastcommError("lies in that of another one: clone gradients before you exchange them"), moving[j])
+            raise blame(
+                FastcommError(
+                    "lies in that of another one: clone gradients before you exchange them"
+                ),
+                moving[j],
+            )
         gradients[j] = gradients[j].clone()  # its strides may differ
     if moving:
         torch._foreach_copy_([views[i] for i in moving], gradients)
@@ -331,4 +394,6 @@ def gather_objects(comm: Communicator, value: Any) -> list[Any]:
     gathered = torch.empty(comm.world_size * longest, dtype=torch.uint8, device=comm.device)
     comm.all_gather_single(gathered, padded)
     rows = gathered.view(comm.world_size, longest).cpu().numpy()
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    return [
+        pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]

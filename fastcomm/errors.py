@@ -1,4 +1,6 @@
-"""The errors fastcomm raises. Every one is a FastcommError; bad arguments raise ValueError or TypeError at the call that made them."""
+"""The errors fastcomm raises. Every one is a FastcommError; bad arguments raise ValueError or
+TypeError at the call that made them.
+"""
 
 import builtins
 
@@ -8,19 +10,27 @@ class FastcommError(RuntimeError):
 
 
 class InitError(FastcommError):
-    """The ranks could not be brought together: not launched by torchrun, a rank twice or missing, hosts that differ."""
+    """The ranks could not be brought together: not launched by torchrun, a rank twice or missing,
+    hosts that differ.
+    """
 
 
 class MismatchError(FastcommError):
-    """The ranks disagree: about the model, or about which collective comes next. Raised on every rank, naming both sides."""
+    """The ranks disagree: about the model, or about which collective comes next. Raised on every
+    rank, naming both sides.
+    """
 
 
 class AbandonedError(FastcommError):
-    """Another rank has abandoned the step: its backward raised, or it called abandon(). Names it. Skip the step, too, and go on."""
+    """Another rank has abandoned the step: its backward raised, or it called abandon(). Names it.
+    Skip the step, too, and go on.
+    """
 
 
 class PeerLostError(FastcommError):
-    """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last collective it joined."""
+    """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last
+    collective it joined.
+    """
 
 
 class TimeoutError(FastcommError, builtins.TimeoutError):
@@ -28,4 +38,6 @@ class TimeoutError(FastcommError, builtins.TimeoutError):
 
 
 class NcclError(FastcommError):
-    """A call into NCCL failed. Names the call, the code and its text, ncclGetLastError and the NCCL version."""
+    """A call into NCCL failed. Names the call, the code and its text, ncclGetLastError and the NCCL
+    version.
+    """

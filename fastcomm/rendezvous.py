@@ -1,4 +1,6 @@
-"""init() and connect(): bring the ranks together over one of torch's stores and pick the transport. Own nothing once that is made."""
+"""init() and connect(): bring the ranks together over one of torch's stores and pick the transport.
+Own nothing once that is made.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from fastcomm.shm.communicator import MAX_RANKS, ShmCommunicator
 BACKENDS = ("auto", "shm", "nccl", "group", "hierarchical")
 _POLL_S = 0.002
 
-# How often each meeting point was used by this process: ranks that make several communicators keep them apart by this number.
+# How often each meeting point was used by this process: ranks that make several communicators keep
+# them apart by this number.
 _uses: dict[str, int] = {}
 
 
@@ -40,20 +43,25 @@ def init(
     timeout: timedelta = timedelta(minutes=5),
     group: dist.ProcessGroup | None = None,
 ) -> Communicator:
-    """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call it, with the same arguments.
+    """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call
+    it, with the same arguments.
 
-    backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each host, Gloo across hosts), "nccl" (a CUDA
-        device for each rank), "group" (CPU tensors over `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all
-        ranks share a host, hierarchical where they do not, and group where a host has more than the 64 ranks that can share memory.
-        Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
-    init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two with rank= and world_size=.
-    group: an existing torch.distributed group whose ranks meet instead; init_method, rank and world_size are then not needed.
-    device: where the gradients are. None means this rank's CUDA device, cuda:LOCAL_RANK, for "nccl" and, where there is one, for "auto";
-        else the CPU.
+    backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each
+        host, Gloo across hosts), "nccl" (a CUDA device for each rank), "group" (CPU tensors over
+        `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all ranks share a
+        host, hierarchical where they do not, and group where a host has more than the 64 ranks that
+        can share memory. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
+    init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two
+        with rank= and world_size=.
+    group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
+        world_size are then not needed.
+    device: where the gradients are. None means this rank's CUDA device, cuda:LOCAL_RANK, for "nccl"
+        and, where there is one, for "auto"; else the CPU.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
 
-    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank and says what to do; NcclError when
-    NCCL itself fails on this rank. Raises ValueError or TypeError for bad arguments.
+    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
+    and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
+    TypeError for bad arguments.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
@@ -61,7 +69,11 @@ def init(
         raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
     place = _choose_device(backend, device)
     is_nccl = backend == "nccl" or place.type == "cuda"
-    bootstrap = _meet_in_group(group, timeout, is_nccl) if group is not None else _meet(init_method, rank, world_size, timeout)
+    bootstrap = (
+        _meet_in_group(group, timeout, is_nccl)
+        if group is not None
+        else _meet(init_method, rank, world_size, timeout)
+    )
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
         if is_nccl:
@@ -70,7 +82,8 @@ def init(
             comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
         if isinstance(bootstrap, _StoreBootstrap):
             count_as_finished(bootstrap.whole_store())
-        comm.barrier()  # the store may live in one of the ranks: it must not go before all have read from it
+        # the store may live in one of the ranks: it must not go before all have read from it
+        comm.barrier()
         return comm
 
 
@@ -113,16 +126,29 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
     """Where the gradients are, with an index if it is a CUDA device."""
     if device is None:
         wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
-        device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}" if wants_cuda else "cpu"
+        device = (
+            f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
+            if wants_cuda
+            else "cpu"
+        )
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise InitError(f"device {place}: torch finds no CUDA device (is it a CUDA build, is there a driver?)")
-    if place.type not in ("cpu", "cuda") or (backend not in ("auto", "nccl") and place.type != "cpu"):
         raise InitError(
-            f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, hierarchical, group) "
+            f"device {place}: torch finds no CUDA device (is it a CUDA build, is there a driver?)"
+        )
+    if place.type not in ("cpu", "cuda") or (
+        backend not in ("auto", "nccl") and place.type != "cpu"
+    ):
+        raise InitError(
+            f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, "
+            "hierarchical, group) "
             "and on CUDA devices (nccl)"
         )
-    return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if place.type == "cuda" and place.index is None
+        else place
+    )
 
 
 class _Neighbours(NamedTuple):
@@ -159,19 +185,26 @@ def _connect_on_cpu(
         away = [r for r in range(bootstrap.world_size) if r not in neighbours]
         if away:
             raise InitError(
-                f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another host (or in another container). "
-                "The shm transport needs all ranks on one host; across hosts use 'hierarchical', or 'auto'"
+                f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another "
+                "host (or in another container). "
+                "The shm transport needs all ranks on one host; across hosts use 'hierarchical', "
+                "or 'auto'"
             )
         return ShmCommunicator(*place, bootstrap, timeout)
-    if isinstance(bootstrap, _GroupBootstrap):  # what goes on after init, in threads of its own, needs a store
+    if isinstance(
+        bootstrap, _GroupBootstrap
+    ):  # what goes on after init, in threads of its own, needs a store
         bootstrap.leave()
         bootstrap = _meet_at_store_of(bootstrap.group, timeout)
     with _told_to_all(bootstrap):
         if backend == "hierarchical":
             return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
-        # A group over Gloo is asked for its ranks only: one of our own is not in the way of what else the user does with it.
+        # A group over Gloo is asked for its ranks only: one of our own is not in the way of what
+        # else the user does with it.
         is_foreign = group is not None and dist.get_backend(group) != "gloo"
-        return GroupCommunicator(*place, bootstrap, timeout, neighbours, group if is_foreign else None)
+        return GroupCommunicator(
+            *place, bootstrap, timeout, neighbours, group if is_foreign else None
+        )
 
 
 def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> _Neighbours:
@@ -186,7 +219,9 @@ def _neighbours(bootstrap: _StoreBootstrap | _GroupBootstrap) -> _Neighbours:
 
 
 class _StoreBootstrap:
-    """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure of one is told to all."""
+    """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure
+    of one is told to all.
+    """
 
     def __init__(
         self,
@@ -215,7 +250,8 @@ class _StoreBootstrap:
         if self._store.add(f"claim/{self.rank}", 1) > 1:
             self._refuse(
                 f"{self.name} was given to two processes: every process needs a rank of its own, "
-                "and every run a port or file of its own (delete a file that an earlier run has left behind)"
+                "and every run a port or file of its own (delete a file that an earlier run has "
+                "left behind)"
             )
         agreed = self._store.compare_set("world_size", "", str(self.world_size)).decode()
         if int(agreed) != self.world_size:
@@ -226,18 +262,24 @@ class _StoreBootstrap:
         self.fail(message)
         raise InitError(message)
 
-    def exchange(self, value: Any, look: Callable[[], None] | None = None, name: str | None = None) -> list[Any]:
-        """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout, or has failed.
+    def exchange(
+        self, value: Any, look: Callable[[], None] | None = None, name: str | None = None
+    ) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout,
+        or has failed.
 
-        look: called while waiting, in place of the own one; raises when a rank will not come. name: of an exchange that some ranks may
-        leave out; the others are counted.
+        look: called while waiting, in place of the own one; raises when a rank will not come. name:
+        of an exchange that some ranks may leave out; the others are counted.
         """
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
-            return [json.loads(self._get(r, deadline, look or self.look)) for r in range(self.world_size)]
+            return [
+                json.loads(self._get(r, deadline, look or self.look))
+                for r in range(self.world_size)
+            ]
         except FastcommError:
             raise
         except RuntimeError as error:
@@ -263,7 +305,10 @@ class _StoreBootstrap:
         else:
             advice = "were they started, and can they reach the same init_method?"
         waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
-        return InitError(f"{self.name} {waited} for {self.world_size} ranks; missing: rank {', '.join(map(str, missing))}; {advice}")
+        return InitError(
+            f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
+            f"{', '.join(map(str, missing))}; {advice}"
+        )
 
     def look(self) -> None:
         """Raises InitError if another rank is lost or has failed, or the store is gone."""
@@ -300,7 +345,11 @@ class _StoreBootstrap:
         return bytes(self._store.compare_set(f"note/{key}", "", value)).decode()
 
     def read(self, key: str) -> str | None:
-        return bytes(self._store.get(f"note/{key}")).decode() if self._store.check([f"note/{key}"]) else None
+        return (
+            bytes(self._store.get(f"note/{key}")).decode()
+            if self._store.check([f"note/{key}"])
+            else None
+        )
 
 
 class _GroupBootstrap:
@@ -336,7 +385,9 @@ class _GroupBootstrap:
             dist.all_gather_object([None] * self.world_size, (None, message), group=self.group)
 
 
-def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: timedelta) -> _StoreBootstrap:
+def _meet(
+    init_method: str, rank: int | None, world_size: int | None, timeout: timedelta
+) -> _StoreBootstrap:
     """Opens the store that init_method names."""
     place = urlparse(init_method)
     if place.scheme == "env":
@@ -345,28 +396,40 @@ def _meet(init_method: str, rank: int | None, world_size: int | None, timeout: t
     if rank is None or world_size is None:
         raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
     if world_size < 1 or not 0 <= rank < world_size:
-        raise InitError(f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}")
+        raise InitError(
+            f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
+        )
     try:
         store = _open_store(place, rank, world_size, timeout)
     except (RuntimeError, OSError) as error:
-        raise InitError(f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}") from error
+        raise InitError(
+            f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}"
+        ) from error
     return _StoreBootstrap(own_part(store, init_method), rank, world_size, timeout)
 
 
 def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedelta) -> Store:
     if place.scheme == "file" and place.path:
         if not os.access(os.path.dirname(place.path), os.W_OK):  # the store would wait for ever
-            raise FileNotFoundError(f"{os.path.dirname(place.path)} is not a folder this process can write to")
+            raise FileNotFoundError(
+                f"{os.path.dirname(place.path)} is not a folder this process can write to"
+            )
         return FileStore(place.path, world_size)
     if place.scheme == "env":
         host, port = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
-        is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves the store itself
+        is_server = (
+            rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )  # else torchrun serves the store itself
     elif place.scheme == "tcp" and place.hostname and place.port:
         host, port, is_server = place.hostname, place.port, rank == 0
     else:
-        raise ValueError(f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}")
+        raise ValueError(
+            f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}"
+        )
     # The store is not to wait for the ranks: it could not say which one is missing.
-    return TCPStore(host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    return TCPStore(
+        host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
 
 
 def count_as_finished(store: Store) -> None:
@@ -387,7 +450,8 @@ def _environment(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise InitError(
-            f"{name} is not set: start the script with `torchrun --nproc-per-node=2 {os.path.basename(sys.argv[0]) or 'train.py'}`, "
+            f"{name} is not set: start the script with `torchrun --nproc-per-node=2 "
+            f"{os.path.basename(sys.argv[0]) or 'train.py'}`, "
             "or pass init_method='tcp://host:port' with rank= and world_size="
         )
     if name != "MASTER_ADDR" and not value.isdecimal():
@@ -396,27 +460,39 @@ def _environment(name: str) -> str:
 
 
 def _local_rank(place: int) -> int:
-    """The rank's number on its host: torchrun's word for it, else its place among the ranks that share the host."""
+    """The rank's number on its host: torchrun's word for it, else its place among the ranks that
+    share the host.
+    """
     return int(os.environ.get("LOCAL_RANK", place))
 
 
-def _meet_in_group(group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool) -> _StoreBootstrap | _GroupBootstrap:
-    """Ranks that belong to a group. NCCL's watchdog goes on using the meeting point from a thread of its own, which only a store bears."""
+def _meet_in_group(
+    group: dist.ProcessGroup, timeout: timedelta, is_nccl: bool
+) -> _StoreBootstrap | _GroupBootstrap:
+    """Ranks that belong to a group. NCCL's watchdog goes on using the meeting point from a thread
+    of its own, which only a store bears.
+    """
     return _meet_at_store_of(group, timeout) if is_nccl else _GroupBootstrap(group)
 
 
 def _meet_at_store_of(group: dist.ProcessGroup, timeout: timedelta) -> _StoreBootstrap:
     store = _clone(dist.distributed_c10d._get_process_group_store(group))
-    return _StoreBootstrap(own_part(store, f"group {group.group_name}"), group.rank(), group.size(), timeout)
+    return _StoreBootstrap(
+        own_part(store, f"group {group.group_name}"), group.rank(), group.size(), timeout
+    )
 
 
 def _clone(store: Store) -> Store:
-    """With a connection of its own, where torch can do that: a wait of torch's would hold up the watchdog."""
+    """With a connection of its own, where torch can do that: a wait of torch's would hold up the
+    watchdog.
+    """
     return store.clone() if hasattr(store, "clone") else store
 
 
 def own_part(store: Store, name: str) -> Store:
-    """The part of a store that belongs to one communicator alone. name: what else the ranks' uses of the store are told apart by."""
+    """The part of a store that belongs to one communicator alone. name: what else the ranks' uses
+    of the store are told apart by.
+    """
     _uses[name] = _uses.get(name, 0) + 1
     # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -424,7 +500,9 @@ def own_part(store: Store, name: str) -> Store:
 
 
 def _host_identity() -> str:
-    """Equal for two processes exactly if they can map each other's memory: one kernel, one pid namespace. FASTCOMM_HOST_ID overrides it."""
+    """Equal for two processes exactly if they can map each other's memory: one kernel, one pid
+    namespace. FASTCOMM_HOST_ID overrides it.
+    """
     override = os.environ.get("FASTCOMM_HOST_ID")
     if override is not None:
         return override

@@ -1,8 +1,10 @@
-"""Watchdog: a thread that notices when collectives on a GPU will never end, says why, and ends them.
+"""Watchdog: a thread that notices when collectives on a GPU will never end, says why, and ends
+them.
 
-NCCL waits for ever for a rank that died, closed its communicator, left a backward by an exception or calls something else, and the host
-that launched the collective does not wait at all. So each rank's watchdog looks at what is unfinished, at its peers' processes, and at
-short notes the ranks leave each other in the store they met at. It owns no communicator and knows nothing of CUDA.
+NCCL waits for ever for a rank that died, closed its communicator, left a backward by an exception
+or calls something else, and the host that launched the collective does not wait at all. So each
+rank's watchdog looks at what is unfinished, at its peers' processes, and at short notes the ranks
+leave each other in the store they met at. It owns no communicator and knows nothing of CUDA.
 """
 
 from __future__ import annotations
@@ -18,21 +20,36 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm.errors import (
+    AbandonedError,
+    FastcommError,
+    InitError,
+    MismatchError,
+    NcclError,
+    PeerLostError,
+    TimeoutError,
+)
 
 TICK_S = 0.1
 STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the peers' notes
 LOOK_S = 1.0  # how often it reads them when nothing is amiss
 COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
-ANSWER_S = 2.5  # how long the ranks have to say where they are once one has given up: longer than LOOK_S
+ANSWER_S = (
+    2.5  # how long the ranks have to say where they are once one has given up: longer than LOOK_S
+)
 
 NOTHING = "nothing unfinished"
 
-_KINDS = {kind.__name__: kind for kind in (FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError)
+}
 
 
 class Notes(Protocol):
-    """What the ranks tell each other: a key and a value each, kept by the store they met at. Raises RuntimeError when that is gone."""
+    """What the ranks tell each other: a key and a value each, kept by the store they met at. Raises
+    RuntimeError when that is gone.
+    """
 
     def write(self, key: str, value: str) -> None: ...
     def write_once(self, key: str, value: str) -> str: ...
@@ -40,7 +57,9 @@ class Notes(Protocol):
 
 
 class Watched(Protocol):
-    """The communicator, as its watchdog sees it. `number` counts its collectives; `epoch` how often the ranks have met anew."""
+    """The communicator, as its watchdog sees it. `number` counts its collectives; `epoch` how often
+    the ranks have met anew.
+    """
 
     rank: int
     world_size: int
@@ -50,7 +69,9 @@ class Watched(Protocol):
     epoch: int
 
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
-        """Of the oldest collective that has not ended: number, seconds without progress, description."""
+        """Of the oldest collective that has not ended: number, seconds without progress,
+        description.
+        """
 
     def _asynchronous_error(self) -> FastcommError | None: ...
     def _has_graphs(self) -> bool:
@@ -65,7 +86,9 @@ class Watchdog:
     """Watches one communicator of one rank until `stop`, or until the communicator is gone."""
 
     def __init__(self, comm: Watched, notes: Notes, timeout_s: float, peers: Sequence[int]) -> None:
-        """peers: the ranks on this host, whose processes can be watched. Raises PeerLostError if one of them is gone already."""
+        """peers: the ranks on this host, whose processes can be watched. Raises PeerLostError if
+        one of them is gone already.
+        """
         self._comm = weakref.ref(comm)
         self._is_nccl = comm.backend == "nccl"
         self._notes = notes
@@ -93,7 +116,10 @@ class Watchdog:
             if comm is None:
                 if self._is_nccl:  # whose collector must not end it; the others' may
                     warnings.warn(
-                        "an NcclCommunicator was dropped without close(): NCCL's part of it lives on", ResourceWarning, stacklevel=1
+                        "an NcclCommunicator was dropped without close(): NCCL's part of it lives "
+                        "on",
+                        ResourceWarning,
+                        stacklevel=1,
                     )
                 break
             try:
@@ -131,7 +157,12 @@ class Watchdog:
         except RuntimeError as trouble:  # torch's stores have no better one
             if stalled is not None:
                 self._look_at_processes(comm, stalled[2])
-                self.give_up(comm, PeerLostError(f"the store the ranks met at is gone; did rank 0's process end? ({trouble})"))
+                self.give_up(
+                    comm,
+                    PeerLostError(
+                        f"the store the ranks met at is gone; did rank 0's process end? ({trouble})"
+                    ),
+                )
 
     def _read_notes(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
         """Does what another rank has found necessary."""
@@ -156,7 +187,13 @@ class Watchdog:
         for rank in range(comm.world_size):
             closed = None if rank == comm.rank else self._notes.read(f"closed/{rank}")
             if closed is not None and json.loads(closed) < [comm.epoch, number]:
-                self.give_up(comm, PeerLostError(f"{_of(comm, rank)} closed its communicator; {_position(comm.rank, number, what)}"))
+                self.give_up(
+                    comm,
+                    PeerLostError(
+                        f"{_of(comm, rank)} closed its communicator; "
+                        f"{_position(comm.rank, number, what)}"
+                    ),
+                )
                 return
         if age > COMPARE_S:
             self._publish(comm, (number, age, what))
@@ -173,13 +210,25 @@ class Watchdog:
         for lifeline in self._lifelines.values():
             ready.register(lifeline, select.POLLIN)
         ended = {fd for fd, _ in ready.poll(0)}
-        dead = [rank for rank, lifeline in self._lifelines.items() if lifeline in ended and rank not in but]
+        dead = [
+            rank
+            for rank, lifeline in self._lifelines.items()
+            if lifeline in ended and rank not in but
+        ]
         if dead:
-            self.give_up(comm, PeerLostError(f"{', '.join(_of(comm, rank) for rank in dead)} died; rank {comm.rank} waits for {what}"))
+            self.give_up(
+                comm,
+                PeerLostError(
+                    f"{', '.join(_of(comm, rank) for rank in dead)} died; rank {comm.rank} waits "
+                    f"for {what}"
+                ),
+            )
 
     def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
         """Says where this rank stands: once for each place it stalls at."""
-        number, what = (comm.number, NOTHING) if unfinished is None else (unfinished[0], unfinished[2])
+        number, what = (
+            (comm.number, NOTHING) if unfinished is None else (unfinished[0], unfinished[2])
+        )
         if self._published != (comm.epoch, number):
             self._published = comm.epoch, number
             with contextlib.suppress(RuntimeError):
@@ -190,7 +239,8 @@ class Watchdog:
         first = self._position_of(comm, 0)
         if first is not None and first[0] == number and first[1] not in (what, NOTHING):
             message = (
-                f"the ranks call different collectives (number {number} on this communicator): rank 0: {first[1]}; rank {comm.rank}: {what}"
+                f"the ranks call different collectives (number {number} on this communicator): "
+                f"rank 0: {first[1]}; rank {comm.rank}: {what}"
             )
             self.give_up(comm, MismatchError(message))
 
@@ -202,36 +252,62 @@ class Watchdog:
         self._publish(comm, (number, self._timeout_s, what))  # others time out, too, and ask
         with contextlib.suppress(RuntimeError):
             others = self._ask_around(comm)
-            late = [rank for rank, position in others.items() if position is None or position[0] < number or position[1] != what]
+            late = [
+                rank
+                for rank, position in others.items()
+                if position is None or position[0] < number or position[1] != what
+            ]
             where = "; ".join(f"{_of(comm, rank)}: {_last_words(others[rank])}" for rank in late)
             self.give_up(
-                comm, TimeoutError(f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; missing: {where or 'no rank'}")
+                comm,
+                TimeoutError(
+                    f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; "
+                    f"missing: {where or 'no rank'}"
+                ),
             )
             return
-        self.give_up(comm, TimeoutError(f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; the store is gone, too"))
+        self.give_up(
+            comm,
+            TimeoutError(
+                f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; the store "
+                "is gone, too"
+            ),
+        )
 
     def _ask_around(self, comm: Watched) -> dict[int, list[Any] | None]:
-        """Where the other ranks stand. Those that are not stalled themselves answer as soon as they read the notes."""
+        """Where the other ranks stand. Those that are not stalled themselves answer as soon as they
+        read the notes.
+        """
         self._notes.write_once("question", "where are you?")
         deadline = time.monotonic() + ANSWER_S
-        others: dict[int, list[Any] | None] = dict.fromkeys(rank for rank in range(comm.world_size) if rank != comm.rank)
+        others: dict[int, list[Any] | None] = dict.fromkeys(
+            rank for rank in range(comm.world_size) if rank != comm.rank
+        )
         while None in others.values() and time.monotonic() < deadline:
             time.sleep(TICK_S)
-            others = {rank: position or self._position_of(comm, rank) for rank, position in others.items()}
+            others = {
+                rank: position or self._position_of(comm, rank) for rank, position in others.items()
+            }
         return others
 
     def give_up(self, comm: Watched, error: FastcommError) -> None:
-        """Ends the communicator here and tells the others why. What another rank has said first is what all raise."""
+        """Ends the communicator here and tells the others why. What another rank has said first is
+        what all raise.
+        """
         if self._stopped.is_set():
             return
         with contextlib.suppress(RuntimeError):
-            error = _failure_of(self._notes.write_once("failure", failure_note(type(error).__name__, str(error))))
+            error = _failure_of(
+                self._notes.write_once("failure", failure_note(type(error).__name__, str(error)))
+            )
         self._stopped.set()
         comm._fail(error)
 
 
 def failure_note(kind: str, message: str) -> str:
-    """What the note "failure" says. kind: the name of one of fastcomm's errors, which every rank raises when it reads the note."""
+    """What the note "failure" says. kind: the name of one of fastcomm's errors, which every rank
+    raises when it reads the note.
+    """
     return json.dumps([kind, message])
 
 

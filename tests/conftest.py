@@ -10,7 +10,15 @@ from collections.abc import Iterator
 import pytest
 from ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
 
-LONGEST = ("test_package", "test_examples", "test_bench", "test_matrix", "test_programs", "test_nccl_faults", "test_torchrun")
+LONGEST = (
+    "test_package",
+    "test_examples",
+    "test_bench",
+    "test_matrix",
+    "test_programs",
+    "test_nccl_faults",
+    "test_torchrun",
+)
 
 # The transports over torch.distributed share all that these suites do not reach.
 SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors", "test_interrupts", "test_defects")
@@ -18,7 +26,9 @@ SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors", "test_interrupts", "
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Ranks that are started once per world size: `ranks(2, body, *args)` runs `body(comm, *args)` on both and returns their results."""
+    """Ranks that are started once per world size: `ranks(2, body, *args)` runs `body(comm, *args)`
+    on both and returns their results.
+    """
     pool = Ranks()
     yield pool
     pool.close()

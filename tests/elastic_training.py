@@ -1,4 +1,6 @@
-"""A training that torchrun starts anew after a failure: with checkpoints and a DistributedSampler. Run by test_torchrun.py."""
+"""A training that torchrun starts anew after a failure: with checkpoints and a DistributedSampler.
+Run by test_torchrun.py.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,20 @@ def main(folder: Path, fails: bool) -> None:
                 F.mse_loss(model(x), y).backward()
                 optimizer.step()
             if comm.rank == 0:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, checkpoint)
+                torch.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "epoch": epoch,
+                    },
+                    checkpoint,
+                )
             comm.barrier()
         if comm.rank == 0:
-            torch.save({"parameters": list(model.parameters()), "attempt": attempt, "first": first}, folder / "end.pt")
+            torch.save(
+                {"parameters": list(model.parameters()), "attempt": attempt, "first": first},
+                folder / "end.pt",
+            )
 
 
 if __name__ == "__main__":

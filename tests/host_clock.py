@@ -1,9 +1,11 @@
-"""Puts the host in the GPU's place for the benchmarks, beside the stand-ins for the driver and for NCCL.
+"""Puts the host in the GPU's place for the benchmarks, beside the stand-ins for the driver and for
+NCCL.
 
-In bench/cuda_clock.py time is then taken on the host's clock, and captured work is called again. The times mean nothing; the way of the
-program is the GPU's own.
+In bench/cuda_clock.py time is then taken on the host's clock, and captured work is called again.
+The times mean nothing; the way of the program is the GPU's own.
 
-A benchmark, and whatever ranks it starts, takes it in as `sitecustomize`: see `host_clock` in test_bench.py.
+A benchmark, and whatever ranks it starts, takes it in as `sitecustomize`: see `host_clock` in
+test_bench.py.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def replace_clock(module: ModuleType) -> None:
 
 
 def replace_models(module: ModuleType) -> None:
-    """What takes a GPU milliseconds takes the host minutes; and DDP sends bfloat16 from GPUs only."""
+    """What takes a GPU milliseconds takes the host minutes; and DDP sends bfloat16 from GPUs
+    only.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     module.CUDA_CASES = {"mlp": module.CASES["mlp"]}

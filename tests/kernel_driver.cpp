@@ -1,8 +1,10 @@
-/* Drives the kernels (kernels/cuda/flatten.cu, unflatten.cu), compiled for the host, without Python, so that they can run under the sanitizers.
+/* Drives the kernels (kernels/cuda/flatten.cu, unflatten.cu), compiled for the host, without
+ * Python, so that they can run under the sanitizers.
  *
- * Every pair of dtypes in both directions and norm, with odd sizes and all alignments of tensors and flat buffer to each other; a tensor
- * ends where its memory ends, so that AddressSanitizer sees an access behind it. Results are compared with a reference that decodes and
- * rounds numbers by arithmetic in double, not by their bits. Exits with 1 at the first difference. */
+ * Every pair of dtypes in both directions and norm, with odd sizes and all alignments of tensors
+ * and flat buffer to each other; a tensor ends where its memory ends, so that AddressSanitizer sees
+ * an access behind it. Results are compared with a reference that decodes and rounds numbers by
+ * arithmetic in double, not by their bits. Exits with 1 at the first difference. */
 #include "cuda/multi_tensor.cuh"
 
 #include <algorithm>
@@ -17,7 +19,8 @@ namespace {
 
 /* ---- the reference ---- */
 
-/* A dtype: digits after the point, the exponent of the smallest normal number, the largest number, and what is beyond it. */
+/* A dtype: digits after the point, the exponent of the smallest normal number, the largest number,
+ * and what is beyond it. */
 struct format {
     size_t nbytes;
     int mantissa, min_exponent;
@@ -55,7 +58,8 @@ double decode(const format &f, const char *memory) {
     memcpy(&bits, memory, f.nbytes); /* little-endian */
     const int n_magnitude_bits = 8 * (int)f.nbytes - 1;
     const uint32_t magnitude = bits & ((1u << n_magnitude_bits) - 1);
-    const uint32_t field = magnitude >> f.mantissa, last_field = (1u << (n_magnitude_bits - f.mantissa)) - 1;
+    const uint32_t field = magnitude >> f.mantissa,
+                   last_field = (1u << (n_magnitude_bits - f.mantissa)) - 1;
     const uint32_t digits = magnitude & ((1u << f.mantissa) - 1);
     double value;
     if (field == last_field && !f.saturates) {
@@ -64,7 +68,8 @@ double decode(const format &f, const char *memory) {
         value = NAN;
     } else {
         const int exponent = f.min_exponent + (field ? (int)field - 1 : 0);
-        value = std::ldexp((double)(digits + (field ? 1u << f.mantissa : 0)), exponent - f.mantissa);
+        value =
+            std::ldexp((double)(digits + (field ? 1u << f.mantissa : 0)), exponent - f.mantissa);
     }
     return bits >> n_magnitude_bits ? -value : value;
 }
@@ -78,10 +83,13 @@ double rounded(const format &f, double value) {
         const int exponent = std::max(std::ilogb(value), f.min_exponent) - f.mantissa;
         result = std::ldexp(std::nearbyint(std::ldexp(value, -exponent)), exponent);
     }
-    return std::fabs(result) <= f.largest ? result : std::copysign(f.saturates ? f.largest : INFINITY, value);
+    return std::fabs(result) <= f.largest
+               ? result
+               : std::copysign(f.saturates ? f.largest : INFINITY, value);
 }
 
-/* What the cast of one number with this scale should give: in float, or in double where one of the two is. */
+/* What the cast of one number with this scale should give: in float, or in double where one of the
+ * two is. */
 double cast(const format &in, const format &out, double value, double scale) {
     if (in.nbytes == 8 || out.nbytes == 8) {
         const double product = value * scale;
@@ -103,7 +111,8 @@ struct array {
     std::unique_ptr<char[]> memory;
 
     array(const format &dtype, size_t numel, size_t past)
-        : dtype(dtype), past(past), numel(numel), memory(new char[(past + numel) * dtype.nbytes]()) {
+        : dtype(dtype), past(past), numel(numel),
+          memory(new char[(past + numel) * dtype.nbytes]()) {
     }
     char *begin() const {
         return memory.get() + past * dtype.nbytes;
@@ -120,8 +129,10 @@ struct array {
     }
 };
 
-[[noreturn]] void fail(const char *kernel, size_t tensor, size_t i, double actual, double expected) {
-    fprintf(stderr, "%s: element %zu of tensor %zu is %.17g instead of %.17g\n", kernel, i, tensor, actual, expected);
+[[noreturn]] void fail(const char *kernel, size_t tensor, size_t i, double actual,
+                       double expected) {
+    fprintf(stderr, "%s: element %zu of tensor %zu is %.17g instead of %.17g\n", kernel, i, tensor,
+            actual, expected);
     exit(1);
 }
 
@@ -146,7 +157,8 @@ struct bucket {
             pointers[offsets.size()] = tensors.back().begin();
             for (size_t start = 0; start < size; start += MT_TILE) {
                 const size_t tile_numel = std::min<size_t>(MT_TILE, size - start);
-                tiles.push_back({numel + start, (uint32_t)(start / MT_TILE), (uint16_t)offsets.size(), (uint16_t)tile_numel});
+                tiles.push_back({numel + start, (uint32_t)(start / MT_TILE),
+                                 (uint16_t)offsets.size(), (uint16_t)tile_numel});
             }
             offsets.push_back(numel);
             numel += size;
@@ -170,17 +182,20 @@ void check_statistics(const char *name, const bucket &of, const mt_stats &stats,
             square_sum += tensor[i] * tensor[i];
         }
     }
-    const bool is_close = !std::isfinite(square_sum) || std::isinf(stats.square_sum) || /* squares overflow sooner in float */
+    const bool is_close = !std::isfinite(square_sum) ||
+                          std::isinf(stats.square_sum) || /* squares overflow sooner in float */
                           std::fabs(stats.square_sum - square_sum) <= 1e-5 * square_sum;
     if (stats.n_nonfinite != n_nonfinite || !is_close || ticket != 0) {
-        fprintf(stderr, "%s: statistics %.17g, %lu instead of %.17g, %lu; ticket %u\n", name, stats.square_sum,
-                (unsigned long)stats.n_nonfinite, square_sum, (unsigned long)n_nonfinite, ticket);
+        fprintf(stderr, "%s: statistics %.17g, %lu instead of %.17g, %lu; ticket %u\n", name,
+                stats.square_sum, (unsigned long)stats.n_nonfinite, square_sum,
+                (unsigned long)n_nonfinite, ticket);
         exit(1);
     }
 }
 
-void check_pair(const char *name, const format &grad, const format &wire, kernel *flatten, kernel *unflatten, kernel *norm,
-                size_t past_grad, size_t past_wire, double scale, uint64_t &state) {
+void check_pair(const char *name, const format &grad, const format &wire, kernel *flatten,
+                kernel *unflatten, kernel *norm, size_t past_grad, size_t past_wire, double scale,
+                uint64_t &state) {
     bucket grads(grad, past_grad);
     array flat(wire, grads.numel, past_wire);
     void *flat_begin = flat.begin();
@@ -190,7 +205,8 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
     grads.launch(flatten, {&flat_begin, &scale});
     for (size_t t = 0; t < grads.tensors.size(); t++) {
         for (size_t i = 0; i < SIZES[t]; i++) {
-            const double expected = cast(grad, wire, grads.tensors[t][i], scale), actual = flat[grads.offsets[t] + i];
+            const double expected = cast(grad, wire, grads.tensors[t][i], scale),
+                         actual = flat[grads.offsets[t] + i];
             if (!is_same(actual, expected)) {
                 fail(name, t, i, actual, expected);
             }
@@ -204,7 +220,8 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
     grads.launch(unflatten, {&flat_begin, &scale, &stats_begin, &ticket_pointer});
     for (size_t t = 0; t < grads.tensors.size(); t++) {
         for (size_t i = 0; i < SIZES[t]; i++) {
-            const double expected = cast(wire, grad, flat[grads.offsets[t] + i], scale), actual = grads.tensors[t][i];
+            const double expected = cast(wire, grad, flat[grads.offsets[t] + i], scale),
+                         actual = grads.tensors[t][i];
             if (!is_same(actual, expected)) {
                 fail(name, t, i, actual, expected);
             }
@@ -217,7 +234,8 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
 
 } // namespace
 
-#define DECLARE_PAIR(GRAD, WIRE, CAPACITY) extern "C" kernel flatten_##GRAD##_##WIRE##_##CAPACITY, unflatten_##WIRE##_##GRAD##_##CAPACITY;
+#define DECLARE_PAIR(GRAD, WIRE, CAPACITY)                                                         \
+    extern "C" kernel flatten_##GRAD##_##WIRE##_##CAPACITY, unflatten_##WIRE##_##GRAD##_##CAPACITY;
 MT_PAIRS(DECLARE_PAIR)
 #define DECLARE_NORM(GRAD, CAPACITY) extern "C" kernel norm_##GRAD##_##CAPACITY;
 MT_GRADS(DECLARE_NORM)
@@ -225,13 +243,15 @@ MT_GRADS(DECLARE_NORM)
 int main() {
     uint64_t state = 1;
     int n_kernels = 0;
-#define CHECK_PAIR(GRAD, WIRE, CAPACITY)                                                                                                   \
-    n_kernels++;                                                                                                                           \
-    for (size_t past : {0, 1, 3, 6}) {                                                                                                     \
-        for (double scale : {1.0, 0.1}) {                                                                                                  \
-            check_pair(#GRAD " and " #WIRE ", " #CAPACITY, format_of<GRAD>(), format_of<WIRE>(), flatten_##GRAD##_##WIRE##_##CAPACITY,     \
-                       unflatten_##WIRE##_##GRAD##_##CAPACITY, norm_##GRAD##_##CAPACITY, past, past * (size_t)scale, scale, state);        \
-        }                                                                                                                                  \
+#define CHECK_PAIR(GRAD, WIRE, CAPACITY)                                                           \
+    n_kernels++;                                                                                   \
+    for (size_t past : {0, 1, 3, 6}) {                                                             \
+        for (double scale : {1.0, 0.1}) {                                                          \
+            check_pair(#GRAD " and " #WIRE ", " #CAPACITY, format_of<GRAD>(), format_of<WIRE>(),   \
+                       flatten_##GRAD##_##WIRE##_##CAPACITY,                                       \
+                       unflatten_##WIRE##_##GRAD##_##CAPACITY, norm_##GRAD##_##CAPACITY, past,     \
+                       past * (size_t)scale, scale, state);                                        \
+        }                                                                                          \
     }
     MT_PAIRS(CHECK_PAIR)
     printf("kernels: %d pairs of dtypes and capacities\n", n_kernels);

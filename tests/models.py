@@ -22,25 +22,38 @@ _TOLERANCE = {
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
 
 
 def convnet() -> nn.Sequential:
     """Takes images of 3 x 12 x 12."""
     torch.manual_seed(0)
-    body = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU()]
+    body = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*body, nn.Flatten(), nn.Linear(256, 4))
 
 
 class Transformer(nn.Module):
-    """A small language model with tied embeddings. Takes token numbers below 32, in sequences of at most 16."""
+    """A small language model with tied embeddings. Takes token numbers below 32, in sequences of at
+    most 16.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(32, 32)
         self.position = nn.Parameter(torch.randn(16, 32) * 0.02)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 32, bias=False)
         self.head.weight = self.embedding.weight
@@ -48,7 +61,9 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
-        return self.head(self.blocks(self.embedding(tokens) + self.position[:length], mask=mask, is_causal=True))
+        return self.head(
+            self.blocks(self.embedding(tokens) + self.position[:length], mask=mask, is_causal=True)
+        )
 
 
 class Heads(nn.Module):
@@ -68,11 +83,16 @@ class Heads(nn.Module):
 def batch(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
     """Inputs of 4 x 8 and targets of 4 x 4, others for every rank and step."""
     generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
-    return _here(torch.randn(4, 8, generator=generator, device="cpu"), torch.randn(4, 4, generator=generator, device="cpu"))
+    return _here(
+        torch.randn(4, 8, generator=generator, device="cpu"),
+        torch.randn(4, 4, generator=generator, device="cpu"),
+    )
 
 
 def _here(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Moved to where the ranks of this test have their tensors; made on the CPU, so that they are the same everywhere."""
+    """Moved to where the ranks of this test have their tensors; made on the CPU, so that they are
+    the same everywhere.
+    """
     return tuple(tensor.to(torch.get_default_device()) for tensor in tensors)
 
 
@@ -93,7 +113,14 @@ def image_backward(model: nn.Module, rank: int, step: int = 0) -> None:
 
 
 def text_backward(model: nn.Module, rank: int, step: int = 0) -> None:
-    (tokens,) = _here(torch.randint(32, (4, 17), generator=torch.Generator("cpu").manual_seed(1000 * step + rank), device="cpu"))
+    (tokens,) = _here(
+        torch.randint(
+            32,
+            (4, 17),
+            generator=torch.Generator("cpu").manual_seed(1000 * step + rank),
+            device="cpu",
+        )
+    )
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
@@ -101,10 +128,14 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
 
 
-def mean_gradients(model: nn.Module, world_size: int, run: Callable[[nn.Module, int], None]) -> list[Tensor | None]:
-    """The mean over ranks, by parameter, of the gradients `run(model, rank)` gives on a copy of the model in this process alone.
+def mean_gradients(
+    model: nn.Module, world_size: int, run: Callable[[nn.Module, int], None]
+) -> list[Tensor | None]:
+    """The mean over ranks, by parameter, of the gradients `run(model, rank)` gives on a copy of the
+    model in this process alone.
 
-    A rank that has no gradient of a parameter counts as zero; where no rank has one, the mean is None.
+    A rank that has no gradient of a parameter counts as zero; where no rank has one, the mean is
+    None.
     """
     by_rank = []
     for rank in range(world_size):
@@ -118,14 +149,26 @@ def assert_gradients(model: nn.Module, expected: Sequence[Tensor | None]) -> Non
     """Compares values, to a few roundings, and dtypes; and which gradients are None."""
     for (name, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
         if parameter.grad is None or wanted is None:
-            assert parameter.grad is wanted, f"{name}: the gradient is {parameter.grad}, expected {wanted}"
+            assert parameter.grad is wanted, (
+                f"{name}: the gradient is {parameter.grad}, expected {wanted}"
+            )
             continue
         rtol, atol = _TOLERANCE[parameter.dtype]
-        torch.testing.assert_close(parameter.grad, wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameter.grad,
+            wanted,
+            rtol=rtol,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
-def check_gradients(comm: Any, model: nn.Module, run: Callable[[nn.Module, int], None], **options: Any) -> fastcomm.Reducer:
-    """Compares what `run(model, rank)` gives under a reducer with the mean over ranks, in two steps; returns the reducer."""
+def check_gradients(
+    comm: Any, model: nn.Module, run: Callable[[nn.Module, int], None], **options: Any
+) -> fastcomm.Reducer:
+    """Compares what `run(model, rank)` gives under a reducer with the mean over ranks, in two
+    steps; returns the reducer.
+    """
     expected = mean_gradients(model, comm.world_size, run)
     reducer = fastcomm.Reducer(comm, **options).attach(model)
     for _ in range(2):
@@ -136,7 +179,9 @@ def check_gradients(comm: Any, model: nn.Module, run: Callable[[nn.Module, int],
 
 
 def mean_of(column: Sequence[Tensor | None]) -> Tensor | None:
-    """The mean over ranks of one parameter's gradients. None counts as zero; if all are None, so is the mean."""
+    """The mean over ranks of one parameter's gradients. None counts as zero; if all are None, so is
+    the mean.
+    """
     present = [gradient for gradient in column if gradient is not None]
     if not present:
         return None

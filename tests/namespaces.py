@@ -1,7 +1,9 @@
-"""Hosts that are network namespaces: each has an interface, an address and, if wanted, a limited link to a switch that joins them all.
+"""Hosts that are network namespaces: each has an interface, an address and, if wanted, a limited
+link to a switch that joins them all.
 
-The machine's own network stays as it is: the switch is a bridge in a namespace of its own. Ranks are processes that enter the namespace of
-their host; their kernel is the same, so FASTCOMM_HOST_ID tells them apart. Needs ip(8), tc(8) for limits, and root's rights.
+The machine's own network stays as it is: the switch is a bridge in a namespace of its own. Ranks
+are processes that enter the namespace of their host; their kernel is the same, so FASTCOMM_HOST_ID
+tells them apart. Needs ip(8), tc(8) for limits, and root's rights.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _numbers = itertools.count()
 
 
 class Hosts:
-    """`len(ranks)` hosts with so many ranks each, numbered from the first host on. A context manager: it makes and removes them.
+    """`len(ranks)` hosts with so many ranks each, numbered from the first host on. A context
+    manager: it makes and removes them.
 
     rate: of every link, each way, as tc(8) writes it ("1gbit"); None: as fast as the machine.
     """
@@ -45,7 +48,12 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._remove()
 
     def namespace(self, host: int) -> str:
@@ -74,16 +82,46 @@ class Hosts:
         for host in sorted(set(self.host_of)):
             namespace, port = self.namespace(host), f"port{host}"
             _run("ip", "netns", "add", namespace)
-            _run("ip", "link", "add", INTERFACE, "netns", namespace, "type", "veth", "peer", "name", port, "netns", self._switch)
-            _run("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            _run(
+                "ip",
+                "link",
+                "add",
+                INTERFACE,
+                "netns",
+                namespace,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                self._switch,
+            )
+            _run(
+                "ip",
+                "-n",
+                namespace,
+                "address",
+                "add",
+                f"{self.address(host)}/24",
+                "dev",
+                INTERFACE,
+            )
             _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge")
-            for where, interface in ((namespace, "lo"), (namespace, INTERFACE), (self._switch, port)):
+            for where, interface in (
+                (namespace, "lo"),
+                (namespace, INTERFACE),
+                (self._switch, port),
+            ):
                 _run("ip", "-n", where, "link", "set", interface, "up")
             if self._rate is not None:
                 for where, interface in ((namespace, INTERFACE), (self._switch, port)):
-                    # The bucket holds several of the large packets that a virtual link carries; the queue waits rather than drops.
+                    # The bucket holds several of the large packets that a virtual link carries; the
+                    # queue waits rather than drops.
                     limits = ("rate", self._rate, "burst", "256kb", "latency", "50ms")
-                    _run("tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
+                    _run(
+                        "tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf", *limits
+                    )
 
     def _remove(self) -> None:
         for path in _FOLDER.glob(f"{self._name}-*"):
@@ -106,7 +144,9 @@ def enter(namespace: str) -> None:
     descriptor = os.open(_FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to {namespace}: {os.strerror(ctypes.get_errno())}")
+            raise OSError(
+                ctypes.get_errno(), f"setns to {namespace}: {os.strerror(ctypes.get_errno())}"
+            )
     finally:
         os.close(descriptor)
 

@@ -1,4 +1,6 @@
-"""For bodies of tests: the backend "fastcomm" of torch.distributed among a test's ranks, and Gloo beside it."""
+"""For bodies of tests: the backend "fastcomm" of torch.distributed among a test's ranks, and Gloo
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ def world() -> dist.ProcessGroup:
 def start(place: harness.Place, timeout: timedelta = TIMEOUT) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address = f"file://{place.directory}/backend"
-    dist.init_process_group("fastcomm", init_method=address, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    dist.init_process_group(
+        "fastcomm",
+        init_method=address,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
 
 
 def gloo() -> dist.ProcessGroup:
@@ -46,5 +54,7 @@ def gloo() -> dist.ProcessGroup:
 
 
 def values(comm, numel: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers that differ from rank to rank: every dtype holds their sums and products."""
+    """Small whole numbers that differ from rank to rank: every dtype holds their sums and
+    products.
+    """
     return ((torch.arange(numel) * (comm.rank + 2)) % 5 + 1).to(dtype)

@@ -1,4 +1,6 @@
-"""What reductions should give, by torch's own arithmetic; tensors to try them on, and where to put them."""
+"""What reductions should give, by torch's own arithmetic; tensors to try them on, and where to put
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ INTEGERS = (torch.int32, torch.int64, torch.uint8)
 DTYPES = (*FLOATS, *INTEGERS)
 OPS = ("sum", "mean", "min", "max", "prod")
 
-# Where the ranks' tensors lie: all in comm.empty memory, all elsewhere, or rank 0's alone in comm.empty memory.
+# Where the ranks' tensors lie: all in comm.empty memory, all elsewhere, or rank 0's alone in
+# comm.empty memory.
 PLACES = ("comm.empty", "ordinary", "mixed")
 
 
 def shards_of(dtype: torch.dtype, n: int, numel: int, seed: int = 0) -> list[Tensor]:
-    """n tensors that begin one element off any alignment. Moderate floats, so that products stay finite; integers of any size."""
+    """n tensors that begin one element off any alignment. Moderate floats, so that products stay
+    finite; integers of any size.
+    """
     random = torch.Generator().manual_seed(seed)
     tensors = []
     for _ in range(n):
@@ -28,13 +33,17 @@ def shards_of(dtype: torch.dtype, n: int, numel: int, seed: int = 0) -> list[Ten
             values = torch.randn(numel + 1, generator=random, dtype=torch.float64).to(dtype)
         else:
             limits = torch.iinfo(dtype)
-            values = torch.randint(limits.min, limits.max, (numel + 1,), generator=random, dtype=dtype)
+            values = torch.randint(
+                limits.min, limits.max, (numel + 1,), generator=random, dtype=dtype
+            )
         tensors.append(values[1:])
     return tensors
 
 
 def reduced(shards: list[Tensor], op: str) -> Tensor:
-    """The reduction of the shards, rank after rank: 16-bit floats in float32 and rounded once, integers wrapping around."""
+    """The reduction of the shards, rank after rank: 16-bit floats in float32 and rounded once,
+    integers wrapping around.
+    """
     dtype, n = shards[0].dtype, len(shards)
     if dtype in HALVES:
         return reduced([shard.float() for shard in shards], op).to(dtype)
@@ -53,7 +62,9 @@ def integer_mean(shards: list[Tensor]) -> Tensor:
 
 
 def assert_same_bits(tensor: Tensor, expected: Tensor) -> None:
-    """Equal to the last bit, but for what kind of NaN a NaN is, and the sign of zeros that minimum and maximum take for equal."""
+    """Equal to the last bit, but for what kind of NaN a NaN is, and the sign of zeros that minimum
+    and maximum take for equal.
+    """
     torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -65,7 +76,12 @@ def placed(comm: Communicator, where: str, tensor: Tensor) -> Tensor:
 
 
 def check_all_reduce(
-    comm: Communicator, numel: int = 5000, dtype: torch.dtype = torch.float32, op: str = "sum", where: str = "ordinary", seed: int = 0
+    comm: Communicator,
+    numel: int = 5000,
+    dtype: torch.dtype = torch.float32,
+    op: str = "sum",
+    where: str = "ordinary",
+    seed: int = 0,
 ) -> None:
     """One all_reduce, to see that it is right, or only that the communicator still works."""
     shards = shards_of(dtype, comm.world_size, numel, seed)

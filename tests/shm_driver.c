@@ -1,10 +1,12 @@
-/* Drives the shared-memory core (kernels/shm/*.c) without Python, so that it can run under the sanitizers.
+/* Drives the shared-memory core (kernels/shm/*.c) without Python, so that it can run under the
+ * sanitizers.
  *
  *     shm_driver processes|threads full|quick
  *
- * Ranks are forked processes or threads over the same kind of segments. Every result is compared, bit by bit, with what a plain loop in
- * rank order gives; so it is the same on all ranks. `quick` takes fewer sizes. Prints one line per scenario; exits with 1 at the first
- * failure. The scenarios are in shm_scenarios.c. */
+ * Ranks are forked processes or threads over the same kind of segments. Every result is compared,
+ * bit by bit, with what a plain loop in rank order gives; so it is the same on all ranks. `quick`
+ * takes fewer sizes. Prints one line per scenario; exits with 1 at the first failure. The scenarios
+ * are in shm_scenarios.c. */
 #define _GNU_SOURCE
 #include "shm_driver.h"
 
@@ -28,13 +30,17 @@ bool is_in_place(uint32_t kind) {
 
 static uint64_t output_numel(const struct rank *me, const struct shm_descriptor *d) {
     uint64_t n = (uint64_t)me->world_size;
-    return d->kind == SHM_ALL_GATHER ? d->numel * n : d->kind == SHM_REDUCE_SCATTER ? d->numel / n : d->numel;
+    return d->kind == SHM_ALL_GATHER       ? d->numel * n
+           : d->kind == SHM_REDUCE_SCATTER ? d->numel / n
+                                           : d->numel;
 }
 
-struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel, char *room) {
+struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
+                       char *room) {
     struct request q = {.in_arena = room >= me->shared && room < me->shared + 2 * AREA_BYTES};
     q.seed = kind * 1000 + op * 100 + dtype * 10 + (uint32_t)numel;
-    q.descriptor = (struct shm_descriptor){.kind = kind, .op = op, .dtype = dtype, .numel = numel, .where = SHM_PRIVATE};
+    q.descriptor = (struct shm_descriptor){
+        .kind = kind, .op = op, .dtype = dtype, .numel = numel, .where = SHM_PRIVATE};
     if (kind == SHM_BARRIER) {
         return q;
     }
@@ -63,7 +69,8 @@ static union element expected(const struct rank *me, const struct request *q, ui
     case SHM_ALL_GATHER:
         return element_of(d->dtype, q->seed, (int)(index / d->numel), index % d->numel);
     case SHM_REDUCE_SCATTER:
-        return reduced(d->dtype, d->op, q->seed, me->world_size, index + output_numel(me, d) * (uint64_t)me->rank);
+        return reduced(d->dtype, d->op, q->seed, me->world_size,
+                       index + output_numel(me, d) * (uint64_t)me->rank);
     default:
         return reduced(d->dtype, d->op, q->seed, me->world_size, index);
     }
@@ -76,27 +83,31 @@ void verify(struct rank *me, const struct request *q) {
     }
     size_t itemsize = shm_dtype_size(d->dtype);
     uint64_t numel = output_numel(me, d);
-    /* Of a large output every fifth element: more than one in any cache line, the unit in which ranks share the work. */
+    /* Of a large output every fifth element: more than one in any cache line, the unit in which
+     * ranks share the work. */
     uint64_t stride = numel > 10000 ? 5 : 1;
     for (uint64_t i = 0; i < numel; i += stride) {
         union element e = expected(me, q, i);
-        CHECK(memcmp(q->output + i * itemsize, &e, itemsize) == 0, "kind %u op %u dtype %u numel %lu, arena %d: element %lu", d->kind,
-              d->op, d->dtype, d->numel, q->in_arena, i);
+        CHECK(memcmp(q->output + i * itemsize, &e, itemsize) == 0,
+              "kind %u op %u dtype %u numel %lu, arena %d: element %lu", d->kind, d->op, d->dtype,
+              d->numel, q->in_arena, i);
     }
     for (size_t i = 0; i < CANARY_BYTES; i++) {
-        CHECK((uint8_t)q->output[numel * itemsize + i] == CANARY, "kind %u op %u dtype %u numel %lu wrote too far", d->kind, d->op,
-              d->dtype, d->numel);
+        CHECK((uint8_t)q->output[numel * itemsize + i] == CANARY,
+              "kind %u op %u dtype %u numel %lu wrote too far", d->kind, d->op, d->dtype, d->numel);
     }
     for (uint64_t i = 0; i < d->numel && !is_in_place(d->kind); i += stride) {
         union element e = element_of(d->dtype, q->seed, me->rank, i);
-        CHECK(memcmp(q->input + i * itemsize, &e, itemsize) == 0, "kind %u changed its input", d->kind);
+        CHECK(memcmp(q->input + i * itemsize, &e, itemsize) == 0, "kind %u changed its input",
+              d->kind);
     }
 }
 
 uint32_t post(struct rank *me, struct request *q) {
     uint32_t seq;
     int status;
-    while ((status = shm_post(me->comm, &q->descriptor, q->input, q->output, q->pieces, q->n_pieces, &seq)) == SHM_AGAIN) {
+    while ((status = shm_post(me->comm, &q->descriptor, q->input, q->output, q->pieces, q->n_pieces,
+                              &seq)) == SHM_AGAIN) {
         status = shm_make_room(me->comm, UINT64_MAX / 2);
         CHECK(status == SHM_OK, "no room: status %d", status);
     }
@@ -112,15 +123,16 @@ int wait_for(struct rank *me, uint32_t seq) {
 
 void run_and_verify(struct rank *me, struct request *q) {
     int status = wait_for(me, post(me, q));
-    CHECK(status == SHM_OK, "status %d of kind %u op %u dtype %u numel %lu", status, q->descriptor.kind, q->descriptor.op,
-          q->descriptor.dtype, q->descriptor.numel);
+    CHECK(status == SHM_OK, "status %d of kind %u op %u dtype %u numel %lu", status,
+          q->descriptor.kind, q->descriptor.op, q->descriptor.dtype, q->descriptor.numel);
     verify(me, q);
 }
 
-/* ---- ranks ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- ranks ---- */
 
 static void *map_shared(size_t nbytes) {
-    void *address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) {
         perror("mmap");
         exit(1);
@@ -135,7 +147,8 @@ static size_t segment_bytes(void) {
 static struct rank ranks[SHM_MAX_RANKS];
 static const struct scenario *scenario;
 
-/* Opens the communicator once all ranks are there, runs the scenario and frees it once all have finished. */
+/* Opens the communicator once all ranks are there, runs the scenario and frees it once all have
+ * finished. */
 static void *run_rank(void *argument) {
     struct rank *me = argument;
     int pidfds[SHM_MAX_RANKS];
@@ -144,9 +157,12 @@ static void *run_rank(void *argument) {
         while (atomic_load(&me->world->pids[r]) == 0) {
             usleep(100);
         }
-        pidfds[r] = forked && r != me->rank ? (int)syscall(SYS_pidfd_open, atomic_load(&me->world->pids[r]), 0) : -1;
+        pidfds[r] = forked && r != me->rank
+                        ? (int)syscall(SYS_pidfd_open, atomic_load(&me->world->pids[r]), 0)
+                        : -1;
     }
-    me->comm = shm_open_comm(me->rank, me->world_size, me->world->segments, pidfds, me->world_size > 2);
+    me->comm =
+        shm_open_comm(me->rank, me->world_size, me->world->segments, pidfds, me->world_size > 2);
     me->shared = me->world->segments[me->rank] + (shm_control_bytes() + 4095) / 4096 * 4096;
     me->private = malloc(2 * AREA_BYTES);
     CHECK(me->comm != NULL && me->private != NULL, "out of memory");
@@ -210,7 +226,8 @@ static void run(const struct scenario *what, int world_size) {
         munmap(world->segments[r], segment_bytes());
     }
     munmap(world, sizeof *world);
-    printf("%-32s %2d ranks  %5.2f s\n", what->name, world_size, (double)(shm_now_ns() - before) * 1e-9);
+    printf("%-32s %2d ranks  %5.2f s\n", what->name, world_size,
+           (double)(shm_now_ns() - before) * 1e-9);
     fflush(stdout);
 }
 

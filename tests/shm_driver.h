@@ -1,5 +1,5 @@
-/* What the driver (shm_driver.c) and its scenarios (shm_scenarios.c) share. The protocol's private header is included for one reason: to
- * start counters just below their wrap-around. */
+/* What the driver (shm_driver.c) and its scenarios (shm_scenarios.c) share. The protocol's private
+ * header is included for one reason: to start counters just below their wrap-around. */
 #ifndef FASTCOMM_SHM_DRIVER_H
 #define FASTCOMM_SHM_DRIVER_H
 
@@ -18,7 +18,8 @@ struct world {
     _Atomic int gathered[2]; /* a barrier that does not rest on what is tested */
 };
 
-/* One rank. `shared` and `private` are AREA_BYTES * 2 each: inputs first, outputs in the second half. */
+/* One rank. `shared` and `private` are AREA_BYTES * 2 each: inputs first, outputs in the second
+ * half. */
 struct rank {
     int rank, world_size;
     struct world *world;
@@ -28,14 +29,15 @@ struct rank {
 
 extern bool forked, full;
 
-#define CHECK(condition, ...)                                                                                                              \
-    do {                                                                                                                                   \
-        if (!(condition)) {                                                                                                                \
-            fprintf(stderr, "%s:%d: rank %d of %d: %s: ", __func__, __LINE__, me->rank, me->world_size, #condition);                       \
-            fprintf(stderr, __VA_ARGS__);                                                                                                  \
-            fprintf(stderr, "\n");                                                                                                         \
-            _exit(1);                                                                                                                      \
-        }                                                                                                                                  \
+#define CHECK(condition, ...)                                                                      \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: rank %d of %d: %s: ", __func__, __LINE__, me->rank,            \
+                    me->world_size, #condition);                                                   \
+            fprintf(stderr, __VA_ARGS__);                                                          \
+            fprintf(stderr, "\n");                                                                 \
+            _exit(1);                                                                              \
+        }                                                                                          \
     } while (0)
 
 /* A collective and its tensors. */
@@ -48,12 +50,15 @@ struct request {
     struct shm_piece pieces[8];
 };
 
-/* Fills in the collective and its inputs. `room` begins where this rank may put the tensors; outputs lie AREA_BYTES behind inputs. */
-struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel, char *room);
+/* Fills in the collective and its inputs. `room` begins where this rank may put the tensors;
+ * outputs lie AREA_BYTES behind inputs. */
+struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
+                       char *room);
 
 bool is_in_place(uint32_t kind);
 
-/* Posts, waiting for room if need be; waits; checks every element of the output, the canary behind it and that the input is unchanged. */
+/* Posts, waiting for room if need be; waits; checks every element of the output, the canary behind
+ * it and that the input is unchanged. */
 uint32_t post(struct rank *me, struct request *q);
 int wait_for(struct rank *me, uint32_t seq);
 void verify(struct rank *me, const struct request *q);

@@ -1,5 +1,6 @@
-/* What the results of collectives should be: every rank's elements, and their reduction by a plain loop in rank order. Written without
- * regard for speed, and without a line in common with the kernels it judges. */
+/* What the results of collectives should be: every rank's elements, and their reduction by a plain
+ * loop in rank order. Written without regard for speed, and without a line in common with the
+ * kernels it judges. */
 #ifndef FASTCOMM_SHM_REFERENCE_H
 #define FASTCOMM_SHM_REFERENCE_H
 
@@ -19,9 +20,12 @@ static uint16_t half_bits(float value) {
     double magnitude = fabs((double)value);
     int exponent;
     frexp(magnitude, &exponent);
-    int scale = exponent < -13 || magnitude == 0 ? -13 : exponent; /* the units of subnormal halves are all alike */
+    int scale = exponent < -13 || magnitude == 0
+                    ? -13
+                    : exponent; /* the units of subnormal halves are all alike */
     double units = nearbyint(ldexp(magnitude, 11 - scale));
-    uint16_t bits = (uint16_t)((scale + 13) * 1024 + (int)units); /* from 1024 units on they carry into the exponent */
+    uint16_t bits = (uint16_t)((scale + 13) * 1024 +
+                               (int)units); /* from 1024 units on they carry into the exponent */
     return (uint16_t)((bits >= 0x7c00 ? 0x7c00 : bits) | (signbit(value) ? 0x8000 : 0));
 }
 
@@ -49,9 +53,11 @@ union element {
     uint8_t u8;
 };
 
-/* What rank `rank` puts at `index`. Floats of moderate size, so that products of many stay finite; integers of any size. */
+/* What rank `rank` puts at `index`. Floats of moderate size, so that products of many stay finite;
+ * integers of any size. */
 static union element element_of(uint32_t dtype, uint32_t seed, int rank, uint64_t index) {
-    uint64_t hash = (index * 64 + (uint64_t)rank + 1) * 0x9e3779b97f4a7c15u + seed * 0xbf58476d1ce4e5b9u;
+    uint64_t hash =
+        (index * 64 + (uint64_t)rank + 1) * 0x9e3779b97f4a7c15u + seed * 0xbf58476d1ce4e5b9u;
     hash = (hash ^ hash >> 29) * 0x94d049bb133111ebu;
     hash ^= hash >> 32;
     union element e = {0};
@@ -80,20 +86,21 @@ static union element element_of(uint32_t dtype, uint32_t seed, int rank, uint64_
     return e;
 }
 
-#define STEP(op, total, x)                                                                                                                 \
-    ((op) == SHM_MIN    ? ((x) < (total) ? (x) : (total))                                                                                  \
-     : (op) == SHM_MAX  ? ((x) > (total) ? (x) : (total))                                                                                  \
-     : (op) == SHM_PROD ? (total) * (x)                                                                                                    \
+#define STEP(op, total, x)                                                                         \
+    ((op) == SHM_MIN    ? ((x) < (total) ? (x) : (total))                                          \
+     : (op) == SHM_MAX  ? ((x) > (total) ? (x) : (total))                                          \
+     : (op) == SHM_PROD ? (total) * (x)                                                            \
                         : (total) + (x))
 
-#define REDUCE(TYPE, VALUE_OF, MEMBER)                                                                                                     \
-    TYPE total = VALUE_OF(element_of(dtype, seed, 0, index).MEMBER);                                                                       \
-    for (int r = 1; r < world_size; r++) {                                                                                                 \
-        TYPE x = VALUE_OF(element_of(dtype, seed, r, index).MEMBER);                                                                       \
-        total = STEP(op, total, x);                                                                                                        \
+#define REDUCE(TYPE, VALUE_OF, MEMBER)                                                             \
+    TYPE total = VALUE_OF(element_of(dtype, seed, 0, index).MEMBER);                               \
+    for (int r = 1; r < world_size; r++) {                                                         \
+        TYPE x = VALUE_OF(element_of(dtype, seed, r, index).MEMBER);                               \
+        total = STEP(op, total, x);                                                                \
     }
 
-static float reduced_half(uint32_t dtype, uint32_t op, uint32_t seed, int world_size, uint64_t index) {
+static float reduced_half(uint32_t dtype, uint32_t op, uint32_t seed, int world_size,
+                          uint64_t index) {
     if (dtype == SHM_FLOAT16) {
         REDUCE(float, (float)half_value, bits16)
         return op == SHM_MEAN ? total / (float)world_size : total;
@@ -122,7 +129,8 @@ static int64_t mean_of_integers(uint32_t dtype, uint32_t seed, int world_size, u
     return mean + (mean < 0 && rest > 0) - (mean > 0 && rest < 0);
 }
 
-static int64_t reduced_integer(uint32_t dtype, uint32_t op, uint32_t seed, int world_size, uint64_t index) {
+static int64_t reduced_integer(uint32_t dtype, uint32_t op, uint32_t seed, int world_size,
+                               uint64_t index) {
     if (op == SHM_MEAN) {
         return mean_of_integers(dtype, seed, world_size, index);
     }
@@ -132,13 +140,15 @@ static int64_t reduced_integer(uint32_t dtype, uint32_t op, uint32_t seed, int w
         if (op == SHM_MIN || op == SHM_MAX) {
             total = STEP(op, total, x);
         } else {
-            total = (int64_t)(op == SHM_PROD ? (uint64_t)total * (uint64_t)x : (uint64_t)total + (uint64_t)x);
+            total = (int64_t)(op == SHM_PROD ? (uint64_t)total * (uint64_t)x
+                                             : (uint64_t)total + (uint64_t)x);
         }
     }
     return total;
 }
 
-static union element reduced(uint32_t dtype, uint32_t op, uint32_t seed, int world_size, uint64_t index) {
+static union element reduced(uint32_t dtype, uint32_t op, uint32_t seed, int world_size,
+                             uint64_t index) {
     union element e = {0};
     if (dtype == SHM_FLOAT32) {
         REDUCE(float, , f32)

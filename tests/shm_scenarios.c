@@ -1,4 +1,5 @@
-/* What the driver has the ranks do: every collective, many at once, ranks that disagree, come late, leave or die. */
+/* What the driver has the ranks do: every collective, many at once, ranks that disagree, come late,
+ * leave or die. */
 #include <signal.h>
 
 #include "shm_driver.h"
@@ -15,13 +16,15 @@ static char *room_of(struct rank *me, int place, size_t skew) {
     return (is_private ? me->private : me->shared) + skew;
 }
 
-static void one_of(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel, int place) {
+static void one_of(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
+                   int place) {
     if (kind == SHM_REDUCE_SCATTER) {
         uint64_t n = (uint64_t)me->world_size;
         numel = (numel + n - 1) / n * n;
     }
     /* Every second tensor is aligned to its elements only. */
-    struct request q = prepare(me, kind, op, dtype, numel, room_of(me, place, numel % 2 ? shm_dtype_size(dtype) : 0));
+    struct request q = prepare(me, kind, op, dtype, numel,
+                               room_of(me, place, numel % 2 ? shm_dtype_size(dtype) : 0));
     run_and_verify(me, &q);
 }
 
@@ -44,7 +47,8 @@ static void every_collective(struct rank *me) {
         size_t n_sizes = full ? sizeof sizes / sizeof *sizes : 7 + (dtype == SHM_FLOAT16);
         for (size_t i = 0; i < n_sizes; i++) {
             for (int place = 0; place < PLACES; place++) {
-                /* Large sizes with one operation each: it is their way through memory that matters. */
+                /* Large sizes with one operation each: it is their way through memory that matters.
+                 */
                 uint32_t any = (uint32_t)(i + dtype + (unsigned)place) % 5;
                 for (uint32_t op = 0; op < 5; op++) {
                     if (op == any || (sizes[i] * itemsize <= SHM_INLINE_BYTES * 2 && full)) {
@@ -84,17 +88,20 @@ static void many_chunks(struct rank *me) {
     }
 }
 
-/* Posts `n` all_reduces of many sizes, some in the arena and some not, then waits for them in an order of its own. */
+/* Posts `n` all_reduces of many sizes, some in the arena and some not, then waits for them in an
+ * order of its own. */
 static void many_under_way(struct rank *me) {
     enum { N = 40, STRIDE = 128 << 10 };
     static _Thread_local struct request requests[N];
     uint32_t seqs[N];
     for (int backwards = 0; backwards < 2; backwards++) {
-        int n = backwards ? SHM_RING : N; /* a result can be asked for while it is one of the last SHM_RING */
+        int n = backwards ? SHM_RING
+                          : N; /* a result can be asked for while it is one of the last SHM_RING */
         for (int i = 0; i < n; i++) {
             uint64_t numel = (uint64_t)(i * i * 37 % 30000);
             char *area = i % 3 == 1 ? me->private : me->shared;
-            requests[i] = prepare(me, SHM_ALL_REDUCE, (uint32_t)i % 5, SHM_FLOAT32, numel, area + i * STRIDE);
+            requests[i] =
+                prepare(me, SHM_ALL_REDUCE, (uint32_t)i % 5, SHM_FLOAT32, numel, area + i * STRIDE);
             seqs[i] = post(me, &requests[i]);
             shm_wait(me->comm, seqs[i * me->rank / me->world_size], 0);
         }
@@ -111,12 +118,14 @@ static void many_under_way(struct rank *me) {
     }
 }
 
-/* Cuts the input into pieces that differ from rank to rank, some of which are where they belong already. */
+/* Cuts the input into pieces that differ from rank to rank, some of which are where they belong
+ * already. */
 static void scatter_input(struct rank *me, struct request *q, char *elsewhere) {
     size_t itemsize = shm_dtype_size(q->descriptor.dtype);
     uint64_t at = 0, numel = q->descriptor.numel;
     for (int i = 0; i < 12 && q->n_pieces < 8 && at < numel; i++) {
-        uint64_t length = min64(numel - at, numel * (uint64_t)((i * 7 + me->rank * 5) % 11) / 40 + (uint64_t)(i % 2));
+        uint64_t length = min64(numel - at, numel * (uint64_t)((i * 7 + me->rank * 5) % 11) / 40 +
+                                                (uint64_t)(i % 2));
         if (i % 3 != me->rank % 3) {
             memcpy(elsewhere + at * itemsize, q->input + at * itemsize, length * itemsize);
             memset(q->input + at * itemsize, 0xee, length * itemsize);
@@ -131,7 +140,8 @@ static void pieces(struct rank *me) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         for (int place = 0; place < PLACES; place++) {
             for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
-                struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, dtype, sizes[i], room_of(me, place, 0));
+                struct request q =
+                    prepare(me, SHM_ALL_REDUCE, SHM_SUM, dtype, sizes[i], room_of(me, place, 0));
                 scatter_input(me, &q, me->private + AREA_BYTES);
                 run_and_verify(me, &q);
             }
@@ -139,12 +149,25 @@ static void pieces(struct rank *me) {
     }
 }
 
-/* The last rank wants something else. Every rank must hear of it, from every path to every other, and then go on as before. */
+/* The last rank wants something else. Every rank must hear of it, from every path to every other,
+ * and then go on as before. */
 static void mismatches(struct rank *me) {
     const struct shm_descriptor usual[] = {
-        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 100, .where = SHM_PRIVATE},
-        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 100000, .where = SHM_PRIVATE},
-        {.kind = SHM_BROADCAST, .op = SHM_SUM, .dtype = SHM_INT32, .numel = 2000, .where = SHM_PRIVATE},
+        {.kind = SHM_ALL_REDUCE,
+         .op = SHM_SUM,
+         .dtype = SHM_FLOAT32,
+         .numel = 100,
+         .where = SHM_PRIVATE},
+        {.kind = SHM_ALL_REDUCE,
+         .op = SHM_SUM,
+         .dtype = SHM_FLOAT32,
+         .numel = 100000,
+         .where = SHM_PRIVATE},
+        {.kind = SHM_BROADCAST,
+         .op = SHM_SUM,
+         .dtype = SHM_INT32,
+         .numel = 2000,
+         .where = SHM_PRIVATE},
         {.kind = SHM_BARRIER, .where = SHM_PRIVATE},
     };
     const struct shm_descriptor unusual[] = {
@@ -158,7 +181,8 @@ static void mismatches(struct rank *me) {
     };
     int last = me->world_size - 1;
     for (size_t i = 0; i < sizeof usual / sizeof *usual * (sizeof unusual / sizeof *unusual); i++) {
-        struct shm_descriptor odd = unusual[i / (sizeof usual / sizeof *usual)], even = usual[i % (sizeof usual / sizeof *usual)];
+        struct shm_descriptor odd = unusual[i / (sizeof usual / sizeof *usual)],
+                              even = usual[i % (sizeof usual / sizeof *usual)];
         odd.where = i % 2 ? SHM_PRIVATE : (uint64_t)(me->shared - me->world->segments[me->rank]);
         struct request q = {.descriptor = me->rank == last ? odd : even};
         q.input = me->rank == last && i % 2 == 0 ? me->shared : me->private;
@@ -166,9 +190,12 @@ static void mismatches(struct rank *me) {
         uint32_t seq = post(me, &q);
         int status = wait_for(me, seq);
         CHECK(status == SHM_MISMATCH, "mismatch %zu ended with status %d", i, status);
-        struct shm_descriptor theirs = shm_descriptor_of(me->comm, last, seq), first = shm_descriptor_of(me->comm, 0, seq);
-        CHECK(theirs.kind == odd.kind && theirs.numel == odd.numel && theirs.label == odd.label, "what the last rank wanted");
-        CHECK(first.kind == even.kind && first.numel == even.numel && first.op == even.op, "what rank 0 wanted");
+        struct shm_descriptor theirs = shm_descriptor_of(me->comm, last, seq),
+                              first = shm_descriptor_of(me->comm, 0, seq);
+        CHECK(theirs.kind == odd.kind && theirs.numel == odd.numel && theirs.label == odd.label,
+              "what the last rank wanted");
+        CHECK(first.kind == even.kind && first.numel == even.numel && first.op == even.op,
+              "what rank 0 wanted");
         all_reduce_ints(me, 1000 + i * 1000, i % 2 ? me->private : me->shared);
     }
 }
@@ -178,7 +205,8 @@ static void mismatch_under_way(struct rank *me) {
     struct request q[6];
     uint32_t seqs[6];
     for (int i = 0; i < 6; i++) {
-        q[i] = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT64, 700u << i, (i % 2 ? me->private : me->shared) + (i << 20));
+        q[i] = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT64, 700u << i,
+                       (i % 2 ? me->private : me->shared) + (i << 20));
         q[i].descriptor.label = i == 3 && me->rank == 0 ? 5 : 0;
         seqs[i] = post(me, &q[i]);
     }
@@ -205,13 +233,17 @@ static void late_rank(struct rank *me) {
     uint64_t waited = shm_now_ns() - before;
     CHECK(status == SHM_AGAIN, "status %d", status);
     CHECK(waited >= 45 * 1000 * 1000, "a slice of 50 ms ended after %lu ns", waited);
-    CHECK(shm_stalled_on(me->comm) == me->world_size - 1, "stalled on %d", shm_stalled_on(me->comm));
-    CHECK(shm_posted(me->comm, me->rank) == seq && shm_posted(me->comm, me->world_size - 1) == seq - 1, "what the ranks have posted");
+    CHECK(shm_stalled_on(me->comm) == me->world_size - 1, "stalled on %d",
+          shm_stalled_on(me->comm));
+    CHECK(shm_posted(me->comm, me->rank) == seq &&
+              shm_posted(me->comm, me->world_size - 1) == seq - 1,
+          "what the ranks have posted");
     CHECK(wait_for(me, seq) == SHM_OK, "the late rank came");
     verify(me, &q);
 }
 
-/* Moves the counters of all ranks to just before they wrap around, as if that many collectives had been done. */
+/* Moves the counters of all ranks to just before they wrap around, as if that many collectives had
+ * been done. */
 static void wrap_around(struct rank *me) {
     uint32_t next = UINT32_MAX - 50, chunk = UINT32_MAX - 20;
     struct shm_comm *comm = me->comm;
@@ -232,10 +264,11 @@ static void wrap_around(struct rank *me) {
     for (uint64_t i = 0; i < 120; i++) {
         all_reduce_ints(me, i * 997 % 80000, i % 4 == 1 ? me->private : me->shared);
     }
-    CHECK(comm->next < 1000 && comm->chunk < 1000, "the counters have wrapped around: %u, %u", comm->next, comm->chunk);
+    CHECK(comm->next < 1000 && comm->chunk < 1000, "the counters have wrapped around: %u, %u",
+          comm->next, comm->chunk);
 }
 
-/* ---- ranks that go away --------------------------------------------------------------------------------------------------------- */
+/* ---- ranks that go away ---- */
 
 static void expect_lost(struct rank *me, uint32_t seq, int lost) {
     uint64_t before = shm_now_ns();
@@ -243,9 +276,11 @@ static void expect_lost(struct rank *me, uint32_t seq, int lost) {
     uint64_t waited = shm_now_ns() - before;
     CHECK(status == SHM_PEER_LOST, "status %d", status);
     int blamed = shm_stalled_on(me->comm); /* or another rank that gave up on it first */
-    CHECK(blamed == lost || shm_blamed_by(me->comm, blamed) == lost, "blamed rank %d, not %d", blamed, lost);
+    CHECK(blamed == lost || shm_blamed_by(me->comm, blamed) == lost, "blamed rank %d, not %d",
+          blamed, lost);
     shm_set_state(me->comm, SHM_ABORTED, lost);
-    CHECK(waited < (forked ? 1000u : 2000u) * 1000 * 1000, "noticed after %lu ns", waited); /* threads: the slow sanitizer builds */
+    CHECK(waited < (forked ? 1000u : 2000u) * 1000 * 1000, "noticed after %lu ns",
+          waited); /* threads: the slow sanitizer builds */
 }
 
 static void leave(struct rank *me, enum shm_state state) {
@@ -257,7 +292,8 @@ static void leave(struct rank *me, enum shm_state state) {
     }
     struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, 3000, me->shared);
     expect_lost(me, post(me, &q), last);
-    CHECK(shm_state_of(me->comm, last) == (int)state, "its state is %d", shm_state_of(me->comm, last));
+    CHECK(shm_state_of(me->comm, last) == (int)state, "its state is %d",
+          shm_state_of(me->comm, last));
 }
 
 static void closed_peer(struct rank *me) {
@@ -268,7 +304,8 @@ static void aborted_peer(struct rank *me) {
     leave(me, SHM_ABORTED);
 }
 
-/* The last rank dies before it posts, after it, or half-way: it has done what it can do alone while the others look away. */
+/* The last rank dies before it posts, after it, or half-way: it has done what it can do alone while
+ * the others look away. */
 enum death { BEFORE_POSTING, AFTER_POSTING, HALF_WAY };
 
 static void die(struct rank *me, enum death when, uint64_t numel, char *room) {

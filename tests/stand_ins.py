@@ -1,7 +1,9 @@
-"""Builds the stand-ins for the CUDA driver and for NCCL, and the kernels as host code, so that the GPU path runs where there is no GPU.
+"""Builds the stand-ins for the CUDA driver and for NCCL, and the kernels as host code, so that the
+GPU path runs where there is no GPU.
 
-Tests hand `environment(stand_ins())` to their ranks, whose tensors then lie in host memory. What tests order from a library, and what it
-tells them, goes through `loaded` and the functions stand_in_*: see stand_in/*.h and the beginning of cuda.c and nccl.c.
+Tests hand `environment(stand_ins())` to their ranks, whose tensors then lie in host memory. What
+tests order from a library, and what it tells them, goes through `loaded` and the functions
+stand_in_*: see stand_in/*.h and the beginning of cuda.c and nccl.c.
 """
 
 from __future__ import annotations
@@ -23,14 +25,31 @@ _SOURCES = _ROOT / "tests" / "stand_in"
 _KERNELS = _ROOT / "kernels"
 _BUILT = _ROOT / "build" / "tests"
 _SHARED = ("-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
-_C = (os.environ.get("CC", "gcc"), "-std=gnu11", "-ftree-vectorize", "-ffp-contract=off", "-fvisibility=hidden", *_SHARED)
+_C = (
+    os.environ.get("CC", "gcc"),
+    "-std=gnu11",
+    "-ftree-vectorize",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    *_SHARED,
+)
 _AS_NCCL = "-Wl,-soname,libnccl.so.2"  # what a process that has loaded it finds under NCCL's name
-_CXX = (os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++17", "-DFASTCOMM_HOST", f"-I{_KERNELS}", *_SHARED)
+_CXX = (
+    os.environ.get("CXX", "g++"),
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-DFASTCOMM_HOST",
+    f"-I{_KERNELS}",
+    *_SHARED,
+)
 
 
 @dataclass(frozen=True)
 class StandIns:
-    """Paths of shared libraries: the CUDA driver, NCCL, an NCCL from before 2.18, and the kernels as host code."""
+    """Paths of shared libraries: the CUDA driver, NCCL, an NCCL from before 2.18, and the kernels
+    as host code.
+    """
 
     cuda: str
     nccl: str
@@ -69,7 +88,12 @@ def environment(libraries: StandIns) -> dict[str, str]:
 def nccl_without(*functions: str) -> str:
     """The path of a stand-in for NCCL that lacks these functions, as an older release does."""
     name = "nccl-without-" + "-".join(functions)
-    return compiled(f"lib{name}.so", *_C, *(f"-D{function}=without_{function}" for function in functions), *_sources("nccl"))
+    return compiled(
+        f"lib{name}.so",
+        *_C,
+        *(f"-D{function}=without_{function}" for function in functions),
+        *_sources("nccl"),
+    )
 
 
 def loaded(name: str) -> ctypes.CDLL:
@@ -97,7 +121,8 @@ def failing(function: str, code: int, after: int = 0) -> Iterator[None]:
 
 
 def compiled(name: str, *command: str | Path) -> str:
-    """The path of what the command makes of its sources; made only where it, or one of the repository's C files, is new.
+    """The path of what the command makes of its sources; made only where it, or one of the
+    repository's C files, is new.
 
     Processes that want the same at the same time wait for the one that makes it.
     """
@@ -107,7 +132,11 @@ def compiled(name: str, *command: str | Path) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
-            compiler = subprocess.run([*command, "-o", unfinished, "-pthread", "-ldl", "-lm"], stderr=subprocess.PIPE, text=True)
+            compiler = subprocess.run(
+                [*command, "-o", unfinished, "-pthread", "-ldl", "-lm"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             if compiler.returncode != 0:
                 raise RuntimeError(f"cannot compile {name}:\n{compiler.stderr}")
             unfinished.rename(path)

@@ -1,5 +1,6 @@
-"""The benchmarks run, with real ranks and tiny sizes, and write what they promise. Nothing here looks at a time. Those of the GPU run with
-the host in its place: see host_clock.py."""
+"""The benchmarks run, with real ranks and tiny sizes, and write what they promise. Nothing here
+looks at a time. Those of the GPU run with the host in its place: see host_clock.py.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +34,24 @@ def host_clock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     site = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "tests/host_clock.py", site / "sitecustomize.py")
     path = os.pathsep.join([str(site), str(ROOT)])
-    return os.environ | environment(stand_ins()) | {"FASTCOMM_BENCH": str(BENCH), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return (
+        os.environ
+        | environment(stand_ins())
+        | {"FASTCOMM_BENCH": str(BENCH), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def test_allreduce_prints_the_table_of_nccl_tests_and_writes_json(tmp_path):
     path = tmp_path / "allreduce.json"
-    printed = run("allreduce.py", *["-b", "1K", "-e", "64K", "-f", "8", "-n", "20", "-w", "2", "--peers", "gloo", "--json"], str(path))
+    printed = run(
+        "allreduce.py",
+        *["-b", "1K", "-e", "64K", "-f", "8", "-n", "20", "-w", "2", "--peers", "gloo", "--json"],
+        str(path),
+    )
     rows = [line.split() for line in printed.splitlines() if line and not line.startswith("#")]
-    assert [row[:5] for row in rows] == [[str(n), str(n // 4), "float", "sum", "-1"] for n in (1024, 8192, 65536)]
+    assert [row[:5] for row in rows] == [
+        [str(n), str(n // 4), "float", "sum", "-1"] for n in (1024, 8192, 65536)
+    ]
     assert "# Out of bounds values : 0 OK" in printed
     result = json.loads(path.read_text())
     assert result["ranks"] == 2 and result["machine"]["cores"] >= 1
@@ -75,12 +86,16 @@ def test_allreduce_measures_ordinary_tensors_and_other_dtypes(tmp_path):
 
 def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     path = tmp_path / "step.json"
-    printed = run("step.py", *["--models", "mlp", "--rounds", "2", "--steps", "1", "--json"], str(path))
+    printed = run(
+        "step.py", *["--models", "mlp", "--rounds", "2", "--steps", "1", "--json"], str(path)
+    )
     assert "fastcomm's overhead is" in printed
     result = json.loads(path.read_text())["models"]["mlp"]
     assert set(result["quartiles_ms"]) == {"local", "fastcomm", "ddp", "ddp_views"}
     assert set(result["overhead_ms"]) == {"fastcomm", "ddp", "ddp_views"}
-    assert result["parameters"] == sum(p * q + q for p, q in [(1024, 2048), (2048, 2048), (2048, 1024), (1024, 10)])
+    assert result["parameters"] == sum(
+        p * q + q for p, q in [(1024, 2048), (2048, 2048), (2048, 1024), (1024, 10)]
+    )
 
 
 def test_step_tells_what_the_hooks_cost():
@@ -91,17 +106,26 @@ def test_step_tells_what_the_hooks_cost():
 
 
 @pytest.fixture(scope="module")
-def flattened(host_clock: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def flattened(
+    host_clock: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any]]:
     """What bench/flatten.py prints and writes."""
     path = tmp_path_factory.mktemp("flatten") / "flatten.json"
-    printed = run("flatten.py", *["--lists", "tiny", "--rounds", "2", "--launches", "1", "32", "--json"], str(path), env=host_clock)
+    printed = run(
+        "flatten.py",
+        *["--lists", "tiny", "--rounds", "2", "--launches", "1", "32", "--json"],
+        str(path),
+        env=host_clock,
+    )
     return printed, json.loads(path.read_text())
 
 
 def test_flatten_compares_the_kernels_with_their_peers(flattened):
     _, result = flattened
     modes = ("fp32", "bf16", "fp32->bf16")
-    assert [(row["mode"], row["way"]) for row in result["rows"]] == [(mode, way) for mode in modes for way in ("flatten", "unflatten")]
+    assert [(row["mode"], row["way"]) for row in result["rows"]] == [
+        (mode, way) for mode in modes for way in ("flatten", "unflatten")
+    ]
     for row in result["rows"]:
         assert {"fastcomm", "copy", "foreach", "dense", "per tensor"} <= set(row["contenders"])
 
@@ -120,16 +144,25 @@ def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
     printed, result = flattened
     # Of each row: not slower than torch, less than 15 us, a tenth of per-tensor copies.
     assert len(result["bars"]) == 3 * len(result["rows"]) + len(result["launches"])
-    assert printed.splitlines()[-1] == f"# bars: {sum(bar['is_met'] for bar in result['bars'])} of {len(result['bars'])} met"
+    assert (
+        printed.splitlines()[-1]
+        == f"# bars: {sum(bar['is_met'] for bar in result['bars'])} of {len(result['bars'])} met"
+    )
 
 
 @pytest.mark.parametrize(
-    "name, tensors, numel", [("resnet50", 161, 25_557_032), ("bert-large", 391, 335_141_888), ("gpt2", 148, 124_439_808)]
+    "name, tensors, numel",
+    [("resnet50", 161, 25_557_032), ("bert-large", 391, 335_141_888), ("gpt2", 148, 124_439_808)],
 )
 def test_flatten_takes_the_parameters_the_models_are_known_by(name, tensors, numel):
-    ask = f"import flatten; shapes = flatten.LISTS[{name!r}](); print(len(shapes), sum(shape.numel() for shape in shapes))"
+    ask = (
+        f"import flatten; shapes = flatten.LISTS[{name!r}](); print(len(shapes), "
+        "sum(shape.numel() for shape in shapes))"
+    )
     path = os.pathsep.join([str(BENCH), str(ROOT)])
-    answer = subprocess.check_output([sys.executable, "-c", ask], text=True, env=os.environ | {"PYTHONPATH": path}, timeout=60)
+    answer = subprocess.check_output(
+        [sys.executable, "-c", ask], text=True, env=os.environ | {"PYTHONPATH": path}, timeout=60
+    )
     assert answer.split() == [str(tensors), str(numel)]
 
 
@@ -137,7 +170,17 @@ def test_flatten_takes_the_parameters_the_models_are_known_by(name, tensors, num
 def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(host_clock, tmp_path, ranks):
     path = tmp_path / "allreduce.json"
     sizes = ["-b", "1K", "-e", "8K", "-f", "8", "-n", "10"]
-    printed = run("allreduce.py", "--device", "cuda", "--ranks", ranks, *sizes, "--json", str(path), env=host_clock)
+    printed = run(
+        "allreduce.py",
+        "--device",
+        "cuda",
+        "--ranks",
+        ranks,
+        *sizes,
+        "--json",
+        str(path),
+        env=host_clock,
+    )
     assert "# Out of bounds values : 0 OK" in printed and "# NCCL 2." in printed
     result = json.loads(path.read_text())
     assert result["device"] == "cuda" and result["ranks"] == int(ranks)
@@ -146,8 +189,26 @@ def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(host_cloc
 
 
 def test_allreduce_on_a_shared_card_says_that_times_mean_nothing(host_clock, tmp_path):
-    arguments = ["--device", "cuda", "--share", "--ranks", "3", "-b", "1K", "-e", "1K", "-n", "5", "-d", "bfloat16", "-o", "avg"]
-    printed = run("allreduce.py", *arguments, "--json", str(tmp_path / "allreduce.json"), env=host_clock)
+    arguments = [
+        "--device",
+        "cuda",
+        "--share",
+        "--ranks",
+        "3",
+        "-b",
+        "1K",
+        "-e",
+        "1K",
+        "-n",
+        "5",
+        "-d",
+        "bfloat16",
+        "-o",
+        "avg",
+    ]
+    printed = run(
+        "allreduce.py", *arguments, "--json", str(tmp_path / "allreduce.json"), env=host_clock
+    )
     assert "correctness only" in printed and "# Out of bounds values : 0 OK" in printed
 
 
@@ -159,17 +220,42 @@ def test_allreduce_refuses_more_ranks_than_cards(host_clock):
 
 def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(host_clock, tmp_path):
     path = tmp_path / "step.json"
-    arguments = ["--device", "cuda", "--ranks", "1", "--rounds", "2", "--steps", "1", "--json", str(path)]
+    arguments = [
+        "--device",
+        "cuda",
+        "--ranks",
+        "1",
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--json",
+        str(path),
+    ]
     printed = run("step.py", *arguments, env=host_clock)
     result = json.loads(path.read_text())["models"]["mlp"]
-    assert set(result["overhead_ms"]) == {"fastcomm", "ddp", "ddp_views", "fastcomm_bf16", "ddp_bf16"}
+    assert set(result["overhead_ms"]) == {
+        "fastcomm",
+        "ddp",
+        "ddp_views",
+        "fastcomm_bf16",
+        "ddp_bf16",
+    }
     assert "of 2 met" in printed.splitlines()[-1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
-@pytest.mark.parametrize("arguments", [["flatten.py"], ["allreduce.py", "--device", "cuda"], ["step.py", "--device", "cuda"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["flatten.py"], ["allreduce.py", "--device", "cuda"], ["step.py", "--device", "cuda"]],
+)
 def test_a_benchmark_of_the_gpu_says_in_a_sentence_that_there_is_none(arguments):
-    done = subprocess.run([sys.executable, str(BENCH / arguments[0]), *arguments[1:]], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(BENCH / arguments[0]), *arguments[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "CUDA" in done.stderr
 
@@ -178,6 +264,8 @@ def test_a_benchmark_of_the_gpu_says_in_a_sentence_that_there_is_none(arguments)
 def test_the_suite_of_the_gpu_says_in_a_sentence_that_there_is_none(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", str(ROOT / "ci/gpu.sh"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PATH": path})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PATH": path}
+    )
     assert done.returncode == 2
     assert "needs a GPU" in done.stderr and not list(tmp_path.iterdir())

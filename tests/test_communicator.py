@@ -1,5 +1,7 @@
-"""The communicator's contract, through public names: results, several collectives under way, threads,
-arguments, ranks that disagree. How communicators begin and end is in test_communicator_life.py."""
+"""The communicator's contract, through public names: results, several collectives under way,
+threads, arguments, ranks that disagree. How communicators begin and end is in
+test_communicator_life.py.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,32 @@ import time
 import pytest
 import torch
 from ranks import on_ranks
-from reference import DTYPES, FLOATS, OPS, PLACES, assert_same_bits, check_all_reduce, check_async_collectives, placed, reduced, shards_of
+from reference import (
+    DTYPES,
+    FLOATS,
+    OPS,
+    PLACES,
+    assert_same_bits,
+    check_all_reduce,
+    check_async_collectives,
+    placed,
+    reduced,
+    shards_of,
+)
 
 from fastcomm import FastcommError, MismatchError
 
-# For float32 of these, 1024 elements are the most that travel in a mailbox, and 65536 fill a staging slot.
+# For float32 of these, 1024 elements are the most that travel in a mailbox, and 65536 fill a
+# staging slot.
 SMALL = (0, 1, 37, 1023, 1024, 1025)
 LARGE = (65_537, 300_001)
-# With every operation when small: the operations differ in the arithmetic, the sizes in the way through memory.
-SIZES_AND_OPS = [*((numel, op) for numel in SMALL for op in OPS), (LARGE[0], "mean"), (LARGE[1], "sum")]
+# With every operation when small: the operations differ in the arithmetic, the sizes in the way
+# through memory.
+SIZES_AND_OPS = [
+    *((numel, op) for numel in SMALL for op in OPS),
+    (LARGE[0], "mean"),
+    (LARGE[1], "sum"),
+]
 
 
 # Results
@@ -38,9 +57,14 @@ def test_all_reduce_is_the_reduction_in_rank_order(comm, dtype, where):
 def test_reduce_scatter_single_keeps_the_ranks_own_part(comm, dtype, where):
     for part, op in SIZES_AND_OPS[:-1]:
         shards = shards_of(dtype, comm.world_size, part * comm.world_size, seed=part)
-        inp, out = placed(comm, where, shards[comm.rank]), placed(comm, where, torch.zeros(part, dtype=dtype))
+        inp, out = (
+            placed(comm, where, shards[comm.rank]),
+            placed(comm, where, torch.zeros(part, dtype=dtype)),
+        )
         comm.reduce_scatter_single(out, inp, op)
-        assert_same_bits(out, reduced([shard.view(comm.world_size, part)[comm.rank] for shard in shards], op))
+        assert_same_bits(
+            out, reduced([shard.view(comm.world_size, part)[comm.rank] for shard in shards], op)
+        )
         assert_same_bits(inp, shards[comm.rank])
 
 
@@ -50,7 +74,10 @@ def test_reduce_scatter_single_keeps_the_ranks_own_part(comm, dtype, where):
 def test_all_gather_single_concatenates_by_rank(comm, dtype, where):
     for numel in (*SMALL, *LARGE):
         shards = shards_of(dtype, comm.world_size, numel, seed=numel)
-        inp, out = placed(comm, where, shards[comm.rank]), placed(comm, where, torch.zeros(numel * comm.world_size, dtype=dtype))
+        inp, out = (
+            placed(comm, where, shards[comm.rank]),
+            placed(comm, where, torch.zeros(numel * comm.world_size, dtype=dtype)),
+        )
         comm.all_gather_single(out, inp)
         assert_same_bits(out, torch.cat(shards))
         assert_same_bits(inp, shards[comm.rank])
@@ -121,7 +148,9 @@ def test_a_part_of_a_comm_empty_tensor_is_reduced_alone(comm):
 
 @on_ranks(2, 3)
 def test_ranks_may_take_their_tensors_from_different_places_in_memory(comm):
-    held = [comm.empty(100_000 * (comm.rank + 1), dtype=torch.float32) for _ in range(comm.rank + 1)]
+    held = [
+        comm.empty(100_000 * (comm.rank + 1), dtype=torch.float32) for _ in range(comm.rank + 1)
+    ]
     for _ in range(3):
         check_all_reduce(comm, 20_000, where="comm.empty")
         held.pop(0) if held else None
@@ -292,7 +321,8 @@ def test_threads_may_take_turns(comm):
         check_all_reduce(comm)
 
 
-# Arguments. Rank 0 calls what is wrong, the others nothing: it must not wait for them, nor disturb them.
+# Arguments. Rank 0 calls what is wrong, the others nothing: it must not wait for them, nor disturb
+# them.
 
 
 def refused(comm, error, words, call):
@@ -307,9 +337,18 @@ def test_tensors_that_are_not_contiguous_are_refused(comm):
     columns = torch.zeros(6, 4)[:, :2]
     refused(comm, ValueError, "contiguous", lambda: comm.all_reduce(columns))
     refused(comm, ValueError, "contiguous", lambda: comm.broadcast(columns))
-    refused(comm, ValueError, "contiguous", lambda: comm.all_gather_single(torch.zeros(24), columns))
-    refused(comm, ValueError, "contiguous", lambda: comm.all_gather_single(torch.zeros(48)[::2], torch.zeros(12)))
-    refused(comm, ValueError, "contiguous", lambda: comm.reduce_scatter_single(torch.zeros(6), columns))
+    refused(
+        comm, ValueError, "contiguous", lambda: comm.all_gather_single(torch.zeros(24), columns)
+    )
+    refused(
+        comm,
+        ValueError,
+        "contiguous",
+        lambda: comm.all_gather_single(torch.zeros(48)[::2], torch.zeros(12)),
+    )
+    refused(
+        comm, ValueError, "contiguous", lambda: comm.reduce_scatter_single(torch.zeros(6), columns)
+    )
 
 
 @on_ranks(2)
@@ -317,7 +356,12 @@ def test_tensors_elsewhere_or_sparse_are_refused(comm):
     for tensor in (torch.zeros(4, device="meta"), torch.zeros(4).to_sparse()):
         refused(comm, ValueError, "CPU", lambda tensor=tensor: comm.all_reduce(tensor))
         refused(comm, ValueError, "CPU", lambda tensor=tensor: comm.broadcast(tensor))
-        refused(comm, ValueError, "CPU", lambda tensor=tensor: comm.all_gather_single(torch.zeros(8), tensor))
+        refused(
+            comm,
+            ValueError,
+            "CPU",
+            lambda tensor=tensor: comm.all_gather_single(torch.zeros(8), tensor),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.complex64, torch.int8], ids=str)
@@ -339,16 +383,46 @@ def test_what_is_no_tensor_is_refused(comm):
 @on_ranks(2)
 def test_unknown_operations_are_refused(comm):
     refused(comm, ValueError, "median", lambda: comm.all_reduce(torch.zeros(4), "median"))
-    refused(comm, ValueError, "median", lambda: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(4), "median"))
+    refused(
+        comm,
+        ValueError,
+        "median",
+        lambda: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(4), "median"),
+    )
 
 
 @on_ranks(2)
 def test_outputs_that_do_not_fit_are_refused(comm):
-    refused(comm, ValueError, "8 elements.*has 7", lambda: comm.all_gather_single(torch.zeros(7), torch.zeros(4)))
-    refused(comm, ValueError, "2 elements.*has 4", lambda: comm.reduce_scatter_single(torch.zeros(4), torch.zeros(4)))
-    refused(comm, ValueError, "multiple of 2", lambda: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(5)))
-    refused(comm, TypeError, "float64.*float32", lambda: comm.all_gather_single(torch.zeros(8).double(), torch.zeros(4)))
-    refused(comm, TypeError, "float64.*float32", lambda: comm.reduce_scatter_single(torch.zeros(2).double(), torch.zeros(4)))
+    refused(
+        comm,
+        ValueError,
+        "8 elements.*has 7",
+        lambda: comm.all_gather_single(torch.zeros(7), torch.zeros(4)),
+    )
+    refused(
+        comm,
+        ValueError,
+        "2 elements.*has 4",
+        lambda: comm.reduce_scatter_single(torch.zeros(4), torch.zeros(4)),
+    )
+    refused(
+        comm,
+        ValueError,
+        "multiple of 2",
+        lambda: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(5)),
+    )
+    refused(
+        comm,
+        TypeError,
+        "float64.*float32",
+        lambda: comm.all_gather_single(torch.zeros(8).double(), torch.zeros(4)),
+    )
+    refused(
+        comm,
+        TypeError,
+        "float64.*float32",
+        lambda: comm.reduce_scatter_single(torch.zeros(2).double(), torch.zeros(4)),
+    )
 
 
 @pytest.mark.parametrize("src", [-1, 2, 100])
@@ -370,11 +444,36 @@ def _all_reduce(comm, numel=100, dtype=torch.float32, op="sum"):
 
 
 MISMATCHES = {
-    "op": (lambda comm: _all_reduce(comm), lambda comm: _all_reduce(comm, op="max"), "op sum", "op max"),
-    "size": (lambda comm: _all_reduce(comm), lambda comm: _all_reduce(comm, 101), "100 float32", "101 float32"),
-    "path": (lambda comm: _all_reduce(comm), lambda comm: _all_reduce(comm, LARGE[0]), "100 float32", f"{LARGE[0]} float32"),
-    "dtype": (lambda comm: _all_reduce(comm), lambda comm: _all_reduce(comm, dtype=torch.int32), "100 float32", "100 int32"),
-    "kind": (lambda comm: _all_reduce(comm), lambda comm: comm.barrier(), "all_reduce of 100 float32", "barrier"),
+    "op": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, op="max"),
+        "op sum",
+        "op max",
+    ),
+    "size": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, 101),
+        "100 float32",
+        "101 float32",
+    ),
+    "path": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, LARGE[0]),
+        "100 float32",
+        f"{LARGE[0]} float32",
+    ),
+    "dtype": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, dtype=torch.int32),
+        "100 float32",
+        "100 int32",
+    ),
+    "kind": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: comm.barrier(),
+        "all_reduce of 100 float32",
+        "barrier",
+    ),
     "source": (
         lambda comm: comm.broadcast(torch.zeros(4), 0),
         lambda comm: comm.broadcast(torch.zeros(4), 1),
@@ -383,7 +482,9 @@ MISMATCHES = {
     ),
     "gather and scatter": (
         lambda comm: comm.all_gather_single(torch.zeros(12 * comm.world_size), torch.zeros(12)),
-        lambda comm: comm.reduce_scatter_single(torch.zeros(12 // comm.world_size), torch.zeros(12)),
+        lambda comm: comm.reduce_scatter_single(
+            torch.zeros(12 // comm.world_size), torch.zeros(12)
+        ),
         "all_gather_single of 12",
         "reduce_scatter_single of 12",
     ),
@@ -399,13 +500,23 @@ def _disagree(comm, case):
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_ranks_that_disagree_all_hear_of_it_and_of_both_sides(ranks, world_size, case):
     _, _, usual, other = MISMATCHES[case]
-    ranks.raises(world_size, MismatchError, _disagree, case, match=f"rank 0: .*{usual}.*rank {world_size - 1}: .*{other}", survives=True)
+    ranks.raises(
+        world_size,
+        MismatchError,
+        _disagree,
+        case,
+        match=f"rank 0: .*{usual}.*rank {world_size - 1}: .*{other}",
+        survives=True,
+    )
     ranks(world_size, check_all_reduce)
 
 
 def _disagree_about_one_of_many(comm):
     tensors = [torch.ones(100 * 4**i) for i in range(6)]
-    works = [comm.all_reduce(tensor, "max" if comm.rank == 0 and i == 3 else "sum", async_op=True) for i, tensor in enumerate(tensors)]
+    works = [
+        comm.all_reduce(tensor, "max" if comm.rank == 0 and i == 3 else "sum", async_op=True)
+        for i, tensor in enumerate(tensors)
+    ]
     outcomes = []
     for work in works:
         try:
@@ -413,7 +524,9 @@ def _disagree_about_one_of_many(comm):
             outcomes.append("done")
         except MismatchError:
             outcomes.append("mismatch")
-    agreed = [tensor for tensor, outcome in zip(tensors, outcomes, strict=True) if outcome == "done"]
+    agreed = [
+        tensor for tensor, outcome in zip(tensors, outcomes, strict=True) if outcome == "done"
+    ]
     assert all((tensor == comm.world_size).all() for tensor in agreed)
     return outcomes
 

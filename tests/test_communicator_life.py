@@ -72,7 +72,9 @@ def test_memory_goes_back_with_the_last_tensor_that_uses_it(comm):
 
 
 def _tensor_after_close(place):
-    comm = fastcomm.init("shm", init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+    comm = fastcomm.init(
+        "shm", init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    )
     tensor = comm.empty(100_000, dtype=torch.float32).fill_(comm.rank)
     comm.all_reduce(tensor, "max")
     comm.close()
@@ -118,17 +120,27 @@ def test_init_as_torchrun_starts_the_ranks(backend):
 
 
 def test_local_rank_is_what_the_launcher_says():
-    env = [{**variables, "LOCAL_RANK": str(5 + rank)} for rank, variables in enumerate(torchrun_env(2))]
-    assert [local_rank for _, _, local_rank, _, _ in outcomes_of(2, _init_from_environment, "auto", env=env)] == [5, 6]
+    env = [
+        {**variables, "LOCAL_RANK": str(5 + rank)} for rank, variables in enumerate(torchrun_env(2))
+    ]
+    assert [
+        local_rank
+        for _, _, local_rank, _, _ in outcomes_of(2, _init_from_environment, "auto", env=env)
+    ] == [5, 6]
 
 
 def _init_at(place, init_method):
-    with fastcomm.init(init_method=init_method or place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+    with fastcomm.init(
+        init_method=init_method or place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
         return _describe(comm)
 
 
 def test_init_over_tcp():
-    assert outcomes_of(2, _init_at, f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}") == DESCRIPTIONS
+    assert (
+        outcomes_of(2, _init_at, f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}")
+        == DESCRIPTIONS
+    )
 
 
 def test_init_over_a_file():
@@ -156,7 +168,12 @@ def _init_in_a_part_of_a_group(place):
 
 
 def test_init_from_a_part_of_the_ranks():
-    assert outcomes_of(4, _init_in_a_part_of_a_group) == [(0, 2, 2), (0, 2, 4), (1, 2, 2), (1, 2, 4)]
+    assert outcomes_of(4, _init_in_a_part_of_a_group) == [
+        (0, 2, 2),
+        (0, 2, 4),
+        (1, 2, 2),
+        (1, 2, 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +214,9 @@ def test_a_tensor_of_another_communicator_is_an_ordinary_one(comm):
 
 def _init_again_and_again(place):
     for _ in range(5):
-        with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+        with fastcomm.init(
+            init_method=place.init_method, rank=place.rank, world_size=place.world_size
+        ) as comm:
             check_all_reduce(comm)
 
 
@@ -254,7 +273,9 @@ def test_a_finished_work_remains_so_after_the_end(comm):
 
 
 def _context_manager(place):
-    with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+    with fastcomm.init(
+        init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
         check_all_reduce(comm)
     with pytest.raises(FastcommError, match="closed"):
         comm.barrier()
@@ -265,7 +286,9 @@ def test_a_context_manager_closes():
 
 
 def _fail_inside_context_manager(place):
-    with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+    with fastcomm.init(
+        init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
         if place.rank == 0:
             raise KeyError("of the user's own making")
         comm.barrier()
@@ -293,7 +316,9 @@ def test_a_failure_while_a_group_meets_is_an_error_on_all_and_leaves_the_group_i
 
 
 def _abort_from_another_thread(place):
-    comm = fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+    comm = fastcomm.init(
+        init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    )
     if place.rank == 1:
         time.sleep(3)
         return None
@@ -341,7 +366,9 @@ def test_a_communicator_says_its_rank(tmp_path):
 
 
 def _one_rank_skips(place):
-    with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+    with fastcomm.init(
+        init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
         model = torch.nn.Linear(4, 1)
         fastcomm.Reducer(comm).attach(model)
         skipped = []

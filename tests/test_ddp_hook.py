@@ -37,7 +37,15 @@ def _train(run, model, steps):
 # The hook of ours
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+)
 @on_ranks(2)
 def test_ddp_with_the_hook_trains_bitwise_as_without(comm, options):
     trained = []
@@ -53,7 +61,9 @@ def test_ddp_with_the_hook_trains_bitwise_as_without(comm, options):
 def test_the_hook_reduces_in_the_wire_dtype(comm):
     expected = mean_gradients(mlp(), comm.world_size, backward)
     ddp = _ddp(mlp())
-    ddp.register_comm_hook(fastcomm.HookState(comm, wire_dtype=torch.bfloat16), fastcomm.all_reduce_hook)
+    ddp.register_comm_hook(
+        fastcomm.HookState(comm, wire_dtype=torch.bfloat16), fastcomm.all_reduce_hook
+    )
     backward(ddp, comm.rank)
     for parameter, wanted in zip(ddp.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, wanted, rtol=2**-6, atol=1e-3)
@@ -63,7 +73,9 @@ def test_the_hook_reduces_in_the_wire_dtype(comm):
 @on_ranks(2)
 def test_the_hook_reduces_with_another_op(comm):
     model = mlp()
-    expected = [gradient * comm.world_size for gradient in mean_gradients(model, comm.world_size, backward)]
+    expected = [
+        gradient * comm.world_size for gradient in mean_gradients(model, comm.world_size, backward)
+    ]
     ddp = _ddp(model)
     ddp.register_comm_hook(fastcomm.HookState(comm, op="sum"), fastcomm.all_reduce_hook)
     backward(ddp, comm.rank)
@@ -73,7 +85,9 @@ def test_the_hook_reduces_with_another_op(comm):
 @on_ranks(2)
 def test_parameters_a_rank_does_not_use_get_the_mean_under_the_hook(comm):
     model = Heads(2)
-    expected = mean_gradients(model, comm.world_size, lambda model, rank: loss_of(model, rank, 0, rank).backward())
+    expected = mean_gradients(
+        model, comm.world_size, lambda model, rank: loss_of(model, rank, 0, rank).backward()
+    )
     ddp = _ddp(model, find_unused_parameters=True)
     ddp.register_comm_hook(fastcomm.HookState(comm), fastcomm.all_reduce_hook)
     loss_of(ddp, comm.rank, 0, comm.rank).backward()
@@ -125,8 +139,14 @@ BITWISE = {
 # These depend on how buckets are cut.
 ALIKE = {
     "bf16": (lambda: gloo(), default_hooks.bf16_compress_hook),
-    "fp16 around allreduce": (lambda: gloo(), default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "fp16 around powerSGD": (_powersgd_state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+    "fp16 around allreduce": (
+        lambda: gloo(),
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    ),
+    "fp16 around powerSGD": (
+        _powersgd_state,
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    ),
     "powerSGD": (_powersgd_state, powerSGD_hook.powerSGD_hook),
     "post_localSGD": (_local_sgd_state, post_localSGD_hook.post_localSGD_hook),
 }
@@ -137,11 +157,16 @@ ALIKE = {
 def test_a_reducer_with_a_hook_of_ddps_trains_bitwise_as_ddp_with_it(comm, name):
     make_state, hook = BITWISE[name]
     theirs, ours = _train_both(comm, make_state, hook, hook)
-    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
 def _train_both(comm, make_state, hook, hook_of_ddp):
-    """A model after 50 steps of DDP with its hook, and one after those of a reducer with the other."""
+    """A model after 50 steps of DDP with its hook, and one after those of a reducer with the
+    other.
+    """
     theirs, ours = mlp(), mlp()
     ddp = _ddp(theirs)
     ddp.register_comm_hook(make_state(), hook_of_ddp)
@@ -152,7 +177,10 @@ def _train_both(comm, make_state, hook, hook_of_ddp):
 
 
 def _loss_on_all(model, comm):
-    losses = [F.mse_loss(model(x), y) for x, y in (batch(rank, step) for rank in range(comm.world_size) for step in range(50))]
+    losses = [
+        F.mse_loss(model(x), y)
+        for x, y in (batch(rank, step) for rank in range(comm.world_size) for step in range(50))
+    ]
     return torch.stack(losses).mean().item()
 
 
@@ -160,7 +188,9 @@ def _loss_on_all(model, comm):
 @on_ranks(2)
 def test_a_reducer_with_any_other_hook_of_ddps_comes_to_the_same_loss(comm, name):
     make_state, hook = ALIKE[name]
-    theirs, ours = _train_both(comm, make_state, hook, default_hooks.allreduce_hook if name == "bf16" else hook)  # DDP refuses it on a CPU
+    theirs, ours = _train_both(
+        comm, make_state, hook, default_hooks.allreduce_hook if name == "bf16" else hook
+    )  # DDP refuses it on a CPU
     assert _loss_on_all(ours, comm) == pytest.approx(_loss_on_all(theirs, comm), rel=0.01)
 
 
@@ -169,16 +199,27 @@ def test_buckets_have_the_same_index_in_every_step(comm):
     seen = []
 
     def hook(state, bucket):
-        seen.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), [p.shape for p in bucket.parameters()]))
+        seen.append(
+            (
+                bucket.index(),
+                bucket.is_last(),
+                bucket.buffer().numel(),
+                [p.shape for p in bucket.parameters()],
+            )
+        )
         return default_hooks.allreduce_hook(state, bucket)
 
     model = mlp()
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001, hook=(gloo(), hook)).attach(model)
+    fastcomm.Reducer(
+        comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001, hook=(gloo(), hook)
+    ).attach(model)
     for step in range(3):
         backward(model, comm.rank, step)
     n = len(seen) // 3
     assert n > 1 and seen[:n] == seen[n : 2 * n] == seen[2 * n :]
-    assert [index for index, *_ in seen[:n]] == list(range(n)) and [last for _, last, *_ in seen[:n]] == [False] * (n - 1) + [True]
+    assert [index for index, *_ in seen[:n]] == list(range(n)) and [
+        last for _, last, *_ in seen[:n]
+    ] == [False] * (n - 1) + [True]
 
 
 @on_ranks(2)
@@ -190,7 +231,9 @@ def test_a_chain_of_hooks_hands_on_what_each_has_left(comm):
 
     model = mlp()
     expected = [gradient * 2 for gradient in mean_gradients(model, comm.world_size, backward)]
-    fastcomm.Reducer(comm, hook=[(None, double), (gloo(), default_hooks.allreduce_hook)]).attach(model)
+    fastcomm.Reducer(comm, hook=[(None, double), (gloo(), default_hooks.allreduce_hook)]).attach(
+        model
+    )
     backward(model, comm.rank)
     assert_gradients(model, expected)
 
@@ -198,7 +241,11 @@ def test_a_chain_of_hooks_hands_on_what_each_has_left(comm):
 @on_ranks(2)
 def test_parameters_unused_everywhere_stay_none_under_a_hook(comm):
     model = Heads(3)
-    expected = mean_gradients(copy.deepcopy(model), comm.world_size, lambda model, rank: loss_of(model, rank, 0, rank).backward())
+    expected = mean_gradients(
+        copy.deepcopy(model),
+        comm.world_size,
+        lambda model, rank: loss_of(model, rank, 0, rank).backward(),
+    )
     fastcomm.Reducer(comm, hook=(gloo(), default_hooks.allreduce_hook)).attach(model)
     loss_of(model, comm.rank, 0, comm.rank).backward()
     assert_gradients(model, expected)

@@ -1,5 +1,7 @@
-"""fastcomm against torch's DistributedDataParallel over Gloo, step by step: bitwise the same gradients from two ranks, where both add two
-numbers; from three on Gloo adds in another order, and the gradients agree to 1e-6 of their norm."""
+"""fastcomm against torch's DistributedDataParallel over Gloo, step by step: bitwise the same
+gradients from two ranks, where both add two numbers; from three on Gloo adds in another order, and
+the gradients agree to 1e-6 of their norm.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ import copy
 
 import pytest
 import torch
-from models import Heads, Transformer, backward, convnet, gradients, image_backward, loss_of, mlp, text_backward
+from models import (
+    Heads,
+    Transformer,
+    backward,
+    convnet,
+    gradients,
+    image_backward,
+    loss_of,
+    mlp,
+    text_backward,
+)
 from ranks import gloo, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,12 +29,19 @@ import fastcomm
 
 def _wide_mlp():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 4))
+    return nn.Sequential(
+        nn.Linear(8, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 4)
+    )
 
 
 MODELS = pytest.mark.parametrize(
     "make, run",
-    [(mlp, backward), (_wide_mlp, backward), (convnet, image_backward), (Transformer, text_backward)],
+    [
+        (mlp, backward),
+        (_wide_mlp, backward),
+        (convnet, image_backward),
+        (Transformer, text_backward),
+    ],
     ids=["mlp", "wide mlp", "convnet", "transformer"],
 )
 
@@ -38,7 +57,9 @@ def _assert_bitwise_equal(ddp, model):
         if wanted is None:
             assert parameter.grad is None, name
         else:
-            assert torch.equal(parameter.grad, wanted), f"{name}: off by {(parameter.grad - wanted).abs().max()}"
+            assert torch.equal(parameter.grad, wanted), (
+                f"{name}: off by {(parameter.grad - wanted).abs().max()}"
+            )
 
 
 @MODELS
@@ -65,7 +86,10 @@ def test_gradients_of_more_ranks_are_those_of_ddp_to_rounding(comm, buckets, mak
         for one in (ddp, model):
             one.zero_grad()
             run(one, comm.rank, step)
-        reduced, wanted = (torch.cat([gradient.flatten() for gradient in gradients(one)]).double() for one in (model, ddp))
+        reduced, wanted = (
+            torch.cat([gradient.flatten() for gradient in gradients(one)]).double()
+            for one in (model, ddp)
+        )
         assert (reduced - wanted).norm() <= 1e-6 * wanted.norm()
 
 

@@ -1,4 +1,6 @@
-"""Ways to train with ranks that differ and hear nothing, which hard use has shown: each must be right, or an error."""
+"""Ways to train with ranks that differ and hear nothing, which hard use has shown: each must be
+right, or an error.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,15 @@ def test_a_step_ends_no_round_of_a_reducer_whose_parameters_it_does_not_own(comm
 
 def _two_communicators(place):
     """A thread trains over each; neither may touch the other's rounds."""
-    comms = [fastcomm.init("shm", init_method=f"{place.init_method}-{i}", rank=place.rank, world_size=place.world_size) for i in range(2)]
+    comms = [
+        fastcomm.init(
+            "shm",
+            init_method=f"{place.init_method}-{i}",
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+        for i in range(2)
+    ]
     models = [mlp(), mlp()]
     troubles = []
 
@@ -61,8 +71,12 @@ def _two_communicators(place):
         except BaseException as error:
             troubles.append(error)
 
-    reducers = [fastcomm.Reducer(comm).attach(model) for comm, model in zip(comms, models, strict=True)]
-    threads = [threading.Thread(target=train, args=pair) for pair in zip(comms, models, strict=True)]
+    reducers = [
+        fastcomm.Reducer(comm).attach(model) for comm, model in zip(comms, models, strict=True)
+    ]
+    threads = [
+        threading.Thread(target=train, args=pair) for pair in zip(comms, models, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,7 +104,9 @@ def test_a_poll_leaves_the_error_of_an_abandoned_round_to_the_next_call(comm):
         comm.abandon()
     else:
         with pytest.raises(FastcommError, match="rank 1 abandoned"):
-            work = comm.all_reduce(torch.ones(3), async_op=True)  # over NCCL this may be the next call
+            work = comm.all_reduce(
+                torch.ones(3), async_op=True
+            )  # over NCCL this may be the next call
             while not work.is_completed():
                 time.sleep(0.001)
             assert comm.n_abandoned == before
@@ -107,7 +123,11 @@ def test_a_rank_that_abandons_what_it_has_seen_abandoned_joins_the_others(comm):
     if comm.rank == 1:
         comm.abandon()
     else:
-        with contextlib.suppress(AbandonedError) if comm.backend == "nccl" else contextlib.nullcontext():
+        with (
+            contextlib.suppress(AbandonedError)
+            if comm.backend == "nccl"
+            else contextlib.nullcontext()
+        ):
             work = comm.all_reduce(torch.ones(3), async_op=True)  # over NCCL this may raise
             while not work.is_completed():
                 time.sleep(0.001)
@@ -216,9 +236,13 @@ def test_what_a_forked_child_writes_stays_with_it(transport):
 
 
 @on_ranks(2)
-def test_a_backward_in_a_thread_that_threading_has_not_started_is_reduced_though_a_parameter_is_not_used(comm):
+def test_a_backward_in_a_foreign_thread_is_reduced_though_a_parameter_is_not_used(
+    comm,
+):
     model = Heads()
-    expected = mean_gradients(model, comm.world_size, lambda model, rank: loss_of(model, rank, 0, 0).backward())
+    expected = mean_gradients(
+        model, comm.world_size, lambda model, rank: loss_of(model, rank, 0, 0).backward()
+    )
     fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     done = threading.Lock()
     done.acquire()
@@ -239,7 +263,13 @@ def test_a_backward_in_a_thread_that_threading_has_not_started_is_reduced_though
 
 def _stage_slowly(place):
     """The transfer takes longer than the deadline; nothing stands still for so long."""
-    comm = fastcomm.init("shm", init_method=place.init_method, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=0.3))
+    comm = fastcomm.init(
+        "shm",
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=0.3),
+    )
     tensor = torch.ones(200_000_000)
     comm.all_reduce(tensor)
     assert tensor[::1_000_000].tolist() == [place.world_size] * 200
@@ -270,8 +300,18 @@ comm.close()
 def test_a_training_gives_no_warnings(transport, tmp_path):
     if transport != "shm":
         pytest.skip("one process is enough")
-    strict = [sys.executable, "-W", "error::ResourceWarning", "-W", "error::DeprecationWarning:fastcomm", "-X", "dev"]
-    done = subprocess.run([*strict, "-c", SCRIPT, f"file://{tmp_path}/meeting"], capture_output=True, text=True)
+    strict = [
+        sys.executable,
+        "-W",
+        "error::ResourceWarning",
+        "-W",
+        "error::DeprecationWarning:fastcomm",
+        "-X",
+        "dev",
+    ]
+    done = subprocess.run(
+        [*strict, "-c", SCRIPT, f"file://{tmp_path}/meeting"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
 
@@ -287,4 +327,6 @@ def test_the_norm_of_16_bit_gradients_is_taken_in_float32(comm):
     reducer.reduce()
     assert reducer.grad_norm().item() == pytest.approx(1e5, rel=1e-3)
     assert reducer.clip_grad_norm_(1e4).item() == pytest.approx(1e5, rel=1e-3)
-    torch.testing.assert_close(model.weight.grad, torch.full_like(model.weight, 100.0), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        model.weight.grad, torch.full_like(model.weight, 100.0), rtol=1e-2, atol=0
+    )

@@ -1,4 +1,6 @@
-"""The demo, run small: both ranks train, agree, and report what communication cost. How little it costs is for the benchmarks to show."""
+"""The demo, run small: both ranks train, agree, and report what communication cost. How little it
+costs is for the benchmarks to show.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ SMALL = ("--steps", "6", "--layers", "1", "--width", "64", "--rounds", "2")
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    """What the demo prints on two ranks. A rank that fails makes the launcher, and so the demo, exit with another status than 0."""
+    """What the demo prints on two ranks. A rank that fails makes the launcher, and so the demo,
+    exit with another status than 0.
+    """
     command = (sys.executable, "-m", "fastcomm", "demo", *SMALL)
     demo = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         printed, _ = demo.communicate(timeout=60)
@@ -42,7 +51,9 @@ def test_gradient_is_that_of_one_process(output: str) -> None:
 
 
 def test_loss_falls(output: str) -> None:
-    loss = re.search(r"^loss +(\S+) at first, (\S+) in the last 6 of 6 steps$", output, re.MULTILINE)
+    loss = re.search(
+        r"^loss +(\S+) at first, (\S+) in the last 6 of 6 steps$", output, re.MULTILINE
+    )
     assert loss, output
     assert float(loss[2]) < float(loss[1])
 

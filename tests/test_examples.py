@@ -14,10 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def start(example: str, *arguments: str, launcher: tuple[str, ...] = TORCHRUN) -> subprocess.Popen[str]:
+def start(
+    example: str, *arguments: str, launcher: tuple[str, ...] = TORCHRUN
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,7 +56,10 @@ def test_accumulation_with_clipping_learns() -> None:
 
 
 def test_reinforce_learns_though_ranks_play_different_numbers_of_episodes() -> None:
-    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", run("reinforce.py", "--steps", "200"))]
+    rewards = [
+        float(reward)
+        for reward in re.findall(r"reward ([\d.]+)", run("reinforce.py", "--steps", "200"))
+    ]
     assert rewards[-1] > 0.9
 
 
@@ -57,11 +67,14 @@ def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
     assert re.search(r"after 50 steps: 0$", run("converge.py", "--steps", "50"), re.MULTILINE)
 
 
-# Frameworks. Their own DDP over torch's own Gloo gives the same figures; its processes sometimes abort at their end (torch's issue 190489).
+# Frameworks. Their own DDP over torch's own Gloo gives the same figures; its processes sometimes
+# abort at their end (torch's issue 190489).
 
 
 def both_ways(example: str, pattern: str, launcher: tuple[str, ...] = TORCHRUN) -> list[float]:
-    """The losses that an example prints, alike over the backend and over the hook. launcher: for the former."""
+    """The losses that an example prints, alike over the backend and over the hook. launcher: for
+    the former.
+    """
     launchers = {"backend": launcher, "hook": TORCHRUN}
     started = {how: start(example, "--fastcomm", how, launcher=launchers[how]) for how in launchers}
     losses = {how: re.findall(pattern, end(process)) for how, process in started.items()}
@@ -77,7 +90,9 @@ def test_accelerate_trains_alike_over_the_backend_and_the_hook() -> None:
 
 def test_fabric_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("lightning_fabric")
-    losses = both_ways("with_fabric.py", r"step \d+: loss ([\d.]+)", launcher=())  # Fabric starts ranks itself, if nobody has
+    losses = both_ways(
+        "with_fabric.py", r"step \d+: loss ([\d.]+)", launcher=()
+    )  # Fabric starts ranks itself, if nobody has
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
 
 

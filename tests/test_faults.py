@@ -1,5 +1,6 @@
-"""What goes wrong around a communicator: ranks that die, leave, come late or never, forks, Ctrl-C, a small /dev/shm. Every rank must get
-an error that helps, soon, and nothing may be left behind."""
+"""What goes wrong around a communicator: ranks that die, leave, come late or never, forks, Ctrl-C,
+a small /dev/shm. Every rank must get an error that helps, soon, and nothing may be left behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from fastcomm import FastcommError, InitError, PeerLostError, TimeoutError
 
 
 def communicator(place, **options):
-    return fastcomm.init("shm", init_method=place.init_method, rank=place.rank, world_size=place.world_size, **options)
+    return fastcomm.init(
+        "shm",
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        **options,
+    )
 
 
 # Peers that go away. The last rank does, and leaves the time for the others to find.
@@ -51,17 +58,25 @@ def _leave(place, comm, how):
 COLLECTIVES = {
     "barrier": lambda comm: comm.barrier(),
     "small all_reduce": lambda comm: comm.all_reduce(torch.ones(10)),
-    "all_reduce in shared memory": lambda comm: comm.all_reduce(comm.empty(100_000, dtype=torch.float32)),
+    "all_reduce in shared memory": lambda comm: comm.all_reduce(
+        comm.empty(100_000, dtype=torch.float32)
+    ),
     "large all_reduce": lambda comm: comm.all_reduce(torch.ones(1_000_000)),
     "async all_reduce": lambda comm: comm.all_reduce(torch.ones(100_000), async_op=True).wait(),
     "broadcast": lambda comm: comm.broadcast(torch.ones(100_000)),
-    "all_gather": lambda comm: comm.all_gather_single(torch.ones(100_000 * comm.world_size), torch.ones(100_000)),
-    "reduce_scatter": lambda comm: comm.reduce_scatter_single(torch.ones(100_000), torch.ones(100_000 * comm.world_size)),
+    "all_gather": lambda comm: comm.all_gather_single(
+        torch.ones(100_000 * comm.world_size), torch.ones(100_000)
+    ),
+    "reduce_scatter": lambda comm: comm.reduce_scatter_single(
+        torch.ones(100_000), torch.ones(100_000 * comm.world_size)
+    ),
 }
 
 
 def _lose_a_peer(place, collective, how):
-    """What the others get in the collective: the message, and how many seconds after the peer left."""
+    """What the others get in the collective: the message, and how many seconds after the
+    peer left.
+    """
     comm = communicator(place)
     check_all_reduce(comm)
     if place.rank == place.world_size - 1:
@@ -95,7 +110,14 @@ def test_a_killed_peer_is_named_within_a_second(world_size, collective):
 
 
 @pytest.mark.parametrize(
-    "how, words", [("exits", "closed"), ("exits at once", "died"), ("closes", "closed"), ("aborts", "aborted"), ("raises", "closed")]
+    "how, words",
+    [
+        ("exits", "closed"),
+        ("exits at once", "died"),
+        ("closes", "closed"),
+        ("aborts", "aborted"),
+        ("raises", "closed"),
+    ],
 )
 @pytest.mark.parametrize("collective", ["barrier", "large all_reduce"])
 def test_a_peer_that_leaves_is_named_within_a_second(collective, how, words):
@@ -114,13 +136,19 @@ def _lose_a_peer_at_any_moment(place, numel, delay):
             for tensor in tensors:
                 comm.all_reduce(tensor)
         except PeerLostError as error:
-            return str(error), int(noted(place, "pid")), time.monotonic() - float(noted(place, "left_at"))
+            return (
+                str(error),
+                int(noted(place, "pid")),
+                time.monotonic() - float(noted(place, "left_at")),
+            )
 
 
 @pytest.mark.parametrize("numel", [100, 10_000, 2_000_000])
 @pytest.mark.parametrize("delay", [0.1, 0.1314, 0.1777])
 def test_a_peer_may_be_killed_at_any_moment(numel, delay):
-    assert_told_of_the_loss(fresh_ranks(3, _lose_a_peer_at_any_moment, numel, delay), "died", "gave up on")
+    assert_told_of_the_loss(
+        fresh_ranks(3, _lose_a_peer_at_any_moment, numel, delay), "died", "gave up on"
+    )
 
 
 def _lose_a_peer_with_works_under_way(place):
@@ -162,7 +190,9 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout():
     values_of(outcomes)
     (error, message), (_, pid) = (outcome.value for outcome in outcomes)
     assert error == "TimeoutError"
-    assert re.search(rf"waited 0.5 s.*all_reduce of 5000 float32.*missing: rank 1 \(pid {pid}\)", message), message
+    assert re.search(
+        rf"waited 0.5 s.*all_reduce of 5000 float32.*missing: rank 1 \(pid {pid}\)", message
+    ), message
 
 
 def test_ranks_that_wait_together_all_name_the_one_that_does_not_come():
@@ -260,7 +290,11 @@ def _use_and_end(place, how):
 
 def _shared_memory_files():
     # Python's own multiprocessing, in whatever else runs here, names its files so.
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "psm_", "pymp-"))}
+    return {
+        path.name
+        for path in Path("/dev/shm").iterdir()
+        if not path.name.startswith(("sem.", "psm_", "pymp-"))
+    }
 
 
 @pytest.mark.parametrize("how", ["returns", "closes", "raises", "killed"])
@@ -280,11 +314,15 @@ def _memory_that_is_gone(place):
             other.all_reduce(other.empty(1_000_000, dtype=torch.float32))
         del other
         gc.collect()
-    return [after - earlier for after, earlier in zip(_mappings_and_descriptors(), before, strict=True)]
+    return [
+        after - earlier for after, earlier in zip(_mappings_and_descriptors(), before, strict=True)
+    ]
 
 
 def _mappings_and_descriptors():
-    return Path("/proc/self/maps").read_text().count("memfd:fastcomm"), len(os.listdir("/proc/self/fd"))
+    return Path("/proc/self/maps").read_text().count("memfd:fastcomm"), len(
+        os.listdir("/proc/self/fd")
+    )
 
 
 def test_a_closed_communicator_keeps_no_mapping_and_no_descriptor():
@@ -315,7 +353,18 @@ def test_tensors_may_be_larger_than_dev_shm(tmp_path):
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode != 0:
         pytest.skip("may not mount a small /dev/shm: needs root and the right to unshare")
-    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", REDUCE_100_MIB, f"file://{tmp_path}/meet"]
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'{mount} && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        REDUCE_100_MIB,
+        f"file://{tmp_path}/meet",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
 
@@ -350,7 +399,12 @@ def _fork(place):
 def _of_what_use_is(comm, work):
     """What a forked child hears about the communicator of its parent, one line per attempt."""
     answers = []
-    for attempt in (comm.barrier, lambda: comm.all_reduce(torch.ones(4)), lambda: comm.empty(4, dtype=torch.float32), work.wait):
+    for attempt in (
+        comm.barrier,
+        lambda: comm.all_reduce(torch.ones(4)),
+        lambda: comm.empty(4, dtype=torch.float32),
+        work.wait,
+    ):
         try:
             attempt()
             answers.append("no error")
@@ -366,14 +420,18 @@ def test_a_forked_child_is_told_and_its_parent_goes_on():
     for answer, pid in (outcome.value for outcome in outcomes):
         lines = answer.splitlines()
         assert len(lines) == 4
-        assert all("fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines), answer
+        assert all(
+            "fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines
+        ), answer
 
 
 def _use_a_data_loader(place):
     multiprocessing.current_process()._config["daemon"] = False  # or it may not have workers
     comm = communicator(place)
     totals = []
-    for numbers in torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=2, multiprocessing_context="fork"):
+    for numbers in torch.utils.data.DataLoader(
+        list(range(8)), batch_size=4, num_workers=2, multiprocessing_context="fork"
+    ):
         comm.all_reduce(numbers)
         totals.append(numbers.tolist())
     comm.barrier()
@@ -405,7 +463,12 @@ def _init_from_environment(place, **options):
 
 
 def test_without_torchrun_init_says_what_to_do():
-    assert_all_refused(fresh_ranks(1, _init_from_environment), "RANK is not set", "torchrun --nproc-per-node", "init_method=")
+    assert_all_refused(
+        fresh_ranks(1, _init_from_environment),
+        "RANK is not set",
+        "torchrun --nproc-per-node",
+        "init_method=",
+    )
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -436,22 +499,35 @@ def test_ranks_that_disagree_about_the_world_size_are_refused():
 @pytest.mark.parametrize("rank, world_size", [(2, 2), (-1, 2), (0, 0), (5, 1)])
 def test_a_rank_outside_the_world_is_refused(rank, world_size):
     outcomes = fresh_ranks(1, _init, (rank,), (world_size,))
-    assert_all_refused(outcomes, rf"rank {rank}\b", rf"world_size {world_size}\b", error=(InitError, ValueError))
+    assert_all_refused(
+        outcomes, rf"rank {rank}\b", rf"world_size {world_size}\b", error=(InitError, ValueError)
+    )
 
 
 def test_a_rank_outside_the_world_of_torchrun_is_refused():
     env = {**torchrun_env(1)[0], "RANK": "1"}
-    assert_all_refused(fresh_ranks(1, _init_from_environment, env=env), "rank 1", "world_size 1", error=(InitError, ValueError))
+    assert_all_refused(
+        fresh_ranks(1, _init_from_environment, env=env),
+        "rank 1",
+        "world_size 1",
+        error=(InitError, ValueError),
+    )
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_a_rank_that_is_missing_is_named_after_the_timeout(scheme, missing):
-    place = NO_VARIABLES if scheme == "file" else {"MEETING_POINT": f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}"}
+    place = (
+        NO_VARIABLES
+        if scheme == "file"
+        else {"MEETING_POINT": f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}"}
+    )
     outcomes = fresh_ranks(2, _init_without, missing, env=place)
     (present,) = [outcome for outcome in outcomes if outcome.rank != missing]
     assert present.is_a((InitError, TimeoutError)), present
-    if scheme == "tcp" and missing == 0:  # nobody keeps the store; there is no way to know who is there
+    if (
+        scheme == "tcp" and missing == 0
+    ):  # nobody keeps the store; there is no way to know who is there
         assert "cannot open the meeting point" in present.failure.message
     else:
         assert re.search(rf"ranks? \[?{missing}\b", present.failure.message), present
@@ -462,7 +538,11 @@ def _init_without(place, missing):
         return
     before = time.monotonic()
     try:
-        _init(place, timeout=timedelta(seconds=1), init_method=os.environ.get("MEETING_POINT", place.init_method))
+        _init(
+            place,
+            timeout=timedelta(seconds=1),
+            init_method=os.environ.get("MEETING_POINT", place.init_method),
+        )
     finally:
         assert time.monotonic() - before < 5
 
@@ -471,7 +551,9 @@ def test_ranks_on_different_hosts_share_no_memory():
     env = [{"FASTCOMM_HOST_ID": host} for host in ("one", "one", "other")]
     outcomes = fresh_ranks(3, _init_on_hosts, "shm", env=env)
     assert_all_refused(outcomes, "host", "hierarchical")
-    assert re.search(r"\b2\b", outcomes[0].failure.message) and re.search(r"\b2\b", outcomes[2].failure.message)
+    assert re.search(r"\b2\b", outcomes[0].failure.message) and re.search(
+        r"\b2\b", outcomes[2].failure.message
+    )
 
 
 def _init_on_hosts(place, backend):

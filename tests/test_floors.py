@@ -120,10 +120,17 @@ def test_modules_do_not_import_in_a_circle() -> None:
 
 def test_c_files_do_not_call_each_other_in_a_circle() -> None:
     texts = {path: path.read_text() for path in sorted((ROOT / "kernels/shm").glob("*.c"))}
-    defined = {path: set(re.findall(r"^(?!static)\w[^;{}()\n]*?\b(shm_\w+)\([^;{}]*\)\s*\{", text, re.M)) for path, text in texts.items()}
+    defined = {
+        path: set(re.findall(r"^(?!static)\w[^;{}()\n]*?\b(shm_\w+)\([^;{}]*\)\s*\{", text, re.M))
+        for path, text in texts.items()
+    }
     assert all(defined.values()), "every file has something for the others"
     calls = {
-        path: {other for other, names in defined.items() if other != path and any(re.search(rf"\b{name}\(", text) for name in names)}
+        path: {
+            other
+            for other, names in defined.items()
+            if other != path and any(re.search(rf"\b{name}\(", text) for name in names)
+        }
         for path, text in texts.items()
     }
     assert any(calls.values())

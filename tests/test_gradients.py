@@ -1,4 +1,6 @@
-"""How gradients get into a flat buffer over the transports that copy them there, wherever they lie."""
+"""How gradients get into a flat buffer over the transports that copy them there, wherever
+they lie.
+"""
 
 from __future__ import annotations
 

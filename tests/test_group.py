@@ -1,5 +1,7 @@
-"""backend="group": the communicator's contract over a torch.distributed group, and what the others hear when a rank leaves. What the
-reducer needs of it is in test_reducer.py and test_reducer_errors.py."""
+"""backend="group": the communicator's contract over a torch.distributed group, and what the others
+hear when a rank leaves. What the reducer needs of it is in test_reducer.py and
+test_reducer_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,18 @@ from fastcomm.group.call import reduce_rows
 from fastcomm.group.communicator import GroupCommunicator
 from fastcomm.group.exchange import CARRIED_NBYTES, SMALL_NBYTES
 
-# Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and one more; of two, and no multiple of
-# any number of ranks here.
-SIZES = (0, 1, 37, CARRIED_NBYTES // 4, CARRIED_NBYTES // 4 + 1, SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1, 65_537)
+# Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and
+# one more; of two, and no multiple of any number of ranks here.
+SIZES = (
+    0,
+    1,
+    37,
+    CARRIED_NBYTES // 4,
+    CARRIED_NBYTES // 4 + 1,
+    SMALL_NBYTES // 4,
+    SMALL_NBYTES // 4 + 1,
+    65_537,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +60,13 @@ def over_group(ranks: Ranks) -> Iterator[None]:
 
 
 def communicator(place, **options):
-    return fastcomm.init("group", init_method=place.init_method, rank=place.rank, world_size=place.world_size, **options)
+    return fastcomm.init(
+        "group",
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        **options,
+    )
 
 
 def outcomes_of(world_size, body, *args):
@@ -83,7 +100,9 @@ def test_reduce_scatter_single_keeps_the_ranks_own_part(comm):
         shards = shards_of(torch.bfloat16, comm.world_size, part * comm.world_size)
         out = torch.empty(part, dtype=torch.bfloat16)
         comm.reduce_scatter_single(out, shards[comm.rank].clone(), "mean")
-        assert_same_bits(out, reduced([shard.view(comm.world_size, part)[comm.rank] for shard in shards], "mean"))
+        assert_same_bits(
+            out, reduced([shard.view(comm.world_size, part)[comm.rank] for shard in shards], "mean")
+        )
 
 
 @on_ranks(2, 3)
@@ -155,16 +174,36 @@ def test_an_async_all_reduce_does_not_wait_for_anybody(ranks):
 
 
 BAD_CALLS = {
-    "not contiguous": (ValueError, "contiguous", lambda comm: comm.all_reduce(torch.zeros(6, 4)[:, :2])),
+    "not contiguous": (
+        ValueError,
+        "contiguous",
+        lambda comm: comm.all_reduce(torch.zeros(6, 4)[:, :2]),
+    ),
     "elsewhere": (ValueError, "CPU", lambda comm: comm.all_reduce(torch.zeros(4, device="meta"))),
-    "negative bit": (ValueError, "resolve_neg", lambda comm: comm.all_reduce(torch._neg_view(torch.ones(4)))),
+    "negative bit": (
+        ValueError,
+        "resolve_neg",
+        lambda comm: comm.all_reduce(torch._neg_view(torch.ones(4))),
+    ),
     "sparse": (ValueError, "CPU", lambda comm: comm.broadcast(torch.zeros(4).to_sparse())),
     "dtype": (TypeError, "int16", lambda comm: comm.all_reduce(torch.zeros(4, dtype=torch.int16))),
     "no tensor": (TypeError, "list", lambda comm: comm.all_reduce([1.0])),
     "op": (ValueError, "median", lambda comm: comm.all_reduce(torch.zeros(4), "median")),
-    "out too small": (ValueError, "8 elements.*has 7", lambda comm: comm.all_gather_single(torch.zeros(7), torch.zeros(4))),
-    "indivisible": (ValueError, "multiple of 2", lambda comm: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(5))),
-    "two dtypes": (TypeError, "float64.*float32", lambda comm: comm.reduce_scatter_single(torch.zeros(2).double(), torch.zeros(4))),
+    "out too small": (
+        ValueError,
+        "8 elements.*has 7",
+        lambda comm: comm.all_gather_single(torch.zeros(7), torch.zeros(4)),
+    ),
+    "indivisible": (
+        ValueError,
+        "multiple of 2",
+        lambda comm: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(5)),
+    ),
+    "two dtypes": (
+        TypeError,
+        "float64.*float32",
+        lambda comm: comm.reduce_scatter_single(torch.zeros(2).double(), torch.zeros(4)),
+    ),
     "source": (ValueError, "0 to 1.*2", lambda comm: comm.broadcast(torch.zeros(4), src=2)),
     "negative size": (ValueError, "-1", lambda comm: comm.empty(-1, dtype=torch.float32)),
     "dtype of empty": (TypeError, "bool", lambda comm: comm.empty(1, dtype=torch.bool)),
@@ -184,9 +223,24 @@ def test_a_bad_argument_is_refused_before_any_peer_is_involved(comm, case):
 # Ranks that disagree, or abandon
 
 MISMATCHES = {
-    "op": (lambda comm: comm.all_reduce(torch.zeros(9)), lambda comm: comm.all_reduce(torch.zeros(9), "max"), "op sum", "op max"),
-    "size": (lambda comm: comm.all_reduce(torch.zeros(9)), lambda comm: comm.all_reduce(torch.zeros(8)), "9 float32", "8 float32"),
-    "kind": (lambda comm: comm.all_reduce(torch.zeros(9)), lambda comm: comm.barrier(), "all_reduce of 9 float32", "barrier"),
+    "op": (
+        lambda comm: comm.all_reduce(torch.zeros(9)),
+        lambda comm: comm.all_reduce(torch.zeros(9), "max"),
+        "op sum",
+        "op max",
+    ),
+    "size": (
+        lambda comm: comm.all_reduce(torch.zeros(9)),
+        lambda comm: comm.all_reduce(torch.zeros(8)),
+        "9 float32",
+        "8 float32",
+    ),
+    "kind": (
+        lambda comm: comm.all_reduce(torch.zeros(9)),
+        lambda comm: comm.barrier(),
+        "all_reduce of 9 float32",
+        "barrier",
+    ),
     "source": (
         lambda comm: comm.broadcast(torch.zeros(4), 0),
         lambda comm: comm.broadcast(torch.zeros(4), 1),
@@ -204,7 +258,14 @@ def _disagree(comm, case):
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_ranks_that_disagree_all_hear_of_it_and_of_both_sides(ranks, case):
     _, _, usual, other = MISMATCHES[case]
-    ranks.raises(3, MismatchError, _disagree, case, match=f"rank 0: .*{usual}.*rank 2: .*{other}", survives=True)
+    ranks.raises(
+        3,
+        MismatchError,
+        _disagree,
+        case,
+        match=f"rank 0: .*{usual}.*rank 2: .*{other}",
+        survives=True,
+    )
     ranks(3, check_all_reduce)
 
 
@@ -259,7 +320,9 @@ def _init_from_a_group_in_use(place):
         tensors = [torch.ones(30_000) for _ in range(5)]
         works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
         ours = torch.ones(1000)
-        dist.all_reduce(ours, group=group)  # in between: the communicator's thread is not in its way
+        dist.all_reduce(
+            ours, group=group
+        )  # in between: the communicator's thread is not in its way
         for work in works:
             work.wait()
         check_all_reduce(comm)
@@ -273,7 +336,15 @@ def test_the_user_may_go_on_using_the_group():
 def _go_through_a_group_itself(place):
     """As over a backend of which no second group can be made from a store."""
     with fastcomm.init("group", group=gloo()) as model:
-        comm = GroupCommunicator(place.rank, place.world_size, 0, model._notes, timedelta(seconds=20), [place.rank], gloo())
+        comm = GroupCommunicator(
+            place.rank,
+            place.world_size,
+            0,
+            model._notes,
+            timedelta(seconds=20),
+            [place.rank],
+            gloo(),
+        )
         for op in OPS:
             check_all_reduce(comm, 10_000, op=op)
         comm.broadcast(torch.ones(3))
@@ -308,7 +379,9 @@ def _lose_a_peer(place, how):
     return str(lost.value), seconds
 
 
-@pytest.mark.parametrize("how, word", [("killed", "died"), ("closes", "closed"), ("aborts", "aborted")])
+@pytest.mark.parametrize(
+    "how, word", [("killed", "died"), ("closes", "closed"), ("aborts", "aborted")]
+)
 def test_a_peer_that_leaves_is_named_on_all_ranks_within_seconds(how, word):
     *others, _ = outcomes_of(3, _lose_a_peer, how)
     for message, seconds in values_of(others):
@@ -374,7 +447,9 @@ def _miss_the_deadline(place):
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout():
     message, _ = values_of(outcomes_of(2, _miss_the_deadline))
-    assert re.search(r"waited 1 s.*all_reduce of 5000 float32.*missing: rank 1 \(pid \d+\)", message), message
+    assert re.search(
+        r"waited 1 s.*all_reduce of 5000 float32.*missing: rank 1 \(pid \d+\)", message
+    ), message
 
 
 def _fork(place):

@@ -1,5 +1,7 @@
-"""backend="hierarchical" on hosts that are network namespaces: results, what crosses a link, and what the others hear when a host goes.
-What a reducer needs of it is in test_reducer.py and test_reducer_errors.py."""
+"""backend="hierarchical" on hosts that are network namespaces: results, what crosses a link, and
+what the others hear when a host goes. What a reducer needs of it is in test_reducer.py and
+test_reducer_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,24 @@ import torch
 import torch.distributed as dist
 from namespaces import INTERFACE, Hosts, enter, why_not
 from ranks import fresh_ranks, gloo, values_of
-from reference import DTYPES, FLOATS, HALVES, OPS, assert_same_bits, check_all_reduce, reduced, shards_of
+from reference import (
+    DTYPES,
+    FLOATS,
+    HALVES,
+    OPS,
+    assert_same_bits,
+    check_all_reduce,
+    reduced,
+    shards_of,
+)
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError, rendezvous
 from fastcomm.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
 
 LAYOUTS = {"2+2": [2, 2], "1+1": [1, 1], "2+1+3": [2, 1, 3]}
-# Of float32: nothing, a few elements for each shard, one chunk, more chunks than are ever under way.
+# Of float32: nothing, a few elements for each shard, one chunk, more chunks than are ever under
+# way.
 SIZES = (0, 37, 5000)
 LARGE = (2 * AHEAD + 2) * CHUNK_NBYTES // 4 + 5
 PORT = 29500  # in namespaces of our own every port is free
@@ -51,10 +63,21 @@ def two_hosts(may_make_hosts: None) -> Iterator[Hosts]:
 
 
 def outcomes_on(hosts, body, *args, **options):
-    """How `body(comm, *args)` ended, by rank, on ranks that fastcomm.init(**options) has brought together."""
+    """How `body(comm, *args)` ended, by rank, on ranks that fastcomm.init(**options) has brought
+    together.
+    """
     namespaces = [hosts.namespace(host) for host in hosts.host_of]
     environments = [hosts.environment(rank) for rank in range(hosts.world_size)]
-    return fresh_ranks(hosts.world_size, _run_on_its_host, namespaces, hosts.address(0), options, body, args, env=environments)
+    return fresh_ranks(
+        hosts.world_size,
+        _run_on_its_host,
+        namespaces,
+        hosts.address(0),
+        options,
+        body,
+        args,
+        env=environments,
+    )
 
 
 def run_on(hosts, body, *args, **options):
@@ -63,7 +86,11 @@ def run_on(hosts, body, *args, **options):
 
 def _run_on_its_host(place, namespaces, address, options, body, args):
     enter(namespaces[place.rank])
-    options = {"init_method": f"tcp://{address}:{PORT}", "rank": place.rank, "world_size": place.world_size} | options
+    options = {
+        "init_method": f"tcp://{address}:{PORT}",
+        "rank": place.rank,
+        "world_size": place.world_size,
+    } | options
     with fastcomm.init(**options) as comm:
         value = body(comm, *args)
         comm.barrier()
@@ -89,7 +116,9 @@ def test_every_unit_has_one_owner_on_each_host_and_all_owners_agree(layout):
         for place, rank in enumerate(ranks):
             segments = segments_of(hosts, rank)
             assert [segments[0].begin, segments[-1].end] == [0, n // len(ranks)]
-            assert all(one.end == other.begin for one, other in zip(segments, segments[1:], strict=False))
+            assert all(
+                one.end == other.begin for one, other in zip(segments, segments[1:], strict=False)
+            )
             for segment in segments:
                 assert segment.owners[host] == rank
                 for unit in range(segment.begin, segment.end):
@@ -118,7 +147,9 @@ def _init_from_a_group(place, backend):
 @pytest.mark.parametrize("backend", ["auto", "hierarchical"])
 def test_ranks_of_several_hosts_may_meet_in_a_group(backend):
     outcomes = fresh_ranks(3, _init_from_a_group, backend, transport="hierarchical")
-    assert [outcome.value for outcome in outcomes] == ["hierarchical"] * 3, "\n".join(map(str, outcomes))
+    assert [outcome.value for outcome in outcomes] == ["hierarchical"] * 3, "\n".join(
+        map(str, outcomes)
+    )
 
 
 def _one_fails_in_a_group(place):
@@ -126,7 +157,10 @@ def _one_fails_in_a_group(place):
     if place.rank == 1:
         rendezvous.HierarchicalCommunicator = _broken
     before = time.monotonic()
-    with pytest.raises((fastcomm.InitError, ZeroDivisionError), match="rank 1 failed in fastcomm.init: broken|^broken"):
+    with pytest.raises(
+        (fastcomm.InitError, ZeroDivisionError),
+        match="rank 1 failed in fastcomm.init: broken|^broken",
+    ):
         fastcomm.init("hierarchical", group=group, timeout=timedelta(seconds=20))
     return time.monotonic() - before
 
@@ -140,7 +174,9 @@ def test_ranks_that_meet_in_a_group_hear_of_one_that_fails():
 
 
 def _one_host(place):
-    with fastcomm.init("hierarchical", init_method=place.init_method, rank=place.rank, world_size=place.world_size) as comm:
+    with fastcomm.init(
+        "hierarchical", init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
         for op in OPS:
             check_all_reduce(comm, 70_001, op=op)
 
@@ -160,14 +196,22 @@ def _check_every_op(comm):
 
 
 def _assert_reduced(tensor, shards, op, wire=None):
-    """Within the rounding of what has crossed the network, of numbers as large as the sum of all magnitudes."""
+    """Within the rounding of what has crossed the network, of numbers as large as the sum of all
+    magnitudes.
+    """
     if not tensor.dtype.is_floating_point or op in ("min", "max"):
         assert_same_bits(tensor, reduced(shards, op))
         return
     magnitude = reduced([shard.abs().double() for shard in shards], op)
     epsilon = torch.finfo(wire or tensor.dtype).eps
-    excess = (tensor.double() - reduced([shard.double() for shard in shards], op)).abs() - 4 * epsilon * magnitude
-    assert (excess <= 2 * torch.finfo(wire or tensor.dtype).tiny).all(), (tensor.dtype, op, excess.max())
+    excess = (
+        tensor.double() - reduced([shard.double() for shard in shards], op)
+    ).abs() - 4 * epsilon * magnitude
+    assert (excess <= 2 * torch.finfo(wire or tensor.dtype).tiny).all(), (
+        tensor.dtype,
+        op,
+        excess.max(),
+    )
 
 
 def _bits_of_random_sums(comm):
@@ -181,7 +225,12 @@ def _bits_of_random_sums(comm):
 
 def _check_against_gloo(comm, address):
     """Large enough for several chunks, in our own memory and elsewhere."""
-    dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT + 1}", rank=comm.rank, world_size=comm.world_size)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}:{PORT + 1}",
+        rank=comm.rank,
+        world_size=comm.world_size,
+    )
     values = torch.rand(LARGE, generator=torch.Generator().manual_seed(comm.rank)) + 0.5
     expected = values.clone()
     dist.all_reduce(expected)
@@ -247,8 +296,14 @@ def _bytes_sent(comm, wire_dtype, numel):
 
 
 def _transmitted():
-    """By this rank's host. From /proc: /sys shows the interfaces of the namespace it was mounted in."""
-    line = next(line for line in Path("/proc/thread-self/net/dev").read_text().splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+    """By this rank's host. From /proc: /sys shows the interfaces of the namespace it was mounted
+    in.
+    """
+    line = next(
+        line
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines()
+        if line.strip().startswith(f"{INTERFACE}:")
+    )
     return int(line.partition(":")[2].split()[8])
 
 
@@ -262,7 +317,9 @@ def test_a_host_sends_every_element_once(two_hosts, wire_dtype):
 def _launch_while_the_others_are_late(comm):
     flat = comm.empty(3_000_000, dtype=torch.float32).fill_(1)
     bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire_dtype=None, label=1)
-    launched = [Path(harness._place.directory, f"launched by {rank}") for rank in range(comm.world_size)]
+    launched = [
+        Path(harness._place.directory, f"launched by {rank}") for rank in range(comm.world_size)
+    ]
     if comm.rank == 3:
         while not all(path.exists() for path in launched[:3]):
             time.sleep(0.01)
@@ -281,7 +338,9 @@ def test_a_launch_does_not_wait_for_anybody(two_hosts):
 
 
 def _disagree(comm):
-    with pytest.raises(MismatchError, match="rank 0: all_reduce of 5 float32.*rank 3: all_reduce of 6 float32"):
+    with pytest.raises(
+        MismatchError, match="rank 0: all_reduce of 5 float32.*rank 3: all_reduce of 6 float32"
+    ):
         comm.all_reduce(torch.ones(6 if comm.rank == 3 else 5))
     _check_sum(comm)
 
@@ -327,7 +386,9 @@ def _assert_all_are_told_of_the_loss(outcomes):
     assert last.exitcode == -signal.SIGKILL
     for outcome in others:
         assert outcome.is_a(PeerLostError), str(outcome)
-        assert re.search(rf"rank {last.rank} \(pid \d+\) died", outcome.failure.message), outcome.failure.message
+        assert re.search(rf"rank {last.rank} \(pid \d+\) died", outcome.failure.message), (
+            outcome.failure.message
+        )
         assert float(outcome.failure.message.split()[-2]) < 6
 
 
@@ -352,7 +413,9 @@ def test_ranks_whose_hosts_cannot_reach_each_other_all_time_out(two_hosts, tmp_p
         (tmp_path / "cut").touch()
 
     threading.Thread(target=cut_off_when_all_are_ready, daemon=True).start()
-    for outcome in outcomes_on(two_hosts, _lose_the_network, str(tmp_path), timeout=timedelta(seconds=2)):
+    for outcome in outcomes_on(
+        two_hosts, _lose_the_network, str(tmp_path), timeout=timedelta(seconds=2)
+    ):
         assert outcome.is_a((TimeoutError, PeerLostError)), str(outcome)
         assert float(outcome.failure.message.split()[-2]) < 15
 

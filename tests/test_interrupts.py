@@ -1,6 +1,9 @@
-"""A signal handler raises (Ctrl-C, a time limit) while a rank waits: what is under way ends in step, and then it is raised.
+"""A signal handler raises (Ctrl-C, a time limit) while a rank waits: what is under way ends in
+step, and then it is raised.
 
-Over every transport, with a reducer; test_interrupts_over_torch.py has the transports with a thread of their own alone."""
+Over every transport, with a reducer; test_interrupts_over_torch.py has the transports with a thread
+of their own alone.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,16 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def interrupted(inside: str, times: int = 1, until_raised: bool = True, forget: bool = True) -> Iterator[None]:
-    """Signals the main thread as soon as it waits inside a function of that name, or in one that is called from there; `times` in all.
+def interrupted(
+    inside: str, times: int = 1, until_raised: bool = True, forget: bool = True
+) -> Iterator[None]:
+    """Signals the main thread as soon as it waits inside a function of that name, or in one that is
+    called from there; `times` in all.
 
-    until_raised: the others hear of it when the handler has raised; else as soon as the signal is sent, for waits that no handler ends.
-    forget: the notes to the others go when the block ends; not where it ends without them, who have then not read the notes yet.
+    until_raised: the others hear of it when the handler has raised; else as soon as the signal is
+    sent, for waits that no handler ends.
+    forget: the notes to the others go when the block ends; not where it ends without them, who have
+    then not read the notes yet.
     """
 
     def handle(*_):
@@ -110,9 +118,14 @@ def _is_nccl(comm):
 
 @on_ranks(2, 3)
 def test_an_interrupt_while_backward_waits_is_raised_when_the_round_is_over(comm, buckets):
-    """The rank that is interrupted has the gradients of this step, as the others have, and all go on in step."""
+    """The rank that is interrupted has the gradients of this step, as the others have, and all go
+    on in step.
+    """
     model = mlp()
-    expected = [mean_gradients(model, comm.world_size, lambda model, rank, s=step: backward(model, rank, s)) for step in range(4)]
+    expected = [
+        mean_gradients(model, comm.world_size, lambda model, rank, s=step: backward(model, rank, s))
+        for step in range(4)
+    ]
     fastcomm.Reducer(comm, **buckets).attach(model)
     for step in range(4):
         model.zero_grad()
@@ -135,7 +148,10 @@ def test_an_interrupt_while_backward_waits_is_raised_when_the_round_is_over(comm
 def test_an_interrupt_of_a_collective_is_raised_when_it_is_over(comm):
     tensor = torch.full((5000,), comm.rank + 1.0)
     if comm.rank == 1:
-        with interrupted("_reduce_all", until_raised=not _is_nccl(comm)), pytest.raises(Interrupted):
+        with (
+            interrupted("_reduce_all", until_raised=not _is_nccl(comm)),
+            pytest.raises(Interrupted),
+        ):
             _reduce_all(comm, tensor)
     else:
         _until_interrupted()
@@ -156,7 +172,9 @@ def _fails(model, rank):
 
 @on_ranks(2)
 def test_an_interrupt_while_the_ranks_meet_after_an_exception_does_not_part_them(comm, buckets):
-    """On shared memory and over Gloo the ranks meet inside abandon(); over NCCL at their next collective."""
+    """On shared memory and over Gloo the ranks meet inside abandon(); over NCCL at their next
+    collective.
+    """
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
     fastcomm.Reducer(comm, **buckets).attach(model)

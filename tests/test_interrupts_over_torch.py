@@ -38,7 +38,9 @@ def interrupt_inside(function, times=1):
     raised = []
 
     def handle(_, frame):
-        if not any(code.co_name == function and "fastcomm" in code.co_filename for code in _codes(frame)):
+        if not any(
+            code.co_name == function and "fastcomm" in code.co_filename for code in _codes(frame)
+        ):
             return
         raised.append(None)
         if len(raised) == times:
@@ -134,7 +136,10 @@ def test_ranks_have_met_when_abandon_raises_what_a_handler_raised(comm):
 
 # A second one
 
-WAITS = {"wait": lambda comm: comm.all_reduce(torch.ones(3000)), "abandon": lambda comm: comm.abandon()}
+WAITS = {
+    "wait": lambda comm: comm.all_reduce(torch.ones(3000)),
+    "abandon": lambda comm: comm.abandon(),
+}
 
 
 def _interrupt_twice(place, transport, wait):

@@ -1,5 +1,7 @@
-"""The CUDA kernels' arithmetic, as the host shim runs it: every pair of dtypes in both directions bit by bit against torch's own casts, for
-sizes and alignments of all kinds, and that nothing is written elsewhere (ci/sanitize.sh runs the same kernels under the sanitizers)."""
+"""The CUDA kernels' arithmetic, as the host shim runs it: every pair of dtypes in both directions
+bit by bit against torch's own casts, for sizes and alignments of all kinds, and that nothing is
+written elsewhere (ci/sanitize.sh runs the same kernels under the sanitizers).
+"""
 
 import ctypes
 from pathlib import Path
@@ -46,7 +48,9 @@ def kernels():
 
 
 class Arena:
-    """Tensors in one piece of memory, each `past` elements after an address aligned to 64 bytes, with guard bytes around them."""
+    """Tensors in one piece of memory, each `past` elements after an address aligned to 64 bytes,
+    with guard bytes around them.
+    """
 
     def __init__(self, dtype, numels, pasts):
         itemsize = dtype.itemsize
@@ -80,9 +84,18 @@ def tiles_of(offsets, numels):
 
 
 def launch(kernels, name, tensors, tiles, *arguments, n_blocks=3):
-    """Calls a kernel as cuLaunchKernel would: with the addresses of its arguments. The capacity ends its name."""
-    pointers = (ctypes.c_void_p * int(name.rpartition("_")[2]))(*[tensor.data_ptr() for tensor in tensors])
-    arguments = [pointers, ctypes.c_void_p(tiles.ctypes.data), ctypes.c_uint32(len(tiles)), *arguments]
+    """Calls a kernel as cuLaunchKernel would: with the addresses of its arguments. The capacity
+    ends its name.
+    """
+    pointers = (ctypes.c_void_p * int(name.rpartition("_")[2]))(
+        *[tensor.data_ptr() for tensor in tensors]
+    )
+    arguments = [
+        pointers,
+        ctypes.c_void_p(tiles.ctypes.data),
+        ctypes.c_uint32(len(tiles)),
+        *arguments,
+    ]
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     getattr(kernels, name)(n_blocks, THREADS, addresses)
 
@@ -95,7 +108,9 @@ class Statistics:
         self.ticket = ctypes.c_uint32(0)
 
     def arguments(self):
-        return ctypes.c_void_p(self.records.ctypes.data), ctypes.c_void_p(ctypes.addressof(self.ticket))
+        return ctypes.c_void_p(self.records.ctypes.data), ctypes.c_void_p(
+            ctypes.addressof(self.ticket)
+        )
 
     @property
     def square_sum(self):
@@ -111,19 +126,40 @@ NO_STATISTICS = (ctypes.c_void_p(None), ctypes.c_void_p(None))
 
 def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=448, n_blocks=3):
     tiles = tiles_of(flat.offsets, [tensor.numel() for tensor in grads])
-    launch(kernels, f"flatten_{grad}_{wire}_{capacity}", grads, tiles, flat.pointer(), ctypes.c_double(scale), n_blocks=n_blocks)
+    launch(
+        kernels,
+        f"flatten_{grad}_{wire}_{capacity}",
+        grads,
+        tiles,
+        flat.pointer(),
+        ctypes.c_double(scale),
+        n_blocks=n_blocks,
+    )
 
 
-def unflatten(kernels, flat, grads, grad, wire, scale=1.0, capacity=448, n_blocks=3, statistics=None):
+def unflatten(
+    kernels, flat, grads, grad, wire, scale=1.0, capacity=448, n_blocks=3, statistics=None
+):
     tiles = tiles_of(flat.offsets, [tensor.numel() for tensor in grads])
     where = statistics.arguments() if statistics else NO_STATISTICS
-    launch(kernels, f"unflatten_{wire}_{grad}_{capacity}", grads, tiles, flat.pointer(), ctypes.c_double(scale), *where, n_blocks=n_blocks)
+    launch(
+        kernels,
+        f"unflatten_{wire}_{grad}_{capacity}",
+        grads,
+        tiles,
+        flat.pointer(),
+        ctypes.c_double(scale),
+        *where,
+        n_blocks=n_blocks,
+    )
 
 
 def norm(kernels, grads, grad, capacity=448, n_blocks=3):
     statistics = Statistics(n_blocks)
     tiles = tiles_of([0] * len(grads), [tensor.numel() for tensor in grads])
-    launch(kernels, f"norm_{grad}_{capacity}", grads, tiles, *statistics.arguments(), n_blocks=n_blocks)
+    launch(
+        kernels, f"norm_{grad}_{capacity}", grads, tiles, *statistics.arguments(), n_blocks=n_blocks
+    )
     return statistics
 
 
@@ -134,9 +170,13 @@ def bits(tensor):
 def assert_same(actual, expected):
     """The same bits, but for those of NaNs."""
     assert actual.dtype == expected.dtype
-    different = (bits(actual) != bits(expected)) & ~(torch.isnan(actual.double()) & torch.isnan(expected.double()))
+    different = (bits(actual) != bits(expected)) & ~(
+        torch.isnan(actual.double()) & torch.isnan(expected.double())
+    )
     where = different.nonzero().flatten()[:5]
-    assert not len(where), f"at {where.tolist()}: {actual[where].tolist()} instead of {expected[where].tolist()}"
+    assert not len(where), (
+        f"at {where.tolist()}: {actual[where].tolist()} instead of {expected[where].tolist()}"
+    )
 
 
 def cast(tensor, dtype, scale):
@@ -150,14 +190,32 @@ def ordinary(dtype, numel, seed=0):
 
 
 def every_kind_of_number(dtype):
-    """All numbers of a dtype of 8 or 16 bits; of a larger one random bits, and all around where rounding to a smaller one changes."""
+    """All numbers of a dtype of 8 or 16 bits; of a larger one random bits, and all around where
+    rounding to a smaller one changes.
+    """
     n_bits = 8 * dtype.itemsize
     if n_bits <= 16:
         return torch.arange(2**n_bits).to(BITS[dtype.itemsize]).view(dtype)
-    random = torch.randint(-(2**63), 2**63 - 1, (20_000,), generator=torch.Generator().manual_seed(1))
+    random = torch.randint(
+        -(2**63), 2**63 - 1, (20_000,), generator=torch.Generator().manual_seed(1)
+    )
     halves = torch.arange(2**16).to(torch.int16).view(torch.float16).to(dtype)
-    # Two more binary digits than a half has, one of them on both sides: the ties of all smaller dtypes.
-    near = torch.cat([halves * factor for factor in (1, 1 + 2**-11, 1 - 2**-11, 1 + 2**-11 + 2**-22, 2.0**100, 2.0**-100, 2.0**-15)])
+    # Two more binary digits than a half has, one of them on both sides: the ties of all smaller
+    # dtypes.
+    near = torch.cat(
+        [
+            halves * factor
+            for factor in (
+                1,
+                1 + 2**-11,
+                1 - 2**-11,
+                1 + 2**-11 + 2**-22,
+                2.0**100,
+                2.0**-100,
+                2.0**-15,
+            )
+        ]
+    )
     return torch.cat([random.view(dtype), near, torch.nextafter(near, torch.full_like(near, 1e30))])
 
 
@@ -194,7 +252,8 @@ def test_unscaled_copies_keep_every_bit(kernels, grad):
     assert torch.equal(bits(back.tensors[0]), bits(numbers))
 
 
-# Aligned, misaligned by the same, and by different numbers of elements, which may still be the same in bytes.
+# Aligned, misaligned by the same, and by different numbers of elements, which may still be the same
+# in bytes.
 PASTS = [(0, 0), (1, 1), (3, 3), (7, 7), (8, 8), (0, 1), (5, 0), (2, 4), (3, 6)]
 
 
@@ -217,13 +276,24 @@ def test_sizes_and_alignments_go_there_and_back(kernels, grad, wire, past_grad, 
     flat.check_guards()
 
 
-@pytest.mark.parametrize("n_tensors, capacity", [(1, 448), (2, 448), (448, 448), (1, 4000), (2000, 4000), (4000, 4000)])
-@pytest.mark.parametrize("grad, wire", [("f32", "f32"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "e4m3"), ("f64", "f64")])
+@pytest.mark.parametrize(
+    "n_tensors, capacity", [(1, 448), (2, 448), (448, 448), (1, 4000), (2000, 4000), (4000, 4000)]
+)
+@pytest.mark.parametrize(
+    "grad, wire",
+    [("f32", "f32"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "e4m3"), ("f64", "f64")],
+)
 def test_any_number_of_tensors_is_one_launch(kernels, grad, wire, n_tensors, capacity):
-    numels = torch.randint(1, 60, (n_tensors,), generator=torch.Generator().manual_seed(n_tensors)).tolist()
+    numels = torch.randint(
+        1, 60, (n_tensors,), generator=torch.Generator().manual_seed(n_tensors)
+    ).tolist()
     numels[-1] = 3000
     values = ordinary(DTYPES[grad], sum(numels))
-    grads, flat, back = list(values.split(numels)), Arena(DTYPES[wire], numels, [0] * n_tensors), torch.zeros_like(values)
+    grads, flat, back = (
+        list(values.split(numels)),
+        Arena(DTYPES[wire], numels, [0] * n_tensors),
+        torch.zeros_like(values),
+    )
     flatten(kernels, grads, flat, grad, wire, capacity=capacity)
     unflatten(kernels, flat, list(back.split(numels)), grad, wire, capacity=capacity)
     assert_same(torch.cat(flat.tensors), cast(values, DTYPES[wire], 1.0))
@@ -328,14 +398,19 @@ def test_what_overflows_by_the_cast_back_is_counted(kernels):
     flat.tensors[0].fill_(65504.0)
     flat.tensors[0][1234] = 65520.0  # rounds to infinity as float16
     statistics = Statistics()
-    unflatten(kernels, flat, [torch.empty(3000, dtype=torch.float16)], "f16", "f32", statistics=statistics)
+    unflatten(
+        kernels, flat, [torch.empty(3000, dtype=torch.float16)], "f16", "f32", statistics=statistics
+    )
     assert statistics.n_nonfinite == 1
 
 
 @pytest.mark.parametrize("n_blocks", [1, 5, 300])
 def test_statistics_repeat_to_the_bit_and_leave_the_ticket_at_zero(kernels, n_blocks):
     values = ordinary(torch.float32, 40 * TILE)
-    first, second = norm(kernels, [values], "f32", n_blocks=n_blocks), norm(kernels, [values], "f32", n_blocks=n_blocks)
+    first, second = (
+        norm(kernels, [values], "f32", n_blocks=n_blocks),
+        norm(kernels, [values], "f32", n_blocks=n_blocks),
+    )
     assert first.records.tobytes() == second.records.tobytes()
     assert first.square_sum == pytest.approx(float(values.double().square().sum()), rel=1e-6)
     assert first.ticket.value == 0
@@ -344,4 +419,6 @@ def test_statistics_repeat_to_the_bit_and_leave_the_ticket_at_zero(kernels, n_bl
 def test_blocks_leave_shares_that_add_up(kernels):
     statistics = norm(kernels, [ordinary(torch.float64, 40 * TILE)], "f64", n_blocks=4)
     assert (statistics.records["square_sum"] > 0).all()
-    assert statistics.square_sum == pytest.approx(statistics.records["square_sum"][1:].sum(), rel=1e-14)
+    assert statistics.square_sum == pytest.approx(
+        statistics.records["square_sum"][1:].sum(), rel=1e-14
+    )

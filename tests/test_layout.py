@@ -1,4 +1,6 @@
-"""Which parameter lies in which bucket, at which offset: properties that hold for any list of parameters."""
+"""Which parameter lies in which bucket, at which offset: properties that hold for any list of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,18 @@ from fastcomm.reducer.layout import plan_buckets
 
 ALIGNMENT = 64
 
-_DTYPES = {dtype: torch.empty(0, dtype=dtype).element_size() for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+_DTYPES = {
+    dtype: torch.empty(0, dtype=dtype).element_size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+}
 numels = st.one_of(st.integers(0, 40), st.integers(0, 20_000))
 caps = st.integers(1, 100_000)
-mixed = st.lists(st.builds(lambda numel, dtype: (numel, dtype, _DTYPES[dtype]), numels, st.sampled_from(list(_DTYPES))), max_size=40)
+mixed = st.lists(
+    st.builds(
+        lambda numel, dtype: (numel, dtype, _DTYPES[dtype]), numels, st.sampled_from(list(_DTYPES))
+    ),
+    max_size=40,
+)
 uniform = st.lists(numels.map(lambda numel: (numel, torch.float32, 4)), max_size=40)
 
 
@@ -36,7 +46,9 @@ def test_parameters_come_in_reverse_registration_order(parameters, cap, first_ca
 def test_parameters_of_one_dtype_come_in_reverse_registration_order(parameters, cap, first_cap):
     buckets = plan(parameters, cap, first_cap)
     for dtype in _DTYPES:
-        indices = [slot.index for bucket in buckets if bucket.dtype == dtype for slot in bucket.slots]
+        indices = [
+            slot.index for bucket in buckets if bucket.dtype == dtype for slot in bucket.slots
+        ]
         assert indices == sorted(indices, reverse=True)
 
 
@@ -51,14 +63,20 @@ def test_slots_are_aligned_and_do_not_overlap(parameters, cap, first_cap):
     for bucket in plan(parameters, cap, first_cap):
         assert all(slot.offset * _DTYPES[bucket.dtype] % ALIGNMENT == 0 for slot in bucket.slots)
         in_place = sorted(bucket.slots, key=lambda slot: (slot.offset, slot.numel))
-        assert all(left.offset + left.numel <= right.offset for left, right in itertools.pairwise(in_place))
-        assert all(slot.offset >= 0 and slot.offset + slot.numel <= bucket.numel for slot in bucket.slots)
+        assert all(
+            left.offset + left.numel <= right.offset for left, right in itertools.pairwise(in_place)
+        )
+        assert all(
+            slot.offset >= 0 and slot.offset + slot.numel <= bucket.numel for slot in bucket.slots
+        )
 
 
 @given(mixed, caps, caps)
 def test_padding_costs_less_than_one_alignment_per_parameter(parameters, cap, first_cap):
     for bucket in plan(parameters, cap, first_cap):
-        assert bucket.numel * _DTYPES[bucket.dtype] <= sum(slot.numel * _DTYPES[bucket.dtype] + ALIGNMENT for slot in bucket.slots)
+        assert bucket.numel * _DTYPES[bucket.dtype] <= sum(
+            slot.numel * _DTYPES[bucket.dtype] + ALIGNMENT for slot in bucket.slots
+        )
 
 
 @given(uniform, caps, caps)
@@ -68,7 +86,9 @@ def test_no_bucket_overshoots_its_cap_by_more_than_one_parameter(parameters, cap
 
 
 @given(mixed, caps, caps)
-def test_no_bucket_of_several_dtypes_overshoots_the_larger_cap_by_more_than_one_parameter(parameters, cap, first_cap):
+def test_no_bucket_of_several_dtypes_overshoots_the_larger_cap_by_more_than_one_parameter(
+    parameters, cap, first_cap
+):
     for bucket in plan(parameters, cap, first_cap):
         assert nbytes(bucket, without_last=True) < max(cap, first_cap)
 

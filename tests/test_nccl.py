@@ -1,5 +1,7 @@
-"""NcclCommunicator where nothing goes wrong: results, arguments, memory, and what reaches the streams in which order. Where there is no
-GPU, or where a test looks into the logs, over the stand-ins for NCCL and for the driver."""
+"""NcclCommunicator where nothing goes wrong: results, arguments, memory, and what reaches the
+streams in which order. Where there is no GPU, or where a test looks into the logs, over the
+stand-ins for NCCL and for the driver.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import pytest
 import torch
 from models import assert_gradients, backward, check_gradients, mean_gradients, mlp
 from ranks import fresh_ranks, on_ranks, values_of
-from reference import DTYPES, HALVES, OPS, assert_same_bits, check_async_collectives, reduced, shards_of
+from reference import (
+    DTYPES,
+    HALVES,
+    OPS,
+    assert_same_bits,
+    check_async_collectives,
+    reduced,
+    shards_of,
+)
 from stand_ins import environment, loaded, log_of, nccl_without, stand_ins
 
 import fastcomm
@@ -31,11 +41,21 @@ def _over_nccl(ranks):
 
 def stand_in_values(world_size, body, *args, env=None):
     """What the body returned on new ranks that work with the stand-ins."""
-    return values_of(fresh_ranks(world_size, body, *args, env={**environment(stand_ins()), **(env or {})}, timeout=40))
+    return values_of(
+        fresh_ranks(
+            world_size, body, *args, env={**environment(stand_ins()), **(env or {})}, timeout=40
+        )
+    )
 
 
 def communicator(place):
-    return fastcomm.init("nccl", init_method=place.init_method, rank=place.rank, world_size=place.world_size, device="cpu")
+    return fastcomm.init(
+        "nccl",
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        device="cpu",
+    )
 
 
 # Results
@@ -47,20 +67,34 @@ def _shards(comm, dtype, numel, seed):
 
 
 def _placed(comm, where, tensor):
-    return comm.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor) if where == "comm.empty" else tensor.to(comm.device, copy=True)
+    return (
+        comm.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor)
+        if where == "comm.empty"
+        else tensor.to(comm.device, copy=True)
+    )
 
 
 def assert_reduced(tensor, shards, op):
-    """Integers exactly. Floats to a few roundings: NCCL adds in an order of its own, and a mean is scaled before it is added. 16-bit
-    floats are rounded to 16 bits at each step, and so is the scaling by 1/3."""
+    """Integers exactly. Floats to a few roundings: NCCL adds in an order of its own, and a mean is
+    scaled before it is added. 16-bit floats are rounded to 16 bits at each step, and so is the
+    scaling by 1/3.
+    """
     expected, dtype = reduced([shard.cpu() for shard in shards], op), tensor.dtype
     if not dtype.is_floating_point or op in ("min", "max"):
         assert_same_bits(tensor.cpu(), expected)
         return
-    size = max(1.0, max(float(shard.abs().max()) for shard in shards if shard.numel()) if expected.numel() else 1.0)
+    size = max(
+        1.0,
+        max(float(shard.abs().max()) for shard in shards if shard.numel())
+        if expected.numel()
+        else 1.0,
+    )
     roundings = len(shards) + 1
     torch.testing.assert_close(
-        tensor.cpu(), expected, rtol=roundings * torch.finfo(dtype).eps, atol=roundings * size * torch.finfo(dtype).eps
+        tensor.cpu(),
+        expected,
+        rtol=roundings * torch.finfo(dtype).eps,
+        atol=roundings * size * torch.finfo(dtype).eps,
     )
 
 
@@ -90,7 +124,9 @@ def test_reduce_scatter_single_keeps_the_ranks_own_part(comm, dtype, where):
             inp = _placed(comm, where, shards[comm.rank])
             out = _placed(comm, where, torch.zeros(part, dtype=dtype))
             comm.reduce_scatter_single(out, inp, op)
-            assert_reduced(out, [shard.view(comm.world_size, part)[comm.rank] for shard in shards], op)
+            assert_reduced(
+                out, [shard.view(comm.world_size, part)[comm.rank] for shard in shards], op
+            )
             assert_same_bits(inp.cpu(), shards[comm.rank])
 
 
@@ -100,7 +136,10 @@ def test_reduce_scatter_single_keeps_the_ranks_own_part(comm, dtype, where):
 def test_all_gather_single_concatenates_by_rank_and_broadcast_copies(comm, dtype, where):
     for numel in NUMELS:
         shards = _shards(comm, dtype, numel, seed=numel)
-        inp, out = _placed(comm, where, shards[comm.rank]), _placed(comm, where, torch.zeros(numel * comm.world_size, dtype=dtype))
+        inp, out = (
+            _placed(comm, where, shards[comm.rank]),
+            _placed(comm, where, torch.zeros(numel * comm.world_size, dtype=dtype)),
+        )
         comm.all_gather_single(out, inp)
         assert_same_bits(out.cpu(), torch.cat(shards).cpu())
         for src in range(comm.world_size):
@@ -185,7 +224,8 @@ def test_lanes_take_turns_at_the_buckets(comm):
     check_gradients(comm, mlp(), backward, streams=2, **SMALL_BUCKETS)
 
 
-# Arguments. Rank 0 calls what is wrong, the others nothing: it must not wait for them, nor disturb them.
+# Arguments. Rank 0 calls what is wrong, the others nothing: it must not wait for them, nor disturb
+# them.
 
 
 def refused(comm, error, words, call):
@@ -203,7 +243,9 @@ def test_tensors_that_are_not_dense_contiguous_and_here_are_refused(comm):
     refused(comm, ValueError, "contiguous", lambda: comm.all_reduce(zeros[:, :2]))
     refused(comm, ValueError, "contiguous", lambda: comm.broadcast(zeros[:, :2]))
     refused(comm, ValueError, "contiguous", lambda: comm.all_gather_single(zeros.t(), zeros[:3]))
-    refused(comm, ValueError, "contiguous", lambda: comm.reduce_scatter_single(zeros[:3], zeros.t()))
+    refused(
+        comm, ValueError, "contiguous", lambda: comm.reduce_scatter_single(zeros[:3], zeros.t())
+    )
     refused(comm, ValueError, "meta", lambda: comm.all_reduce(torch.zeros(4, device="meta")))
     for sparse in (zeros.to_sparse(), zeros.to_sparse_csr()):
         refused(comm, ValueError, "sparse", lambda sparse=sparse: comm.all_reduce(sparse))
@@ -213,7 +255,12 @@ def test_tensors_that_are_not_dense_contiguous_and_here_are_refused(comm):
 @on_ranks(2)
 def test_other_dtypes_are_refused(comm, dtype):
     name = str(dtype).removeprefix("torch.")
-    refused(comm, TypeError, name, lambda: comm.all_reduce(torch.zeros(4, dtype=dtype, device=comm.device)))
+    refused(
+        comm,
+        TypeError,
+        name,
+        lambda: comm.all_reduce(torch.zeros(4, dtype=dtype, device=comm.device)),
+    )
     refused(comm, TypeError, name, lambda: comm.empty(4, dtype=dtype))
 
 
@@ -222,10 +269,24 @@ def test_what_does_not_fit_is_refused(comm):
     four = torch.zeros(4, device=comm.device)
     refused(comm, TypeError, "list", lambda: comm.all_reduce([1.0, 2.0]))
     refused(comm, ValueError, "median", lambda: comm.all_reduce(four, "median"))
-    refused(comm, ValueError, "8 elements.*has 4", lambda: comm.all_gather_single(four.clone(), four))
-    refused(comm, ValueError, "2 elements.*has 4", lambda: comm.reduce_scatter_single(four.clone(), four))
-    refused(comm, ValueError, "multiple of 2", lambda: comm.reduce_scatter_single(four[:1], four[:3]))
-    refused(comm, TypeError, "float64.*float32", lambda: comm.all_gather_single(torch.zeros(8, device=comm.device).double(), four))
+    refused(
+        comm, ValueError, "8 elements.*has 4", lambda: comm.all_gather_single(four.clone(), four)
+    )
+    refused(
+        comm,
+        ValueError,
+        "2 elements.*has 4",
+        lambda: comm.reduce_scatter_single(four.clone(), four),
+    )
+    refused(
+        comm, ValueError, "multiple of 2", lambda: comm.reduce_scatter_single(four[:1], four[:3])
+    )
+    refused(
+        comm,
+        TypeError,
+        "float64.*float32",
+        lambda: comm.all_gather_single(torch.zeros(8, device=comm.device).double(), four),
+    )
     refused(comm, ValueError, "-1", lambda: comm.empty(-1, dtype=torch.float32))
     for src in (-1, 2):
         refused(comm, ValueError, f"0 to 1.*{src}", lambda src=src: comm.broadcast(four, src))
@@ -286,7 +347,9 @@ def test_comm_empty_gives_flat_tensors_on_the_device(comm):
         for numel in (0, 1, 1000):
             tensor = comm.empty(numel, dtype=dtype)
             assert (tensor.shape, tensor.dtype, tensor.device) == ((numel,), dtype, comm.device)
-            assert tensor.is_contiguous() and not tensor.requires_grad and tensor.data_ptr() % 64 == 0
+            assert (
+                tensor.is_contiguous() and not tensor.requires_grad and tensor.data_ptr() % 64 == 0
+            )
 
 
 def _keep_tensors(place):
@@ -331,7 +394,9 @@ def _make_and_drop_reducers(place):
     counts = []
     for i in range(41):
         model = mlp()
-        reducer = fastcomm.Reducer(comm, streams=2, wire_dtype=torch.bfloat16 if i % 2 else None, **SMALL_BUCKETS).attach(model)
+        reducer = fastcomm.Reducer(
+            comm, streams=2, wire_dtype=torch.bfloat16 if i % 2 else None, **SMALL_BUCKETS
+        ).attach(model)
         backward(model, place.rank)
         reducer.detach()
         del reducer, model
@@ -379,7 +444,9 @@ def test_memory_is_unregistered_before_it_is_freed():
     for calls in stand_in_values(2, _unregister):
         *freeing, allocating, registering = calls
         assert (allocating, registering) == ("ncclMemAlloc", "ncclCommRegister")
-        assert freeing == ["ncclCommWindowDeregister", "ncclMemFree"] * (len(freeing) // 2) and freeing
+        assert (
+            freeing == ["ncclCommWindowDeregister", "ncclMemFree"] * (len(freeing) // 2) and freeing
+        )
 
 
 def _windows(place, streams):
@@ -437,7 +504,14 @@ def _do_without(place):
     [
         ("ncclCommWindowRegister", "ncclCommWindowDeregister"),
         ("ncclCommRevoke",),
-        ("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister", "ncclCommWindowRegister", "ncclCommWindowDeregister"),
+        (
+            "ncclMemAlloc",
+            "ncclMemFree",
+            "ncclCommRegister",
+            "ncclCommDeregister",
+            "ncclCommWindowRegister",
+            "ncclCommWindowDeregister",
+        ),
     ],
     ids=["windows", "revoking", "memory"],
 )
@@ -445,7 +519,8 @@ def test_an_older_nccl_may_lack(functions):
     stand_in_values(2, _do_without, env={"FASTCOMM_NCCL_LIBRARY": nccl_without(*functions)})
 
 
-# The order of launches, by the logs. The two libraries keep one each; what comes between is ordered by the streams' events.
+# The order of launches, by the logs. The two libraries keep one each; what comes between is ordered
+# by the streams' events.
 
 
 def _launch_one_bucket(place, wire_dtype):
@@ -477,7 +552,12 @@ def test_a_bucket_is_one_launch_ordered_by_events(wire_dtype):
         calls = [_events(line) for line in cuda]
         begin = ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"]
         unflatten = ["cuLaunchKernel"] if wire_dtype else []
-        assert [name for name, _, _ in calls] == [*begin, *unflatten, "cuEventRecord", "cuStreamWaitEvent"]
+        assert [name for name, _, _ in calls] == [
+            *begin,
+            *unflatten,
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+        ]
         flattened, ready, lane_waits, *cast, done, caller_waits = calls
         assert cuda[0].startswith("cuLaunchKernel flatten") and flattened[1] == "0x0"
         assert ready[1] == "0x0" and lane_waits[1:] == (lane, ready[2])
@@ -505,7 +585,9 @@ def test_training_never_waits_for_the_device():
     for log in stand_in_values(2, _train):
         names = [line.split()[0] for line in log]
         assert names.count("cuLaunchKernel") >= 3 * 3
-        assert not {name for name in names if "Synchronize" in name or "Create" in name or "Mem" in name}
+        assert not {
+            name for name in names if "Synchronize" in name or "Create" in name or "Mem" in name
+        }
 
 
 def _note_side_streams(place):
@@ -538,7 +620,9 @@ def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
 # Capture into a CUDA graph. The stand-in runs what is captured at once.
 
 BEGIN_GLOBAL, BEGIN_THREAD_LOCAL, END = 1, 2, 0
-LEGACY_STREAM = 1  # a handle of the stream that the stand-in captures; 0 stands for "cannot be captured"
+LEGACY_STREAM = (
+    1  # a handle of the stream that the stand-in captures; 0 stands for "cannot be captured"
+)
 
 
 def _capture(place, mode, streams, wire_dtype):
@@ -573,7 +657,11 @@ def _capture(place, mode, streams, wire_dtype):
 
 
 @pytest.mark.parametrize("mode", [BEGIN_GLOBAL, BEGIN_THREAD_LOCAL], ids=["global", "thread local"])
-@pytest.mark.parametrize("streams, wire_dtype", [(1, None), (2, torch.bfloat16)], ids=["one lane", "two lanes and a cast"])
+@pytest.mark.parametrize(
+    "streams, wire_dtype",
+    [(1, None), (2, torch.bfloat16)],
+    ids=["one lane", "two lanes and a cast"],
+)
 def test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs(mode, streams, wire_dtype):
     stand_in_values(2, _capture, mode, streams, wire_dtype)
 

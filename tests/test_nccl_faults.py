@@ -1,5 +1,7 @@
-"""What goes wrong on the NCCL path, provoked with the stand-ins for NCCL and for the driver: calls that fail, ranks that die, leave, come
-late or never. Every rank must get an error that helps, soon; NCCL's communicators must be ended, and nobody may be left waiting."""
+"""What goes wrong on the NCCL path, provoked with the stand-ins for NCCL and for the driver: calls
+that fail, ranks that die, leave, come late or never. Every rank must get an error that helps, soon;
+NCCL's communicators must be ended, and nobody may be left waiting.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from ranks import fresh_ranks, note, noted, torchrun_env, values_of
 from stand_ins import environment, failing, loaded, log_of, stand_ins
 
 import fastcomm
-from fastcomm import AbandonedError, FastcommError, InitError, MismatchError, NcclError, PeerLostError, TimeoutError
+from fastcomm import (
+    AbandonedError,
+    FastcommError,
+    InitError,
+    MismatchError,
+    NcclError,
+    PeerLostError,
+    TimeoutError,
+)
 from fastcomm.nccl import link as nccl_link
 
 # What NCCL's functions return: from ncclUnhandledCudaError to ncclRemoteError.
@@ -32,19 +42,28 @@ CODES = {
 }
 LAUNCH_FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
-# A rank that is not waiting itself looks for its peers' notes every second; one that waits, at once.
+# A rank that is not waiting itself looks for its peers' notes every second; one that waits, at
+# once.
 SOON = 2.5
 
 
 def outcomes_of(world_size, body, *args, env=None, timeout=15):
     """How the body ended on new ranks, which work with the stand-ins also where there is a GPU."""
     env = env or [{}] * world_size
-    return fresh_ranks(world_size, body, *args, env=[{**environment(stand_ins()), **own} for own in env], timeout=timeout)
+    return fresh_ranks(
+        world_size,
+        body,
+        *args,
+        env=[{**environment(stand_ins()), **own} for own in env],
+        timeout=timeout,
+    )
 
 
 def communicator(place, **options):
     options = {"init_method": place.init_method, "timeout": timedelta(seconds=10), **options}
-    return fastcomm.init("nccl", rank=place.rank, world_size=place.world_size, device="cpu", **options)
+    return fastcomm.init(
+        "nccl", rank=place.rank, world_size=place.world_size, device="cpu", **options
+    )
 
 
 @contextlib.contextmanager
@@ -65,10 +84,14 @@ def raised(error, call):
 
 
 def assert_all_ended():
-    """NCCL's communicators are gone. The watchdog's thread may still be at it when the error is raised."""
+    """NCCL's communicators are gone. The watchdog's thread may still be at it when the error is
+    raised.
+    """
     deadline = time.monotonic() + 5
     while loaded("nccl").stand_in_live_comms() > 0:
-        assert time.monotonic() < deadline, f"{loaded('nccl').stand_in_live_comms()} communicators of NCCL's are alive"
+        assert time.monotonic() < deadline, (
+            f"{loaded('nccl').stand_in_live_comms()} communicators of NCCL's are alive"
+        )
         time.sleep(0.01)
 
 
@@ -77,8 +100,12 @@ def assert_all_ended():
 COLLECTIVES = {
     "ncclAllReduce": lambda comm: comm.all_reduce(torch.ones(10)),
     "ncclBroadcast": lambda comm: comm.broadcast(torch.ones(10)),
-    "ncclAllGather": lambda comm: comm.all_gather_single(torch.ones(10 * comm.world_size), torch.ones(10)),
-    "ncclReduceScatter": lambda comm: comm.reduce_scatter_single(torch.ones(10), torch.ones(10 * comm.world_size)),
+    "ncclAllGather": lambda comm: comm.all_gather_single(
+        torch.ones(10 * comm.world_size), torch.ones(10)
+    ),
+    "ncclReduceScatter": lambda comm: comm.reduce_scatter_single(
+        torch.ones(10), torch.ones(10 * comm.world_size)
+    ),
 }
 
 
@@ -105,7 +132,10 @@ def _fail_with_every_code(place, function):
 def test_a_collective_that_fails_on_one_rank_is_the_same_nccl_error_on_all(function):
     for messages in values_of(outcomes_of(3, _fail_with_every_code, function)):
         for message, (code, text) in zip(messages, CODES.items(), strict=True):
-            assert f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL 2.29.7)" in message
+            assert (
+                f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL "
+                f"2.29.7)" in message
+            )
             assert "rank 1" in message
 
 
@@ -146,7 +176,9 @@ def _lack_memory(place, function):
     messages = []
     for code in CODES:
         with failing(function, code) if place.rank == 1 else contextlib.nullcontext():
-            message, seconds = raised(NcclError if place.rank == 1 else FastcommError, lambda: _attach(comm))
+            message, seconds = raised(
+                NcclError if place.rank == 1 else FastcommError, lambda: _attach(comm)
+            )
         assert seconds < SOON
         messages.append(message)
     _attach(comm)
@@ -158,7 +190,10 @@ def test_memory_that_one_rank_does_not_get_costs_no_more_than_that_attach(functi
     first, second = values_of(outcomes_of(2, _lack_memory, function))
     assert all("rank 1" in message for message in first)
     for message, (code, text) in zip(second, CODES.items(), strict=True):
-        assert f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL 2.29.7)" in message
+        assert (
+            f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL 2.29.7)"
+            in message
+        )
 
 
 # Beginning
@@ -169,7 +204,12 @@ def _fail_to_begin(place, function):
     messages = []
     for code in CODES:
         with failing(function, code) if place.rank == failing_rank else contextlib.nullcontext():
-            messages.append(raised(NcclError if place.rank == failing_rank else InitError, lambda: communicator(place))[0])
+            messages.append(
+                raised(
+                    NcclError if place.rank == failing_rank else InitError,
+                    lambda: communicator(place),
+                )[0]
+            )
     communicator(place).close()
     return messages
 
@@ -178,7 +218,10 @@ def _fail_to_begin(place, function):
 def test_a_rank_that_cannot_begin_says_why_and_the_others_are_told(function):
     for messages in values_of(outcomes_of(2, _fail_to_begin, function)):
         for message, (code, text) in zip(messages, CODES.items(), strict=True):
-            assert f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL 2.29.7)" in message
+            assert (
+                f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL "
+                f"2.29.7)" in message
+            )
 
 
 def _begin_for_ever(place):
@@ -222,7 +265,9 @@ def _lose_the_store(place):
     with hanging("ncclCommInitRankConfig"):
         if place.rank == 0:
             threading.Thread(target=_die_while_nccl_connects).start()
-        return raised(FastcommError, lambda: communicator(place, init_method=os.environ["MEETING_POINT"]))
+        return raised(
+            FastcommError, lambda: communicator(place, init_method=os.environ["MEETING_POINT"])
+        )
 
 
 def test_a_store_that_goes_while_nccl_connects_is_fastcomms_error():
@@ -267,7 +312,9 @@ def _fail_in_the_driver(place, function):
 @pytest.mark.parametrize("function", ["cuEventRecord", "cuStreamWaitEvent"])
 def test_a_driver_that_fails_on_one_rank_ends_the_collective_on_all(function):
     for message in values_of(outcomes_of(2, _fail_in_the_driver, function)):
-        assert f"{function} failed: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure)" in message
+        assert (
+            f"{function} failed: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure)" in message
+        )
 
 
 def _fail_once_in_a_bucket(place, function):
@@ -318,7 +365,9 @@ def _report_an_asynchronous_error(place, code):
     if place.rank == 1:
         time.sleep(0.3)
         loaded("nccl").stand_in_async_error(code)
-    message, seconds = raised(FastcommError, comm.barrier if place.rank == 0 else lambda: _wait_for_error(comm))
+    message, seconds = raised(
+        FastcommError, comm.barrier if place.rank == 0 else lambda: _wait_for_error(comm)
+    )
     assert seconds < SOON
     assert_all_ended()
     with pytest.raises(FastcommError) as again:
@@ -395,7 +444,14 @@ def test_a_killed_peer_is_named_within_two_seconds(wait):
     assert_told_of_the_loss(outcomes_of(3, _lose_a_peer, wait, "killed"), "died")
 
 
-@pytest.mark.parametrize("how, words", [("exits", "died"), ("close", "closed its communicator"), ("abort", "aborted its communicator")])
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("exits", "died"),
+        ("close", "closed its communicator"),
+        ("abort", "aborted its communicator"),
+    ],
+)
 def test_a_peer_that_leaves_is_named_within_two_seconds(how, words):
     assert_told_of_the_loss(outcomes_of(2, _lose_a_peer, "all_reduce", how), words)
 
@@ -436,7 +492,10 @@ def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies():
     meeting_point = {"MEETING_POINT": f"tcp://127.0.0.1:{torchrun_env(3)[0]['MASTER_PORT']}"}
     outcomes = outcomes_of(3, _lose_a_peer_with_the_store, env=[meeting_point] * 3)
     for rank, (message, pid) in enumerate(values_of(outcomes[1:]), 1):
-        assert message == f"rank 0 (pid {pid}) died; rank {rank} waits for all_reduce of 10 float32 elements, op sum"
+        assert (
+            message == f"rank 0 (pid {pid}) died; rank {rank} waits for all_reduce of 10 float32 "
+            "elements, op sum"
+        )
 
 
 # Ranks that come late or never
@@ -460,7 +519,11 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout():
     assert first == third
     before, _, missing = first.partition("missing: ")
     assert "waited 2 s" in before and "all_reduce of 10 float32 elements, op sum" in before
-    assert missing.startswith(f"rank 1 (pid {pid})") and "rank 0" not in missing and "rank 2" not in missing
+    assert (
+        missing.startswith(f"rank 1 (pid {pid})")
+        and "rank 0" not in missing
+        and "rank 2" not in missing
+    )
 
 
 def _miss_a_bucket(place):
@@ -495,22 +558,39 @@ def test_a_late_rank_within_the_timeout_is_waited_for():
 
 
 MISMATCHES = {
-    "op": (lambda comm: comm.all_reduce(torch.ones(10)), lambda comm: comm.all_reduce(torch.ones(10), "max"), "op sum", "op max"),
-    "size": (lambda comm: comm.all_reduce(torch.ones(10)), lambda comm: comm.all_reduce(torch.ones(11)), "10 float32", "11 float32"),
+    "op": (
+        lambda comm: comm.all_reduce(torch.ones(10)),
+        lambda comm: comm.all_reduce(torch.ones(10), "max"),
+        "op sum",
+        "op max",
+    ),
+    "size": (
+        lambda comm: comm.all_reduce(torch.ones(10)),
+        lambda comm: comm.all_reduce(torch.ones(11)),
+        "10 float32",
+        "11 float32",
+    ),
     "kind": (
         lambda comm: comm.all_gather_single(torch.ones(10 * comm.world_size), torch.ones(10)),
         lambda comm: comm.broadcast(torch.ones(10)),
         "all_gather_single of 10",
         "broadcast of 10",
     ),
-    "source": (lambda comm: comm.broadcast(torch.ones(10)), lambda comm: comm.broadcast(torch.ones(10), 1), "broadcast.*0", "broadcast.*1"),
+    "source": (
+        lambda comm: comm.broadcast(torch.ones(10)),
+        lambda comm: comm.broadcast(torch.ones(10), 1),
+        "broadcast.*0",
+        "broadcast.*1",
+    ),
 }
 
 
 def _disagree(place, case):
     comm = communicator(place)
     usual, other, _, _ = MISMATCHES[case]
-    message, seconds = raised(MismatchError, lambda: (other if place.rank == place.world_size - 1 else usual)(comm))
+    message, seconds = raised(
+        MismatchError, lambda: (other if place.rank == place.world_size - 1 else usual)(comm)
+    )
     assert seconds < 6
     assert_all_ended()
     return message
@@ -533,14 +613,18 @@ def _fragile_backward(model, rank, step, fails):
 
 
 def _fail_in_backward(place, streams, *unlucky):
-    """Backward fails in step i on the ranks of unlucky[i]. Returns what this rank heard of it, and how often."""
+    """Backward fails in step i on the ranks of unlucky[i]. Returns what this rank heard of it, and
+    how often.
+    """
     comm = communicator(place)
     model = mlp()
     fastcomm.Reducer(comm, streams=streams, **SMALL_BUCKETS).attach(model)
     heard = []
     for step, who in enumerate(unlucky):
         model.zero_grad()
-        expected = mean_gradients(model, place.world_size, lambda replica, rank, step=step: backward(replica, rank, step))
+        expected = mean_gradients(
+            model, place.world_size, lambda replica, rank, step=step: backward(replica, rank, step)
+        )
         try:
             _fragile_backward(model, place.rank, step, place.rank in who)
         except RuntimeError as error:
@@ -637,7 +721,9 @@ def _leave_before_the_ranks_meet_anew(place, how):
     return message
 
 
-@pytest.mark.parametrize("how, words", [("killed", "died"), ("close", "closed"), ("abort", "aborted")])
+@pytest.mark.parametrize(
+    "how, words", [("killed", "died"), ("close", "closed"), ("abort", "aborted")]
+)
 def test_a_peer_that_leaves_before_the_ranks_meet_anew_is_named(how, words):
     (message,) = values_of(outcomes_of(2, _leave_before_the_ranks_meet_anew, how)[:1])
     assert "rank 1" in message and words in message
@@ -778,4 +864,6 @@ def test_a_forked_child_is_told_and_its_parent_goes_on():
     for answer, pid in values_of(outcomes_of(2, _fork)):
         lines = answer.splitlines()
         assert len(lines) == 5
-        assert all("fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines), answer
+        assert all(
+            "fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines
+        ), answer

@@ -1,5 +1,7 @@
-"""Finding NCCL and the driver, and what init says where one is missing, old, there twice, or not the same on all ranks. With the
-stand-ins, and with the real library of NVIDIA's wheel, as far as it goes without a GPU."""
+"""Finding NCCL and the driver, and what init says where one is missing, old, there twice, or not
+the same on all ranks. With the stand-ins, and with the real library of NVIDIA's wheel, as far as it
+goes without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,26 @@ NOWHERE = "/nowhere/lib.so"
 
 
 def outcomes_of(world_size, body, *args, env=None):
-    """How the body ended on new ranks with the stand-ins, but for what `env` says, for all or rank by rank."""
+    """How the body ended on new ranks with the stand-ins, but for what `env` says, for all or rank
+    by rank.
+    """
     env = env if isinstance(env, list) else [env or {}] * world_size
-    return fresh_ranks(world_size, body, *args, env=[{**environment(stand_ins()), **own} for own in env], timeout=20)
+    return fresh_ranks(
+        world_size,
+        body,
+        *args,
+        env=[{**environment(stand_ins()), **own} for own in env],
+        timeout=20,
+    )
 
 
 def _init(place, device="cpu", backend="nccl"):
-    options = {"init_method": place.init_method, "rank": place.rank, "world_size": place.world_size, "timeout": timedelta(seconds=10)}
+    options = {
+        "init_method": place.init_method,
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "timeout": timedelta(seconds=10),
+    }
     fastcomm.init(backend, device=device, **options).close()
 
 
@@ -46,9 +61,15 @@ def assert_all_refused(outcomes, *words):
 
 REFUSALS = {
     "no driver": ({"FASTCOMM_CUDA_LIBRARY": NOWHERE}, "no CUDA driver.*/nowhere/lib.so"),
-    "a driver that does not start": ({"FASTCOMM_STAND_IN_CUDA_FAULTS": "cuInit=100"}, "does not start.*CUDA_ERROR_NO_DEVICE"),
+    "a driver that does not start": (
+        {"FASTCOMM_STAND_IN_CUDA_FAULTS": "cuInit=100"},
+        "does not start.*CUDA_ERROR_NO_DEVICE",
+    ),
     "no device": ({"FASTCOMM_STAND_IN_CUDA_FAULTS": "cuDeviceGetCount=100"}, "no CUDA device 0"),
-    "no NCCL": ({"FASTCOMM_NCCL_LIBRARY": NOWHERE}, "no NCCL library.*/nowhere/lib.so.*fastcomm\\[cuda13\\]"),
+    "no NCCL": (
+        {"FASTCOMM_NCCL_LIBRARY": NOWHERE},
+        "no NCCL library.*/nowhere/lib.so.*fastcomm\\[cuda13\\]",
+    ),
     "something else": ({"FASTCOMM_NCCL_LIBRARY": "libm.so.6"}, "has no ncclGetVersion"),
 }
 
@@ -60,13 +81,19 @@ def test_init_says_what_is_missing(case):
 
 
 def test_a_driver_without_the_calls_is_too_old():
-    assert_all_refused(outcomes_of(1, _init, env={"FASTCOMM_CUDA_LIBRARY": stand_ins().kernels}), "too old.*cuInit", "11.4")
+    assert_all_refused(
+        outcomes_of(1, _init, env={"FASTCOMM_CUDA_LIBRARY": stand_ins().kernels}),
+        "too old.*cuInit",
+        "11.4",
+    )
 
 
 def test_an_old_nccl_is_refused_with_its_version_and_its_path():
     old = stand_ins().old_nccl
     assert_all_refused(
-        outcomes_of(1, _init, env={"FASTCOMM_NCCL_LIBRARY": old}), rf"2\.17\.1 in {os.path.realpath(old)}", r"2\.18 or newer"
+        outcomes_of(1, _init, env={"FASTCOMM_NCCL_LIBRARY": old}),
+        rf"2\.17\.1 in {os.path.realpath(old)}",
+        r"2\.18 or newer",
     )
 
 
@@ -79,12 +106,20 @@ def test_what_one_rank_lacks_all_hear_of(case):
 
 
 def test_different_versions_of_nccl_are_refused_on_all_ranks():
-    versions = [{"FASTCOMM_STAND_IN_NCCL_VERSION": version} for version in ("22907", "22907", "23005")]
+    versions = [
+        {"FASTCOMM_STAND_IN_NCCL_VERSION": version} for version in ("22907", "22907", "23005")
+    ]
     path = os.path.realpath(stand_ins().nccl)
-    assert_all_refused(outcomes_of(3, _init, env=versions), rf"rank 0: 2\.29\.7 in {path}; rank 1: 2\.29\.7 .*rank 2: 2\.30\.5 in {path}")
+    assert_all_refused(
+        outcomes_of(3, _init, env=versions),
+        rf"rank 0: 2\.29\.7 in {path}; rank 1: 2\.29\.7 .*rank 2: 2\.30\.5 in {path}",
+    )
 
 
-@pytest.mark.parametrize("device, backend, words", [("cuda:7", "nccl", "cuda:7|CUDA device 7"), ("cuda:0", "shm", "cuda:0")])
+@pytest.mark.parametrize(
+    "device, backend, words",
+    [("cuda:7", "nccl", "cuda:7|CUDA device 7"), ("cuda:0", "shm", "cuda:0")],
+)
 def test_a_device_that_does_not_fit_is_refused(device, backend, words):
     assert_all_refused(outcomes_of(1, _init, device, backend), words)
 
@@ -96,7 +131,9 @@ def test_nccl_does_not_reduce_on_the_cpu():
 
 def _ask_for_fp8(place):
     comm = fastcomm.init("nccl", init_method=place.init_method, rank=0, world_size=1, device="cpu")
-    with pytest.raises(TypeError, match=r"float8_e4m3fn needs NCCL 2\.24 or newer; this is 2\.23\.4"):
+    with pytest.raises(
+        TypeError, match=r"float8_e4m3fn needs NCCL 2\.24 or newer; this is 2\.23\.4"
+    ):
         comm.empty(4, dtype=torch.float8_e4m3fn)
 
 
@@ -108,7 +145,15 @@ def test_8_bit_floats_need_a_newer_nccl():
 
 
 def facts_of(**facts):
-    return {"host": "here", "card": "one", "device": "cuda:0", "version": 22907, "path": "libnccl.so.2", "may_share": False, **facts}
+    return {
+        "host": "here",
+        "card": "one",
+        "device": "cuda:0",
+        "version": 22907,
+        "path": "libnccl.so.2",
+        "may_share": False,
+        **facts,
+    }
 
 
 def test_ranks_with_a_card_each_are_taken():
@@ -116,8 +161,13 @@ def test_ranks_with_a_card_each_are_taken():
 
 
 def test_two_ranks_on_one_card_are_refused():
-    with pytest.raises(InitError, match="ranks 1 and 3 use the same GPU.*cuda:0 on here.*NCCL_MULTI_RANK_GPU_ENABLE"):
-        nccl_link.refuse_shared_cards([facts_of(card="other"), facts_of(), facts_of(host="there"), facts_of()])
+    with pytest.raises(
+        InitError,
+        match="ranks 1 and 3 use the same GPU.*cuda:0 on here.*NCCL_MULTI_RANK_GPU_ENABLE",
+    ):
+        nccl_link.refuse_shared_cards(
+            [facts_of(card="other"), facts_of(), facts_of(host="there"), facts_of()]
+        )
 
 
 def test_ranks_may_share_a_card_when_they_are_set_up_for_it():
@@ -130,7 +180,11 @@ def test_ranks_may_share_a_card_when_they_are_set_up_for_it():
 
 
 def test_version_numbers_read_as_versions():
-    assert [nccl_library.version_text(number) for number in (21800, 22907, 23203)] == ["2.18.0", "2.29.7", "2.32.3"]
+    assert [nccl_library.version_text(number) for number in (21800, 22907, 23203)] == [
+        "2.18.0",
+        "2.29.7",
+        "2.32.3",
+    ]
 
 
 def test_one_copy_of_nccl_is_taken_and_two_are_refused():
@@ -146,7 +200,11 @@ def _load_a_copy_first(place, copy):
 
 def test_a_second_copy_in_the_process_is_refused(tmp_path):
     copy = shutil.copy(stand_ins().nccl, tmp_path / "libnccl.so.2")
-    assert_all_refused(outcomes_of(1, _load_a_copy_first, copy), re.escape(str(copy)), re.escape(os.path.realpath(stand_ins().nccl)))
+    assert_all_refused(
+        outcomes_of(1, _load_a_copy_first, copy),
+        re.escape(str(copy)),
+        re.escape(os.path.realpath(stand_ins().nccl)),
+    )
 
 
 def _load_after(place, first):
@@ -157,13 +215,17 @@ def _load_after(place, first):
 
 def test_the_copy_that_is_loaded_already_is_taken_before_any_other():
     loaded = stand_ins().nccl
-    assert values_of(outcomes_of(1, _load_after, loaded, env={"FASTCOMM_NCCL_LIBRARY": None})) == [(22907, os.path.realpath(loaded))]
+    assert values_of(outcomes_of(1, _load_after, loaded, env={"FASTCOMM_NCCL_LIBRARY": None})) == [
+        (22907, os.path.realpath(loaded))
+    ]
 
 
 def _info(**env):
     environ = {**os.environ, **env}
     command = [sys.executable, "-m", "fastcomm", "info"]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def test_info_says_what_is_wrong_and_works_all_the_same():
@@ -176,14 +238,20 @@ def test_info_says_what_is_wrong_and_works_all_the_same():
 
 @pytest.fixture(scope="module")
 def real_nccl():
-    """Of NVIDIA's wheel, which belongs to what the tests need: without it they would prove too little."""
+    """Of NVIDIA's wheel, which belongs to what the tests need: without it they would prove too
+    little.
+    """
     path = nccl_library.nccl_wheel()
-    assert path is not None, "the tests load NVIDIA's NCCL: install what the extra `dev` names (nvidia-nccl-cu13)"
+    assert path is not None, (
+        "the tests load NVIDIA's NCCL: install what the extra `dev` names (nvidia-nccl-cu13)"
+    )
     return os.path.realpath(path)
 
 
 def test_the_wheels_library_is_found(real_nccl):
-    ((version, path),) = values_of(outcomes_of(1, _load_after, None, env={"FASTCOMM_NCCL_LIBRARY": None}))
+    ((version, path),) = values_of(
+        outcomes_of(1, _load_after, None, env={"FASTCOMM_NCCL_LIBRARY": None})
+    )
     assert version >= nccl_library.OLDEST and path == real_nccl
 
 
@@ -199,23 +267,38 @@ def test_the_real_library_has_a_version_and_gives_unique_ids(real_nccl):
 
 
 def test_the_real_library_without_a_device_is_an_nccl_error_that_names_the_call(real_nccl):
-    env = {"FASTCOMM_NCCL_LIBRARY": real_nccl, "NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        "FASTCOMM_NCCL_LIBRARY": real_nccl,
+        "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     first, second = outcomes_of(2, _init, env=env)
     for outcome in (first, second):
         # Whose call fails first tells the other.
         assert outcome.is_a((NcclError, InitError)), outcome
         assert re.search(
-            r"ncclCommInitRankConfig failed with code 1, unhandled cuda error.*: Cuda failure.*\(NCCL 2\.", outcome.failure.message
+            r"ncclCommInitRankConfig failed with code 1, unhandled cuda error.*: Cuda "
+            r"failure.*\(NCCL 2\.",
+            outcome.failure.message,
         )
     assert first.is_a(NcclError) or second.is_a(NcclError)
 
 
 def test_the_real_library_without_a_driver_is_an_init_error(real_nccl):
-    assert_all_refused(outcomes_of(1, _init, env={"FASTCOMM_NCCL_LIBRARY": real_nccl, "FASTCOMM_CUDA_LIBRARY": NOWHERE}), "no CUDA driver")
+    assert_all_refused(
+        outcomes_of(
+            1, _init, env={"FASTCOMM_NCCL_LIBRARY": real_nccl, "FASTCOMM_CUDA_LIBRARY": NOWHERE}
+        ),
+        "no CUDA driver",
+    )
 
 
 def test_the_real_library_beside_another_copy_is_refused(real_nccl):
-    assert_all_refused(outcomes_of(1, _load_a_copy_first, real_nccl), re.escape(real_nccl), re.escape(os.path.realpath(stand_ins().nccl)))
+    assert_all_refused(
+        outcomes_of(1, _load_a_copy_first, real_nccl),
+        re.escape(real_nccl),
+        re.escape(os.path.realpath(stand_ins().nccl)),
+    )
 
 
 def _descriptions(place, path):
@@ -225,5 +308,7 @@ def _descriptions(place, path):
 
 
 def test_the_stand_in_describes_errors_as_the_real_library(real_nccl):
-    real, ours = (values_of(outcomes_of(1, _descriptions, path))[0] for path in (real_nccl, stand_ins().nccl))
+    real, ours = (
+        values_of(outcomes_of(1, _descriptions, path))[0] for path in (real_nccl, stand_ins().nccl)
+    )
     assert all(text.startswith(short) for text, short in zip(real, ours, strict=True)), real

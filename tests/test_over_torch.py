@@ -1,6 +1,7 @@
-"""What holds over both transports that go through torch.distributed, "group" and "hierarchical": the
-bits of results, deadlines of what is large, and the modes that torch may be in. Ranks of even and of odd
-numbers take each other for those of two hosts."""
+"""What holds over both transports that go through torch.distributed, "group" and "hierarchical":
+the bits of results, deadlines of what is large, and the modes that torch may be in. Ranks of even
+and of odd numbers take each other for those of two hosts.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ REDUCTIONS = {"all_reduce": _all_reduce, "bucket": _reduce_bucket}
 def exact_shards(dtype, n, numel):
     """Random 16-bit floats whose sums are exact in float32, in whatever order they are added."""
     random = torch.Generator().manual_seed(numel)
-    return [torch.randint(-255, 256, (numel,), generator=random).to(dtype) * 2.0**-6 for _ in range(n)]
+    return [
+        torch.randint(-255, 256, (numel,), generator=random).to(dtype) * 2.0**-6 for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -85,7 +88,9 @@ def test_a_wire_dtype_that_was_chosen_stays(comm):
 @on_ranks(3)
 def test_any_wire_dtype_carries_any_dtype(comm, dtype, wire_dtype):
     for numel in (37, 5001):
-        shards = [shard.abs().clamp(0, 1).round() for shard in shards_of(dtype, comm.world_size, numel)]
+        shards = [
+            shard.abs().clamp(0, 1).round() for shard in shards_of(dtype, comm.world_size, numel)
+        ]
         tensor = shards[comm.rank].clone()
         _reduce_bucket(comm, tensor, "sum", wire_dtype)
         assert_same_bits(tensor, reduced(shards, "sum"))
@@ -163,8 +168,12 @@ class _Slow:
 COLLECTIVES = {
     "all_reduce": lambda comm, numel: comm.all_reduce(torch.ones(numel)),
     "broadcast": lambda comm, numel: comm.broadcast(torch.ones(2 * numel)),
-    "reduce_scatter": lambda comm, numel: comm.reduce_scatter_single(torch.ones(numel), torch.ones(2 * numel)),
-    "all_gather": lambda comm, numel: comm.all_gather_single(torch.ones(2 * numel), torch.ones(numel)),
+    "reduce_scatter": lambda comm, numel: comm.reduce_scatter_single(
+        torch.ones(numel), torch.ones(2 * numel)
+    ),
+    "all_gather": lambda comm, numel: comm.all_gather_single(
+        torch.ones(2 * numel), torch.ones(numel)
+    ),
 }
 
 

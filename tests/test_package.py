@@ -1,4 +1,6 @@
-"""The sdist and the wheel: they build from the sources alone, and the wheel works in an environment that has never seen the source tree."""
+"""The sdist and the wheel: they build from the sources alone, and the wheel works in an environment
+that has never seen the source tree.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +18,92 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = [path.with_suffix(".c").name for path in (ROOT / "fastcomm").rglob("*.pyx")]
 NOT_SOURCES = shutil.ignore_patterns(
-    ".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "*.so", "*.fatbin", "__pycache__", *GENERATED
+    ".git",
+    ".venv",
+    ".*_cache",
+    "build",
+    "dist",
+    "*.egg-info",
+    "*.so",
+    "*.fatbin",
+    "__pycache__",
+    *GENERATED,
 )
 
-# Compiling the extension and importing torch in a fresh environment take longer than other tests may.
+# Compiling the extension and importing torch in a fresh environment take longer than other tests
+# may.
 pytestmark = pytest.mark.timeout(300)
 
 
 def call(*command: str | Path, cwd: Path) -> str:
-    """Runs a command away from this tree and returns what it printed; its whole output is in the failure otherwise."""
+    """Runs a command away from this tree and returns what it printed; its whole output is in the
+    failure otherwise.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert result.returncode == 0, f"{' '.join(map(str, command))} exited with {result.returncode}:\n{result.stdout}"
+    result = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert result.returncode == 0, (
+        f"{' '.join(map(str, command))} exited with {result.returncode}:\n{result.stdout}"
+    )
     return result.stdout
 
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sdist, built from a copy of the sources, and the wheel, built from the sdist, so that nothing is missing there."""
+    """The sdist, built from a copy of the sources, and the wheel, built from the sdist, so that
+    nothing is missing there.
+    """
     scratch = tmp_path_factory.mktemp("distributions")
     tree = shutil.copytree(ROOT, scratch / "tree", ignore=NOT_SOURCES)
-    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", scratch / "dist", tree, cwd=scratch)
+    call(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        scratch / "dist",
+        tree,
+        cwd=scratch,
+    )
     (sdist,) = (scratch / "dist").glob("*.tar.gz")
     (wheel,) = (scratch / "dist").glob("*.whl")
     return sdist, wheel
 
 
 @pytest.fixture(scope="module")
-def clean_python(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new virtual environment that holds the wheel; torch is lent to it from the environment of the tests."""
+def clean_python(
+    distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The interpreter of a new virtual environment that holds the wheel; torch is lent to it from
+    the environment of the tests.
+    """
     environment = tmp_path_factory.mktemp("clean") / "venv"
     call(sys.executable, "-m", "venv", environment, cwd=environment.parent)
     python = environment / "bin" / "python"
-    call(python, "-m", "pip", "install", "--no-deps", "--no-index", distributions[1], cwd=environment.parent)
-    # A line in a .pth file adds a folder without running the .pth files in it, so the editable fastcomm there stays out of sight.
-    site_packages = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=environment.parent).strip()
+    call(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        distributions[1],
+        cwd=environment.parent,
+    )
+    # A line in a .pth file adds a folder without running the .pth files in it, so the editable
+    # fastcomm there stays out of sight.
+    site_packages = call(
+        python,
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+        cwd=environment.parent,
+    ).strip()
     (Path(site_packages) / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
@@ -77,18 +130,34 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
     assert not [name for name in names if name.endswith((".so", ".pyc", ".fatbin", *GENERATED))]
 
 
-def test_wheel_holds_types_and_scripts_but_no_sources_of_what_is_compiled(distributions: tuple[Path, Path]) -> None:
+def test_wheel_holds_types_and_scripts_but_no_sources_of_what_is_compiled(
+    distributions: tuple[Path, Path],
+) -> None:
     with zipfile.ZipFile(distributions[1]) as archive:
         names = set(archive.namelist())
     assert {"fastcomm/py.typed", "fastcomm/shm/communicator.pyi"} <= names
-    assert {"fastcomm/examples/train_gpt.py", "fastcomm/bench/allreduce.py", "fastcomm/bench/step.py"} <= names
-    assert not [name for name in names if name.endswith((".c", ".pyx")) or name.startswith("fastcomm/kernels/shm")]
+    assert {
+        "fastcomm/examples/train_gpt.py",
+        "fastcomm/bench/allreduce.py",
+        "fastcomm/bench/step.py",
+    } <= names
+    assert not [
+        name
+        for name in names
+        if name.endswith((".c", ".pyx")) or name.startswith("fastcomm/kernels/shm")
+    ]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fastcomm"}
 
 
-def test_wheel_holds_the_cuda_kernels_for_cupy_and_compiled_where_nvcc_is(distributions: tuple[Path, Path]) -> None:
+def test_wheel_holds_the_cuda_kernels_for_cupy_and_compiled_where_nvcc_is(
+    distributions: tuple[Path, Path],
+) -> None:
     with zipfile.ZipFile(distributions[1]) as archive:
-        kernels = {name.removeprefix("fastcomm/kernels/cuda/") for name in archive.namelist() if name.startswith("fastcomm/kernels/")}
+        kernels = {
+            name.removeprefix("fastcomm/kernels/cuda/")
+            for name in archive.namelist()
+            if name.startswith("fastcomm/kernels/")
+        }
     sources = {"flatten.cu", "unflatten.cu", "multi_tensor.cuh", "multi_tensor.h"}
     homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     nvcc = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ["PATH"]]))
@@ -96,7 +165,12 @@ def test_wheel_holds_the_cuda_kernels_for_cupy_and_compiled_where_nvcc_is(distri
 
 
 def test_wheel_works_outside_the_tree(clean_python: Path, tmp_path: Path) -> None:
-    where = call(clean_python, "-c", "import fastcomm.shm.communicator; print(fastcomm.shm.communicator.__file__)", cwd=tmp_path)
+    where = call(
+        clean_python,
+        "-c",
+        "import fastcomm.shm.communicator; print(fastcomm.shm.communicator.__file__)",
+        cwd=tmp_path,
+    )
     assert where.startswith(str(clean_python.parent.parent))
 
 
@@ -108,4 +182,6 @@ def test_info_of_the_installed_wheel(clean_python: Path, tmp_path: Path) -> None
 
 
 def test_scripts_of_the_installed_wheel_are_found(clean_python: Path, tmp_path: Path) -> None:
-    assert "usage" in call(clean_python, "-m", "fastcomm", "bench", "allreduce", "--help", cwd=tmp_path)
+    assert "usage" in call(
+        clean_python, "-m", "fastcomm", "bench", "allreduce", "--help", cwd=tmp_path
+    )

@@ -23,11 +23,19 @@ from torch import nn
 
 import fastcomm
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 
 
-# ---- collectives on the fast path ------------------------------------------------------------------------------------------------
+# ---- collectives on the fast path ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -98,7 +106,12 @@ def test_async_all_reduces_are_in_place_after_wait(comm):
 def test_the_future_of_an_all_reduce_holds_a_list_of_its_tensor(comm):
     world()
     tensor = values(comm)
-    value = dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0] * 2).wait()
+    value = (
+        dist.all_reduce(tensor, async_op=True)
+        .get_future()
+        .then(lambda future: future.value()[0] * 2)
+        .wait()
+    )
     assert torch.equal(value, tensor * 2)
 
 
@@ -133,10 +146,18 @@ def test_a_wait_ends_at_its_own_timeout(comm):
 COLLECTIVES = {
     "all_reduce": lambda n: dist.all_reduce(torch.ones(9), async_op=True),
     "broadcast": lambda n: dist.broadcast(torch.ones(9), 1, async_op=True),
-    "all_gather": lambda n: dist.all_gather([torch.zeros(9) for _ in range(n)], torch.ones(9), async_op=True),
-    "all_gather_into_tensor": lambda n: dist.all_gather_into_tensor(torch.zeros(9 * n), torch.ones(9), async_op=True),
-    "reduce_scatter": lambda n: dist.reduce_scatter(torch.zeros(9), [torch.ones(9)] * n, async_op=True),
-    "reduce_scatter_tensor": lambda n: dist.reduce_scatter_tensor(torch.zeros(9), torch.ones(9 * n), async_op=True),
+    "all_gather": lambda n: dist.all_gather(
+        [torch.zeros(9) for _ in range(n)], torch.ones(9), async_op=True
+    ),
+    "all_gather_into_tensor": lambda n: dist.all_gather_into_tensor(
+        torch.zeros(9 * n), torch.ones(9), async_op=True
+    ),
+    "reduce_scatter": lambda n: dist.reduce_scatter(
+        torch.zeros(9), [torch.ones(9)] * n, async_op=True
+    ),
+    "reduce_scatter_tensor": lambda n: dist.reduce_scatter_tensor(
+        torch.zeros(9), torch.ones(9 * n), async_op=True
+    ),
     "barrier": lambda n: dist.barrier(async_op=True),
 }
 
@@ -248,7 +269,9 @@ def test_reduce_scatter_takes_a_list_or_one_tensor(comm):
     wanted = wanted.view(comm.world_size, 4)[comm.rank]
     from_list, from_tensor = torch.zeros(4), torch.zeros(4)
     dist.reduce_scatter(from_list, list(values(comm, numel).view(comm.world_size, 4)))
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(from_tensor, values(comm, numel))
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
+        from_tensor, values(comm, numel)
+    )
     assert torch.equal(from_list, wanted) and torch.equal(from_tensor, wanted)
 
 
@@ -258,8 +281,13 @@ def test_a_coalescing_context_gathers_and_scatters(comm):
     out = [torch.zeros(8), torch.zeros(4)]
     with dist.distributed_c10d._coalescing_manager():
         for tensor in out:
-            dist.all_gather_into_tensor(tensor, torch.full((tensor.numel() // 2,), float(comm.rank)))
-    assert all(torch.equal(tensor, torch.arange(2.0).repeat_interleave(tensor.numel() // 2)) for tensor in out)
+            dist.all_gather_into_tensor(
+                tensor, torch.full((tensor.numel() // 2,), float(comm.rank))
+            )
+    assert all(
+        torch.equal(tensor, torch.arange(2.0).repeat_interleave(tensor.numel() // 2))
+        for tensor in out
+    )
 
 
 @on_ranks(2)
@@ -298,14 +326,20 @@ def test_functional_collectives_work(comm):
 
     own, mean = 2 * comm.rank * torch.arange(6), torch.arange(6)
     assert torch.equal(functional.all_reduce(own, "avg", world()).wait(), mean)
-    assert torch.equal(functional.reduce_scatter_tensor(own, "avg", 0, world()).wait(), mean.view(2, 3)[comm.rank])
-    assert torch.equal(functional.all_gather_tensor(own, 0, world()).wait(), torch.cat([0 * mean, 2 * mean]))
+    assert torch.equal(
+        functional.reduce_scatter_tensor(own, "avg", 0, world()).wait(), mean.view(2, 3)[comm.rank]
+    )
+    assert torch.equal(
+        functional.all_gather_tensor(own, 0, world()).wait(), torch.cat([0 * mean, 2 * mean])
+    )
     assert torch.equal(functional.broadcast(own, 1, world()).wait(), 2 * mean)
 
 
 @on_ranks(2)
 def test_two_threads_share_a_group(comm):
-    """Each reduces as many tensors as the other, of one size: whichever comes first, the ranks' calls match."""
+    """Each reduces as many tensors as the other, of one size: whichever comes first, the ranks'
+    calls match.
+    """
     world()
     tensors = [torch.ones(1000) for _ in range(100)]
 
@@ -321,7 +355,7 @@ def test_two_threads_share_a_group(comm):
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
-# ---- what Gloo does --------------------------------------------------------------------------------------------------------------
+# ---- what Gloo does ------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)
@@ -343,7 +377,9 @@ def test_reduce_gather_scatter_and_all_to_all_work(comm):
     dist.all_to_all_single(out, torch.full((n,), float(comm.rank)))
     assert torch.equal(out, torch.arange(float(n)))
     out = torch.zeros(n * (comm.rank + 1))
-    dist.all_to_all_single(out, torch.ones(n * (n + 1) // 2), [comm.rank + 1] * n, list(range(1, n + 1)))
+    dist.all_to_all_single(
+        out, torch.ones(n * (n + 1) // 2), [comm.rank + 1] * n, list(range(1, n + 1))
+    )
     assert bool(out.all())
 
 
@@ -351,8 +387,12 @@ def test_reduce_gather_scatter_and_all_to_all_work(comm):
 def test_all_to_all_takes_lists_of_any_shapes(comm):
     world()
     n, rank = comm.world_size, comm.rank
-    outputs = [torch.zeros(2, rank + 1).t() for _ in range(n)]  # rank r gets 2 (r + 1) elements of everybody
-    work = dist.all_to_all(outputs, [torch.full((to + 1, 2), float(rank)) for to in range(n)], async_op=True)
+    outputs = [
+        torch.zeros(2, rank + 1).t() for _ in range(n)
+    ]  # rank r gets 2 (r + 1) elements of everybody
+    work = dist.all_to_all(
+        outputs, [torch.full((to + 1, 2), float(rank)) for to in range(n)], async_op=True
+    )
     assert work.get_future().wait()[0] is outputs[0]
     assert all(bool((output == source).all()) for source, output in enumerate(outputs))
 
@@ -384,7 +424,9 @@ def test_objects_travel(comm):
     dist.gather_object(comm.rank, gathered)
     assert gathered is None or gathered == list(range(comm.world_size))
     part = [None]
-    dist.scatter_object_list(part, [str(rank) for rank in range(comm.world_size)] if comm.rank == 0 else None)
+    dist.scatter_object_list(
+        part, [str(rank) for rank in range(comm.world_size)] if comm.rank == 0 else None
+    )
     assert part == [str(comm.rank)]
 
 
@@ -411,7 +453,9 @@ def test_ops_and_dtypes_beyond_the_transport_go_to_gloo(comm):
 
 @on_ranks(2)
 def test_gloo_s_threads_do_not_meet_the_caller_s_in_a_deadlock(comm):
-    """A call that kept the GIL while Gloo's thread let go of a tensor hung about once in a hundred."""
+    """A call that kept the GIL while Gloo's thread let go of a tensor hung about once in a
+    hundred.
+    """
     world()
     for _ in range(500):
         dist.all_reduce(torch.ones(3, dtype=torch.int8))
@@ -435,7 +479,7 @@ def test_what_neither_can_do_is_an_error(comm):
         dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2))
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
@@ -454,7 +498,9 @@ def test_sub_groups_have_a_fast_path_of_their_own(comm):
 
 def _group_beside_gloo(place):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+    dist.init_process_group(
+        "gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    )
     group = dist.new_group(backend="fastcomm")
     integers = torch.tensor([2 * place.rank])
     dist.all_reduce(integers, dist.ReduceOp.AVG, group=group)
@@ -494,9 +540,28 @@ def test_ranks_begin_again_after_destroy_process_group():
 def test_the_benchmark_writes_what_it_measured(tmp_path):
     path = tmp_path / "backend.json"
     script = Path(__file__).resolve().parent.parent / "bench" / "backend.py"
-    command = [sys.executable, str(script), "--models", "mlp", "--rounds", "2", "--steps", "1", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"})
+    command = [
+        sys.executable,
+        str(script),
+        "--models",
+        "mlp",
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text())
-    assert [row["bytes"] for row in result["all_reduce"]] == [4**exponent for exponent in range(5, 14)]
+    assert [row["bytes"] for row in result["all_reduce"]] == [
+        4**exponent for exponent in range(5, 14)
+    ]
     assert set(result["ddp"]["mlp"]["overhead_ms"]) == {"fastcomm", "gloo"}

@@ -1,4 +1,6 @@
-"""What is built on torch.distributed, over the backend "fastcomm": DDP, FSDP2, DTensor, optimizers, checkpoints."""
+"""What is built on torch.distributed, over the backend "fastcomm": DDP, FSDP2, DTensor, optimizers,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ import pytest
 import ranks as harness
 import torch
 import torch.distributed as dist
-from models import Heads, Transformer, backward, convnet, image_backward, loss_of, mlp, text_backward
+from models import (
+    Heads,
+    Transformer,
+    backward,
+    convnet,
+    image_backward,
+    loss_of,
+    mlp,
+    text_backward,
+)
 from process_groups import gloo, ranks, start, values, world  # noqa: F401 (the fixture)
 from ranks import fresh_ranks, on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +59,10 @@ def _assert_same_parameters(model, other):
 )
 @on_ranks(2)
 def test_ddp_trains_bitwise_as_over_gloo(comm, make, run, options):
-    models = [DistributedDataParallel(make(), process_group=group, **options) for group in (world(), gloo())]
+    models = [
+        DistributedDataParallel(make(), process_group=group, **options)
+        for group in (world(), gloo())
+    ]
     for model in models:
         _train(model, run, comm)
     _assert_same_parameters(*models)
@@ -56,9 +70,16 @@ def test_ddp_trains_bitwise_as_over_gloo(comm, make, run, options):
 
 @on_ranks(2)
 def test_ddp_with_changing_branches_trains_bitwise_as_over_gloo(comm):
-    models = [DistributedDataParallel(Heads(4), process_group=group, find_unused_parameters=True) for group in (world(), gloo())]
+    models = [
+        DistributedDataParallel(Heads(4), process_group=group, find_unused_parameters=True)
+        for group in (world(), gloo())
+    ]
     for model in models:
-        _train(model, lambda one, rank, step: loss_of(one, rank, step, (rank + step * step) % 3).backward(), comm)
+        _train(
+            model,
+            lambda one, rank, step: loss_of(one, rank, step, (rank + step * step) % 3).backward(),
+            comm,
+        )
     _assert_same_parameters(*models)
 
 
@@ -136,11 +157,17 @@ def test_ddp_with_a_hook_that_chains_futures(comm):
 
 @on_ranks(2)
 def test_ddp_with_power_sgd_trains_as_over_gloo(comm):
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
 
     models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
     for model in models:
-        model.register_comm_hook(PowerSGDState(model.process_group, 1, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook)
+        model.register_comm_hook(
+            PowerSGDState(model.process_group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
+            powerSGD_hook,
+        )
         _train(model, backward, comm, steps=5)
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -203,7 +230,9 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_gathered_and_loaded(comm):
 
     def trained(state=None):
         model = DistributedDataParallel(mlp(), process_group=world(), gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=True
+        )
         if state is not None:
             optimizer.load_state_dict(state)
         backward(model, comm.rank, 0)
@@ -217,7 +246,9 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_gathered_and_loaded(comm):
     _, other = trained(box[0])
     other.consolidate_state_dict(to=0)
     if comm.rank == 0:
-        assert [float(state["step"]) for state in other.state_dict()["state"].values()] == [2.0] * len(box[0]["state"])
+        assert [float(state["step"]) for state in other.state_dict()["state"].values()] == [
+            2.0
+        ] * len(box[0]["state"])
 
 
 @on_ranks(2)
@@ -227,7 +258,9 @@ def test_ddp_and_zero_join_uneven_inputs_together(comm):
 
     models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
     for model in models:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=model.process_group, lr=0.05)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=model.process_group, lr=0.05
+        )
         with Join([model, optimizer]):
             for step in range(2 + comm.rank):
                 optimizer.zero_grad()
@@ -243,8 +276,15 @@ def _step_over_rpc(place):
     from torch.distributed.optim import DistributedOptimizer
 
     start(place)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place.directory}/rpc", rpc_timeout=30)
-    rpc.init_rpc(f"rank{place.rank}", rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{place.directory}/rpc", rpc_timeout=30
+    )
+    rpc.init_rpc(
+        f"rank{place.rank}",
+        rank=place.rank,
+        world_size=place.world_size,
+        rpc_backend_options=options,
+    )
     parameter = rpc.RRef(torch.ones(3, requires_grad=True))
     with context() as identity:
         theirs = rpc.remote(f"rank{1 - place.rank}", torch.mul, args=(parameter.local_value(), 2.0))
@@ -336,7 +376,14 @@ TRAINING_SCRIPT = """
 def test_a_script_under_torchrun_trains(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAINING_SCRIPT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr

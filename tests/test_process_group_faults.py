@@ -49,7 +49,9 @@ def test_tensors_that_differ_raise_on_both_ranks(comm):
     with pytest.raises(fastcomm.MismatchError, match="rank 0: .* of 4 .*rank 1: .* of 5 "):
         dist.all_reduce(torch.ones(4 + comm.rank))
     with pytest.raises(fastcomm.MismatchError, match="float32 .*float64"):
-        dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.float64)[comm.rank]), async_op=True).wait()
+        dist.all_reduce(
+            torch.ones(4, dtype=(torch.float32, torch.float64)[comm.rank]), async_op=True
+        ).wait()
     dist.barrier()
 
 

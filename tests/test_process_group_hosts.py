@@ -1,4 +1,6 @@
-"""The backend "fastcomm" of torch.distributed among ranks that take each other for ranks of several hosts."""
+"""The backend "fastcomm" of torch.distributed among ranks that take each other for ranks of several
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,14 @@ from fastcomm.group.communicator import GroupCommunicator
 
 
 def across_hosts(hosts: str, body: Callable[[Place], None], dies: int | None = None) -> None:
-    """Runs the body on a rank for each letter, which names its host. `dies`: the rank that kills itself."""
-    outcomes = fresh_ranks(len(hosts), body, env=[{"FASTCOMM_HOST_ID": host, "GLOO_SOCKET_IFNAME": "lo"} for host in hosts])
+    """Runs the body on a rank for each letter, which names its host. `dies`: the rank that kills
+    itself.
+    """
+    outcomes = fresh_ranks(
+        len(hosts),
+        body,
+        env=[{"FASTCOMM_HOST_ID": host, "GLOO_SOCKET_IFNAME": "lo"} for host in hosts],
+    )
     for outcome in outcomes:
         if outcome.rank == dies:
             assert outcome.exitcode == -signal.SIGKILL
@@ -78,7 +86,9 @@ def test_what_is_only_moved_goes_to_gloo():
 
 
 def _share_a_group(place):
-    """Two threads and a group, in which each reduces as many tensors as the other, of one size: the ranks' calls match."""
+    """Two threads and a group, in which each reduces as many tensors as the other, of one size: the
+    ranks' calls match.
+    """
     start(place)
     tensors = [torch.ones(1000) for _ in range(60)]
 
@@ -106,7 +116,9 @@ def _chain(place):
     tensor = torch.ones(3)
     future = dist.all_reduce(tensor, async_op=True).get_future()
     # What is chained may reduce further, and wait for it.
-    chained = future.then(lambda one: dist.all_reduce(one.value()[0], async_op=True).get_future().wait()[0])
+    chained = future.then(
+        lambda one: dist.all_reduce(one.value()[0], async_op=True).get_future().wait()[0]
+    )
     assert chained.wait().tolist() == [4.0] * 3
     dist.destroy_process_group()
 
@@ -136,7 +148,9 @@ def trained(place, hook=None, group=None):
     """A small model after a few steps of DDP with many buckets, and how far its ranks are apart."""
     model = DistributedDataParallel(mlp(), process_group=group, bucket_cap_mb=0.0005)
     if hook is powerSGD_hook:
-        model.register_comm_hook(PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5), hook)
+        model.register_comm_hook(
+            PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5), hook
+        )
     elif hook is not None:
         model.register_comm_hook(group, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -151,7 +165,9 @@ def _train(place):
     start(place)
     wanted = trained(place, group=dist.new_group(backend="gloo"))
     torch.testing.assert_close(trained(place), wanted)
-    torch.testing.assert_close(trained(place, default_hooks.fp16_compress_hook), wanted, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(
+        trained(place, default_hooks.fp16_compress_hook), wanted, rtol=1e-2, atol=1e-3
+    )
     compressed = trained(place, powerSGD_hook)  # over Gloo it hangs where there are several buckets
     highest, lowest = compressed.clone(), compressed.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -169,8 +185,11 @@ def _compute_while_a_bucket_is_under_way(place):
     start(place)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     model = DistributedDataParallel(nn.Sequential(first, last), bucket_cap_mb=1e-5)
-    # The second backward has a bucket for each layer. Rank 1 comes only after rank 0 has left the last layer behind.
-    first.register_full_backward_hook(lambda *_: dist.send(torch.zeros(1), 1) if place.rank == 0 else None)
+    # The second backward has a bucket for each layer. Rank 1 comes only after rank 0 has left the
+    # last layer behind.
+    first.register_full_backward_hook(
+        lambda *_: dist.send(torch.zeros(1), 1) if place.rank == 0 else None
+    )
     for _ in range(2):
         loss = model(torch.ones(1, 4)).sum()
         if place.rank == 1:
@@ -215,7 +234,9 @@ def _wait_for_a_late_one(place):
     else:
         dist.recv(torch.zeros(1), 0)
         dist.all_reduce(tensor)
-    assert torch.equal(tensor, ((torch.arange(9) * 2) % 5 + 1 + (torch.arange(9) * 3) % 5 + 1).float())
+    assert torch.equal(
+        tensor, ((torch.arange(9) * 2) % 5 + 1 + (torch.arange(9) * 3) % 5 + 1).float()
+    )
     dist.destroy_process_group()
 
 

@@ -40,13 +40,20 @@ def test_results_come_by_rank(ranks):
 
 
 def test_a_failure_shows_what_happened_on_every_rank(ranks):
-    with pytest.raises(RankError, match=r"(?s)rank 0 returned 'fine'.*rank 1 raised KeyError: 'no such thing'.*in _raise_on_rank_1"):
+    with pytest.raises(
+        RankError,
+        match=r"(?s)rank 0 returned 'fine'.*rank 1 raised KeyError: 'no such thing'.*in "
+        r"_raise_on_rank_1",
+    ):
         ranks(2, _raise_on_rank_1)
     assert ranks(2, _rank) == [0, 1]
 
 
 def test_an_exception_expected_on_every_rank_must_come_on_every_rank(ranks):
-    assert [failure.message for failure in ranks.raises(2, LookupError, _raise, survives=True)] == ["0", "1"]
+    assert [failure.message for failure in ranks.raises(2, LookupError, _raise, survives=True)] == [
+        "0",
+        "1",
+    ]
     with pytest.raises(RankError):
         ranks.raises(2, LookupError, _raise_on_rank_1)
     with pytest.raises(RankError):

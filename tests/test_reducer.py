@@ -1,4 +1,5 @@
-"""Which gradients a reducer gives, after one backward or several, with no_sync, and for parameters that a backward does not reach.
+"""Which gradients a reducer gives, after one backward or several, with no_sync, and for parameters
+that a backward does not reach.
 
 The oracle is a replica of every rank's model in this process alone, averaged by hand.
 """
@@ -59,9 +60,15 @@ def test_op_sum_gives_the_sum_over_ranks(comm, buckets):
     assert_gradients(model, expected)
 
 
-@pytest.mark.parametrize("wire_dtype, precision", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "wire_dtype, precision",
+    [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)],
+    ids=["bfloat16", "float16"],
+)
 @on_ranks(2, 3)
-def test_a_wire_dtype_costs_one_rounding_before_and_one_after_the_sum(comm, buckets, wire_dtype, precision):
+def test_a_wire_dtype_costs_one_rounding_before_and_one_after_the_sum(
+    comm, buckets, wire_dtype, precision
+):
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
     sizes = mean_gradients(model, comm.world_size, _backward_then_abs)
@@ -105,7 +112,9 @@ def test_zero_grad_starts_afresh(comm, buckets, set_to_none):
     model = mlp()
     fastcomm.Reducer(comm, **buckets).attach(model)
     for step in range(4):
-        expected = mean_gradients(mlp(), comm.world_size, lambda model, rank, step=step: backward(model, rank, step))
+        expected = mean_gradients(
+            mlp(), comm.world_size, lambda model, rank, step=step: backward(model, rank, step)
+        )
         model.zero_grad(set_to_none=set_to_none)
         backward(model, comm.rank, step)
         assert_gradients(model, expected)
@@ -141,12 +150,21 @@ def test_each_of_two_backwards_is_reduced_when_it_returns(comm, buckets):
     assert_gradients(model, expected)
     model.zero_grad()
     second.backward()
-    assert_gradients(model, mean_gradients(mlp(), comm.world_size, lambda model, rank: backward(model, rank, 1)))
+    assert_gradients(
+        model, mean_gradients(mlp(), comm.world_size, lambda model, rank: backward(model, rank, 1))
+    )
 
 
 @on_ranks(2)
 def test_backward_of_several_losses_at_once_is_reduced(comm, buckets):
-    check_gradients(comm, mlp(), lambda model, rank: torch.autograd.backward([loss_of(model, rank, 0), loss_of(model, rank, 1)]), **buckets)
+    check_gradients(
+        comm,
+        mlp(),
+        lambda model, rank: torch.autograd.backward(
+            [loss_of(model, rank, 0), loss_of(model, rank, 1)]
+        ),
+        **buckets,
+    )
 
 
 # no_sync
@@ -225,7 +243,9 @@ def test_no_sync_inside_no_sync_ends_with_the_outer_one(comm, buckets):
 
 
 @on_ranks(2)
-def test_gradients_of_no_sync_are_reduced_though_the_next_backward_does_not_use_the_parameter(comm, buckets):
+def test_gradients_of_no_sync_are_reduced_though_the_next_backward_does_not_use_the_parameter(
+    comm, buckets
+):
     def two_steps(model, rank):
         loss_of(model, rank, 0, rank).backward()
         loss_of(model, rank, 1, 0).backward()
@@ -244,19 +264,34 @@ def test_gradients_of_no_sync_are_reduced_though_the_next_backward_does_not_use_
 
 @on_ranks(2, 3)
 def test_gradients_of_parameters_unused_everywhere_stay_none(comm, buckets):
-    reducer = check_gradients(comm, model := Heads(3), lambda model, rank: loss_of(model, rank, 0, 0, 1).backward(), **buckets)
+    reducer = check_gradients(
+        comm,
+        model := Heads(3),
+        lambda model, rank: loss_of(model, rank, 0, 0, 1).backward(),
+        **buckets,
+    )
     reducer.synchronize()
     assert all(parameter.grad is None for parameter in model.heads[2].parameters())
 
 
 @on_ranks(2, 3)
 def test_parameters_unused_here_receive_the_mean(comm, buckets):
-    check_gradients(comm, Heads(comm.world_size), lambda model, rank: loss_of(model, rank, 0, rank).backward(), **buckets)
+    check_gradients(
+        comm,
+        Heads(comm.world_size),
+        lambda model, rank: loss_of(model, rank, 0, rank).backward(),
+        **buckets,
+    )
 
 
 @on_ranks(2)
 def test_parameters_used_by_one_rank_only_receive_the_mean(comm, buckets):
-    check_gradients(comm, Heads(3), lambda model, rank: loss_of(model, rank, 0, *range(rank + 1)).backward(), **buckets)
+    check_gradients(
+        comm,
+        Heads(3),
+        lambda model, rank: loss_of(model, rank, 0, *range(rank + 1)).backward(),
+        **buckets,
+    )
 
 
 @on_ranks(2)
@@ -274,7 +309,9 @@ def test_the_used_parameters_may_change_from_step_to_step(comm, buckets, set_to_
     model = Heads()
     fastcomm.Reducer(comm, **buckets).attach(model)
     for step in range(5):
-        expected = mean_gradients(Heads(), comm.world_size, lambda model, rank, step=step: _alternating(model, rank, step))
+        expected = mean_gradients(
+            Heads(), comm.world_size, lambda model, rank, step=step: _alternating(model, rank, step)
+        )
         model.zero_grad(set_to_none=set_to_none)
         _alternating(model, comm.rank, step)
         assert_gradients(model, expected)
@@ -309,4 +346,6 @@ def test_zeroed_gradients_stay_zero_while_no_rank_uses_the_parameter(comm, bucke
     loss_of(model, comm.rank, 0, 0, 1).backward()
     model.zero_grad(set_to_none=False)
     loss_of(model, comm.rank, 1, 0).backward()
-    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.heads[1].parameters())
+    assert all(
+        torch.count_nonzero(parameter.grad) == 0 for parameter in model.heads[1].parameters()
+    )

@@ -1,5 +1,5 @@
-"""Which gradients a reducer gives on the less common ways through autograd: checkpointing, custom functions, gradients the user handles,
-a backward that fails.
+"""Which gradients a reducer gives on the less common ways through autograd: checkpointing, custom
+functions, gradients the user handles, a backward that fails.
 """
 
 from __future__ import annotations
@@ -67,15 +67,24 @@ def _checkpointed_backward(forward, reentrant):
 @pytest.mark.parametrize("forward", [_inside_and_outside, _all_inside, _one_inside])
 @on_ranks(2)
 def test_gradients_under_checkpointing_are_the_mean(comm, buckets, forward, reentrant, overlap):
-    check_gradients(comm, mlp(), _checkpointed_backward(forward, reentrant), overlap=overlap, **buckets)
+    check_gradients(
+        comm, mlp(), _checkpointed_backward(forward, reentrant), overlap=overlap, **buckets
+    )
 
 
 @pytest.mark.parametrize("forward", [_all_inside, _one_inside])
 @on_ranks(2)
-def test_gradients_under_reentrant_checkpointing_are_the_mean_though_a_parameter_is_not_used(comm, buckets, forward):
+def test_gradients_under_reentrant_checkpointing_are_the_mean_though_a_parameter_is_not_used(
+    comm, buckets, forward
+):
     model = mlp()
     model.unused = nn.Parameter(torch.ones(3))
-    check_gradients(comm, model, _checkpointed_backward(lambda model, *rest: forward(nn.Sequential(*model), *rest), True), **buckets)
+    check_gradients(
+        comm,
+        model,
+        _checkpointed_backward(lambda model, *rest: forward(nn.Sequential(*model), *rest), True),
+        **buckets,
+    )
 
 
 @on_ranks(2)
@@ -84,16 +93,24 @@ def test_a_layer_used_under_two_checkpoints_is_reduced_once(comm, buckets):
 
 
 @on_ranks(2)
-def test_a_layer_used_under_two_reentrant_checkpoints_is_reduced_once_without_overlap(comm, buckets):
-    check_gradients(comm, mlp(), _checkpointed_backward(_shared, reentrant=True), overlap=False, **buckets)
+def test_a_layer_used_under_two_reentrant_checkpoints_is_reduced_once_without_overlap(
+    comm, buckets
+):
+    check_gradients(
+        comm, mlp(), _checkpointed_backward(_shared, reentrant=True), overlap=False, **buckets
+    )
 
 
 @on_ranks(2)
-def test_a_gradient_that_comes_after_its_bucket_was_launched_is_an_error_that_names_the_parameter(comm):
+def test_a_gradient_that_comes_after_its_bucket_was_launched_is_an_error_that_names_the_parameter(
+    comm,
+):
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
     fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001).attach(model)
-    with pytest.raises(fastcomm.FastcommError, match=r"parameter 2\.(weight|bias) .*use_reentrant=False"):
+    with pytest.raises(
+        fastcomm.FastcommError, match=r"parameter 2\.(weight|bias) .*use_reentrant=False"
+    ):
         _checkpointed_backward(_shared, reentrant=True)(model, comm.rank)
     model.zero_grad()
     backward(model, comm.rank)
@@ -110,7 +127,9 @@ def test_autograd_grad_does_not_reduce(comm, buckets):
     local = mean_gradients(model, 1, lambda model, _: backward(model, comm.rank))
     fastcomm.Reducer(comm, **buckets).attach(model)
     if comm.rank == 0:
-        torch.testing.assert_close(list(torch.autograd.grad(loss_of(model, comm.rank), list(model.parameters()))), local)
+        torch.testing.assert_close(
+            list(torch.autograd.grad(loss_of(model, comm.rank), list(model.parameters()))), local
+        )
     backward(model, comm.rank)
     assert_gradients(model, expected)
 
@@ -127,7 +146,12 @@ def test_gradient_penalty_is_reduced(comm, buckets):
 
 @on_ranks(2)
 def test_backward_for_some_inputs_reduces_those(comm, buckets):
-    check_gradients(comm, mlp(), lambda model, rank: loss_of(model, rank).backward(inputs=[model[0].weight, model[4].bias]), **buckets)
+    check_gradients(
+        comm,
+        mlp(),
+        lambda model, rank: loss_of(model, rank).backward(inputs=[model[0].weight, model[4].bias]),
+        **buckets,
+    )
 
 
 @on_ranks(2)
@@ -192,17 +216,25 @@ def test_a_function_that_returns_none_for_a_parameter_leaves_its_gradient_none(c
         x, y = batch(rank)
         F.mse_loss(_NoGradientForScale.apply(model[0](x), model[1].weight), y).backward()
 
-    check_gradients(comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False)), run, **buckets)
+    check_gradients(
+        comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False)), run, **buckets
+    )
 
 
 @on_ranks(2)
 def test_a_function_that_returns_none_on_one_rank_counts_as_zero_there(comm, buckets):
     def run(model, rank):
         x, y = batch(rank)
-        scaled = _NoGradientForScale.apply(model[0](x), model[1].weight) if rank == 0 else model[0](x) * model[1].weight
+        scaled = (
+            _NoGradientForScale.apply(model[0](x), model[1].weight)
+            if rank == 0
+            else model[0](x) * model[1].weight
+        )
         F.mse_loss(scaled, y).backward()
 
-    check_gradients(comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False)), run, **buckets)
+    check_gradients(
+        comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False)), run, **buckets
+    )
 
 
 # Gradients the user handles
@@ -211,7 +243,11 @@ def test_a_function_that_returns_none_on_one_rank_counts_as_zero_there(comm, buc
 @on_ranks(2)
 def test_gradients_present_before_attach_are_part_of_the_mean(comm, buckets):
     model = mlp()
-    expected = mean_gradients(model, comm.world_size, lambda model, rank: (backward(model, rank), backward(model, rank, 1)))
+    expected = mean_gradients(
+        model,
+        comm.world_size,
+        lambda model, rank: (backward(model, rank), backward(model, rank, 1)),
+    )
     backward(model, comm.rank)
     fastcomm.Reducer(comm, **buckets).attach(model)
     backward(model, comm.rank, 1)
@@ -312,7 +348,9 @@ def test_what_a_post_accumulate_hook_made_of_the_gradient_is_reduced(comm, bucke
 @on_ranks(2)
 def test_a_gradient_that_a_hook_throws_away_stays_none(comm, buckets):
     model = mlp()
-    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    model[0].bias.register_post_accumulate_grad_hook(
+        lambda parameter: setattr(parameter, "grad", None)
+    )
     expected = mean_gradients(model, comm.world_size, backward)
     expected[1] = None
     fastcomm.Reducer(comm, **buckets).attach(model)
@@ -356,20 +394,26 @@ def test_training_goes_on_after_a_second_backward_through_a_freed_graph(comm, bu
 
 
 @on_ranks(2, 3)
-def test_an_exception_in_backward_on_one_rank_is_an_error_on_the_others_for_this_step_only(comm, buckets):
+def test_an_exception_in_backward_on_one_rank_is_an_error_on_the_others_for_this_step_only(
+    comm, buckets
+):
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
     fastcomm.Reducer(comm, **buckets).attach(model)
     for unlucky in range(comm.world_size):
         with pytest.raises(RuntimeError) as caught:
             _fragile_backward(model, comm.rank, fails=comm.rank == unlucky)
-        assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank != unlucky), caught.value
+        assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank != unlucky), (
+            caught.value
+        )
         model.zero_grad()
         backward(model, comm.rank)
         assert_gradients(model, expected)
 
 
-@pytest.mark.parametrize("late", [0, 1], ids=["the one that fails is first", "the one that fails is last"])
+@pytest.mark.parametrize(
+    "late", [0, 1], ids=["the one that fails is first", "the one that fails is last"]
+)
 @on_ranks(2)
 def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(comm, buckets, late):
     def run(model, rank, fails):
@@ -412,7 +456,11 @@ def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_b
     fastcomm.Reducer(comm, **buckets).attach(model)
     x, _ = batch(comm.rank)
     with pytest.raises(RuntimeError) as caught:
-        checkpoint(lambda x: model[2:](Fail.apply(model[:2](x), comm.rank == 1)), x.requires_grad_(), use_reentrant=True).sum().backward()
+        checkpoint(
+            lambda x: model[2:](Fail.apply(model[:2](x), comm.rank == 1)),
+            x.requires_grad_(),
+            use_reentrant=True,
+        ).sum().backward()
     assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank == 0), caught.value
     model.zero_grad()
     backward(model, comm.rank)
@@ -424,7 +472,10 @@ def test_an_exception_in_a_backward_under_no_sync_concerns_its_rank_alone(comm, 
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
     reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    with reducer.no_sync(), pytest.raises(RuntimeError) if comm.rank == 1 else contextlib.nullcontext():
+    with (
+        reducer.no_sync(),
+        pytest.raises(RuntimeError) if comm.rank == 1 else contextlib.nullcontext(),
+    ):
         _fragile_backward(model, comm.rank, fails=comm.rank == 1)
     model.zero_grad()
     backward(model, comm.rank)

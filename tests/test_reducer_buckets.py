@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 
 def _flat_buffers(model):
-    """The flat buffers the gradients lie in, in the order a backward fills them: the size in bytes of each, and its gradients' sizes.
+    """The flat buffers the gradients lie in, in the order a backward fills them: the size in bytes
+    of each, and its gradients' sizes.
 
     In a buffer each gradient begins at the next cache line; two buffers never share a page.
     """
@@ -72,7 +73,9 @@ def test_a_saved_gradient_takes_its_own_size(comm):
 def test_buckets_fill_up_to_their_caps_and_the_first_is_smaller(comm):
     model = _layers(11)
     nbytes = model[0].weight.nbytes
-    fastcomm.Reducer(comm, bucket_cap_mb=4 * nbytes / 2**20, first_bucket_cap_mb=2 * nbytes / 2**20).attach(model)
+    fastcomm.Reducer(
+        comm, bucket_cap_mb=4 * nbytes / 2**20, first_bucket_cap_mb=2 * nbytes / 2**20
+    ).attach(model)
     _backward_of_layers(model, comm.rank)
     assert [len(sizes) for _, sizes in _flat_buffers(model)] == [2, 4, 4, 1]
 
@@ -124,9 +127,11 @@ def test_gradients_return_to_their_memory_after_they_were_none(comm, buckets):
 
 
 def _memory_of_training(comm, set_to_none):
-    """What training with a reducer adds to a rank's memory, per byte of gradients: when backward is nearly through, and after it.
+    """What training with a reducer adds to a rank's memory, per byte of gradients: when backward is
+    nearly through, and after it.
 
-    The mean over the ranks: which of them is charged for a page that they share depends on which of them has touched it.
+    The mean over the ranks: which of them is charged for a page that they share depends on which of
+    them has touched it.
     """
     model = _layers(16, size=1024)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -134,7 +139,9 @@ def _memory_of_training(comm, set_to_none):
     before = _resident_bytes()
     at_the_end_of_backward = []
     # The last gradient of a backward.
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: at_the_end_of_backward.append(_resident_bytes()))
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda _: at_the_end_of_backward.append(_resident_bytes())
+    )
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=8).attach(model)
     for _ in range(3):
         model.zero_grad(set_to_none=set_to_none)
@@ -147,7 +154,9 @@ def _memory_of_training(comm, set_to_none):
 
 
 def _resident_bytes():
-    """Memory this rank occupies, without what malloc keeps for later. Memory that n ranks share counts as 1/n in each."""
+    """Memory this rank occupies, without what malloc keeps for later. Memory that n ranks share
+    counts as 1/n in each.
+    """
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/smaps_rollup") as rollup:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))

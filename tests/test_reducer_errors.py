@@ -1,4 +1,6 @@
-"""What a reducer refuses, and how it says so: on every rank, naming the parameter and what to do, and without hanging any rank."""
+"""What a reducer refuses, and how it says so: on every rank, naming the parameter and what to do,
+and without hanging any rank.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from models import Fail, Heads, assert_gradients, backward, batch, check_gradients, loss_of, mean_gradients, mlp
+from models import (
+    Fail,
+    Heads,
+    assert_gradients,
+    backward,
+    batch,
+    check_gradients,
+    loss_of,
+    mean_gradients,
+    mlp,
+)
 from ranks import finish_together, fresh_ranks, on_ranks
 from torch import nn
 
@@ -41,7 +53,9 @@ def _step_that_may_fail(model, comm, step):
     x, _ = batch(comm.rank, step)
     model[2:](Fail.apply(model[:2](x), where == "backward" and comm.rank in who)).sum().backward()
     deadline = time.monotonic() + 20
-    while where and comm.backend == "nccl" and time.monotonic() < deadline:  # where backward does not wait
+    while (
+        where and comm.backend == "nccl" and time.monotonic() < deadline
+    ):  # where backward does not wait
         comm.check()
 
 
@@ -87,7 +101,9 @@ def test_a_backward_that_fails_before_its_first_gradient_may_be_abandoned(comm):
             comm.abandon()
             n_failed += 1
     assert n_failed == comm.n_abandoned - n_before == 2
-    assert_gradients(model, mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 3)))
+    assert_gradients(
+        model, mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 3))
+    )
 
 
 @on_ranks(2)
@@ -99,7 +115,9 @@ def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
         parameter.grad = torch.ones_like(parameter)
     if comm.rank == 1:
         model[0].weight.grad = torch.ones_like(model[0].weight).to_sparse()
-    with pytest.raises(FastcommError, match="0.weight is sparse" if comm.rank == 1 else "rank 1 abandoned"):
+    with pytest.raises(
+        FastcommError, match="0.weight is sparse" if comm.rank == 1 else "rank 1 abandoned"
+    ):
         try:
             reducer.reduce()
             while comm.backend == "nccl":
@@ -121,7 +139,9 @@ def _out_of_memory(*arguments, **options):
 @on_ranks(2)
 def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
     model, reducer = mlp(), fastcomm.Reducer(comm)
-    error, words = (MemoryError, "out of memory") if comm.rank == 1 else (FastcommError, "rank 1 abandoned")
+    error, words = (
+        (MemoryError, "out of memory") if comm.rank == 1 else (FastcommError, "rank 1 abandoned")
+    )
     with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match=words):
         if comm.rank == 1:
             patch.setattr(fastcomm.reducer.reducer, "Bucket", _out_of_memory)
@@ -262,7 +282,10 @@ def _frozen():
 def _another_order():
     model = mlp()
     del model[2].weight, model[2].bias
-    model[2].bias, model[2].weight = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16, 16))
+    model[2].bias, model[2].weight = (
+        nn.Parameter(torch.zeros(16)),
+        nn.Parameter(torch.zeros(16, 16)),
+    )
     return model
 
 
@@ -295,10 +318,16 @@ def _attach_another_model_on_the_last_rank(comm, make):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @DIFFERENCES
-def test_attach_names_the_first_difference_between_ranks_on_every_rank(ranks, world_size, make, words):
-    failures = ranks.raises(world_size, MismatchError, _attach_another_model_on_the_last_rank, make, survives=True)
+def test_attach_names_the_first_difference_between_ranks_on_every_rank(
+    ranks, world_size, make, words
+):
+    failures = ranks.raises(
+        world_size, MismatchError, _attach_another_model_on_the_last_rank, make, survives=True
+    )
     for failure in failures:
-        assert [word for word in [*words, "rank", str(world_size - 1)] if word not in failure.message] == [], failure.message
+        assert [
+            word for word in [*words, "rank", str(world_size - 1)] if word not in failure.message
+        ] == [], failure.message
 
 
 @on_ranks(2)
@@ -322,7 +351,11 @@ def test_ranks_whose_buffers_differ_are_told(comm):
 
 @pytest.mark.parametrize(
     "option, values",
-    [("first_bucket_cap_mb", (1, 0.0001)), ("op", ("mean", "sum")), ("wire_dtype", (None, torch.bfloat16))],
+    [
+        ("first_bucket_cap_mb", (1, 0.0001)),
+        ("op", ("mean", "sum")),
+        ("wire_dtype", (None, torch.bfloat16)),
+    ],
 )
 @on_ranks(2)
 def test_ranks_whose_options_differ_are_told_when_they_attach(comm, option, values):
@@ -358,7 +391,9 @@ def test_ranks_that_refresh_to_different_models_are_told(comm):
 
 @on_ranks(2)
 def test_a_sparse_gradient_is_refused_by_name(comm, buckets):
-    model = nn.Sequential(OrderedDict(embedding=nn.Embedding(32, 8, sparse=True), head=nn.Linear(8, 4)))
+    model = nn.Sequential(
+        OrderedDict(embedding=nn.Embedding(32, 8, sparse=True), head=nn.Linear(8, 4))
+    )
     with pytest.raises(BAD_INPUT, match=r"(?s)embedding\.weight.*sparse"):
         fastcomm.Reducer(comm, **buckets).attach(model)
         model(torch.arange(4)).sum().backward()
@@ -420,7 +455,9 @@ def _step_in_spite_of_a_failed_backward(comm, unlucky, buckets):
 
 
 @pytest.mark.parametrize("unlucky", [(0, 1), (1,)], ids=["both ranks", "one rank"])
-def test_an_optimizer_step_in_spite_of_a_failed_backward_does_not_drive_the_ranks_apart(ranks, unlucky, buckets):
+def test_an_optimizer_step_in_spite_of_a_failed_backward_does_not_drive_the_ranks_apart(
+    ranks, unlucky, buckets
+):
     one, other = ranks(2, _step_in_spite_of_a_failed_backward, unlucky, buckets)
     for parameters, theirs in zip(one, other, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(parameters, theirs, strict=True))
@@ -456,7 +493,9 @@ def test_a_backward_after_the_other_rank_left_is_an_error():
 
 
 def _fails_early(comm):
-    """A model of more buckets than may be under way at once, whose backward fails on rank 1 after the first of them."""
+    """A model of more buckets than may be under way at once, whose backward fails on rank 1 after
+    the first of them.
+    """
     layers = [nn.Linear(8, 8) for _ in range(24)]
     model = nn.Sequential(*layers)
     fastcomm.Reducer(comm, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001).attach(model)
@@ -476,7 +515,9 @@ def _raise(_):
     raise RuntimeError("out of luck")
 
 
-def test_an_exception_while_more_buckets_wait_than_the_ring_holds_is_an_error_for_one_step_only(ranks):
+def test_an_exception_while_more_buckets_wait_than_the_ring_holds_is_an_error_for_one_step_only(
+    ranks,
+):
     one, other = ranks(2, _fails_early)
     assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
 

@@ -1,4 +1,6 @@
-"""Which gradients a reducer gives for every kind of parameter, and with several reducers side by side."""
+"""Which gradients a reducer gives for every kind of parameter, and with several reducers side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,10 @@ class _Dtypes(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16) * 2)
+        self.layers = nn.ModuleList(
+            nn.Linear(8, 8, dtype=dtype)
+            for dtype in (torch.float32, torch.float64, torch.bfloat16) * 2
+        )
         self.last = nn.Linear(8, 4)
 
     def forward(self, x):
@@ -109,7 +114,9 @@ def test_one_model_may_mix_dtypes(comm, buckets):
 
 
 class _OddShapes(nn.Module):
-    """Parameters without dimensions, without elements, and one that is every second column of a larger tensor."""
+    """Parameters without dimensions, without elements, and one that is every second column of a
+    larger tensor.
+    """
 
     def __init__(self):
         super().__init__()
@@ -130,7 +137,10 @@ def test_scalar_empty_and_sliced_parameters_are_reduced(comm, buckets):
 @on_ranks(2)
 def test_a_model_of_two_thousand_tiny_parameters_is_reduced(comm):
     def run(model, rank):
-        sum(step * (parameter * (rank + 1.0)).sum() for step, parameter in enumerate(model.parameters())).backward()
+        sum(
+            step * (parameter * (rank + 1.0)).sum()
+            for step, parameter in enumerate(model.parameters())
+        ).backward()
 
     check_gradients(comm, nn.ParameterList(torch.ones(3) for _ in range(2000)), run)
 
@@ -152,7 +162,9 @@ class _Gan(nn.ModuleDict):
 
 def _discriminator_step(gan, rank, step=0):
     gan["discriminator"].zero_grad()
-    (gan.judge(batch(rank, step + 100)[0], 1) + gan.judge(gan.fake(rank, step).detach(), 0)).backward()
+    (
+        gan.judge(batch(rank, step + 100)[0], 1) + gan.judge(gan.fake(rank, step).detach(), 0)
+    ).backward()
 
 
 def _generator_step(gan, rank, step=0):
@@ -172,7 +184,14 @@ def test_two_models_in_turn_are_each_reduced(comm, buckets):
         for run in (_discriminator_step, _generator_step):
             gan.zero_grad()
             run(gan, comm.rank, step)
-            assert_gradients(gan, mean_gradients(_Gan(), comm.world_size, lambda gan, rank, run=run, step=step: run(gan, rank, step)))
+            assert_gradients(
+                gan,
+                mean_gradients(
+                    _Gan(),
+                    comm.world_size,
+                    lambda gan, rank, run=run, step=step: run(gan, rank, step),
+                ),
+            )
 
 
 @on_ranks(2)
@@ -220,7 +239,9 @@ def test_no_sync_of_one_reducer_does_not_hold_for_the_other(comm, buckets):
 def test_reducers_that_one_rank_has_elsewhere_do_not_matter(comm, buckets):
     if comm.rank == 0:
         with tempfile.TemporaryDirectory() as directory:
-            alone = fastcomm.init("shm", init_method=f"file://{directory}/rendezvous", rank=0, world_size=1)
+            alone = fastcomm.init(
+                "shm", init_method=f"file://{directory}/rendezvous", rank=0, world_size=1
+            )
         check_gradients(alone, mlp(), backward, **buckets)
         alone.close()
     check_gradients(comm, mlp(), backward, **buckets)

@@ -43,7 +43,9 @@ class _Scattered(nn.Module):
         generator = torch.Generator().manual_seed(rank)
         self.dense = nn.Parameter(torch.randn(5, 3, generator=generator))
         self.frozen = nn.Parameter(torch.randn(7, generator=generator), requires_grad=False)
-        self.channels_last = nn.Parameter(torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last))
+        self.channels_last = nn.Parameter(
+            torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+        )
         self.sliced = nn.Parameter(torch.randn(4, 6, generator=generator)[:, ::2])
         self.wide = nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
         self.register_buffer("mask", torch.rand(3, 3, generator=generator) > 0.5)
@@ -60,7 +62,9 @@ class _Scattered(nn.Module):
 def test_attach_gives_every_rank_the_parameters_and_buffers_of_rank_0(comm):
     model, wanted = _Scattered(comm.rank), _Scattered(0)
     fastcomm.Reducer(comm).attach(model)
-    for (name, tensor), expected in zip(_tensors(model), dict(_tensors(wanted)).values(), strict=True):
+    for (name, tensor), expected in zip(
+        _tensors(model), dict(_tensors(wanted)).values(), strict=True
+    ):
         assert torch.equal(tensor, expected), name
         assert tensor.stride() == expected.stride(), name
 
@@ -72,14 +76,21 @@ def _tensors(model):
 @on_ranks(2)
 def test_attach_changes_neither_the_module_nor_its_state_dict(comm):
     model = mlp()
-    keys, parameters, modules = list(model.state_dict()), list(model.parameters()), list(model.modules())
+    keys, parameters, modules = (
+        list(model.state_dict()),
+        list(model.parameters()),
+        list(model.modules()),
+    )
     attributes = [sorted(vars(module)) for module in modules]
     fastcomm.Reducer(comm).attach(model)
     assert list(model.state_dict()) == keys
     assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
     assert all(new is old for new, old in zip(model.modules(), modules, strict=True))
     assert [sorted(vars(module)) for module in modules] == attributes
-    assert not any(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks for module in modules)
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        for module in modules
+    )
 
 
 @on_ranks(2)
@@ -163,7 +174,9 @@ def test_a_reducer_without_a_communicator_makes_one_from_the_launchers_environme
 
 
 def _with_norm(model):
-    return torch.nn.utils.clip_grad_norm_([_bearer(p) for p in model.parameters() if p.grad is not None], float("inf"))
+    return torch.nn.utils.clip_grad_norm_(
+        [_bearer(p) for p in model.parameters() if p.grad is not None], float("inf")
+    )
 
 
 def _bearer(parameter):
@@ -178,7 +191,9 @@ def test_grad_norm_is_the_norm_of_all_reduced_gradients(comm, buckets):
     model = Transformer()
     reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     text_backward(model, comm.rank)
-    torch.testing.assert_close(float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
 
 
 @on_ranks(2)
@@ -186,7 +201,9 @@ def test_grad_norm_leaves_out_gradients_that_are_none(comm, buckets):
     model = Heads()
     reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     loss_of(model, comm.rank, 0, 1).backward()
-    torch.testing.assert_close(float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
 
 
 @on_ranks(2)
@@ -196,7 +213,9 @@ def test_grad_norm_sees_what_the_user_did_to_the_gradients(comm, buckets):
     backward(model, comm.rank)
     model[0].weight.grad.mul_(10)
     model[2].weight.grad = torch.ones_like(model[2].weight)
-    torch.testing.assert_close(float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
 
 
 @on_ranks(2)
@@ -205,7 +224,9 @@ def test_grad_norm_takes_gradients_of_several_dtypes(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     x, _ = batch(comm.rank)
     (model[0](x).sum() + model[1](x.double()).square().sum()).backward()
-    torch.testing.assert_close(float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
 
 
 @on_ranks(2)
@@ -223,8 +244,12 @@ def test_clip_grad_norm_does_what_torchs_does(comm, buckets, share):
     max_norm = share * float(_with_norm(model))
     bearers = [_bearer(parameter) for parameter in model.parameters()]
     wanted = torch.nn.utils.clip_grad_norm_(bearers, max_norm)
-    torch.testing.assert_close(float(reducer.clip_grad_norm_(max_norm)), float(wanted), rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradients(model), [bearer.grad for bearer in bearers], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        float(reducer.clip_grad_norm_(max_norm)), float(wanted), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        gradients(model), [bearer.grad for bearer in bearers], rtol=1e-6, atol=0
+    )
 
 
 # Optimizers and synchronize
@@ -233,14 +258,18 @@ def test_clip_grad_norm_does_what_torchs_does(comm, buckets, share):
 @on_ranks(2)
 def test_the_optimizer_steps_with_reduced_gradients(comm, buckets):
     model, alone = mlp(), mlp()
-    for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, comm.world_size, backward), strict=True):
+    for parameter, gradient in zip(
+        alone.parameters(), mean_gradients(alone, comm.world_size, backward), strict=True
+    ):
         parameter.grad = gradient
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fastcomm.Reducer(comm, **buckets).attach(model)
     backward(model, comm.rank)
     optimizer.step()
-    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        list(model.parameters()), list(alone.parameters()), rtol=1e-6, atol=1e-7
+    )
 
 
 @on_ranks(2)
@@ -305,12 +334,16 @@ def _backward_of_a_head(model, rank, step):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("train", [_train_mlp, _train_mlp_over_bfloat16, _train_changing_heads])
-def test_parameters_are_bitwise_equal_on_all_ranks_after_200_steps(ranks, world_size, train, buckets):
+def test_parameters_are_bitwise_equal_on_all_ranks_after_200_steps(
+    ranks, world_size, train, buckets
+):
     _assert_all_equal(ranks(world_size, train, buckets))
 
 
 @pytest.mark.parametrize("train", [_train_convnet, _train_transformer])
-def test_parameters_of_larger_models_are_bitwise_equal_on_all_ranks_after_200_steps(ranks, train, buckets):
+def test_parameters_of_larger_models_are_bitwise_equal_on_all_ranks_after_200_steps(
+    ranks, train, buckets
+):
     _assert_all_equal(ranks(2, train, buckets))
 
 
@@ -322,7 +355,9 @@ def _assert_all_equal(parameters_by_rank):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_two_trainings_give_the_same_bits(ranks, world_size, buckets):
-    _assert_all_equal([*ranks(world_size, _train_mlp, buckets), *ranks(world_size, _train_mlp, buckets)])
+    _assert_all_equal(
+        [*ranks(world_size, _train_mlp, buckets), *ranks(world_size, _train_mlp, buckets)]
+    )
 
 
 def _whole_batch_of_vectors(model, world_size):
@@ -332,7 +367,10 @@ def _whole_batch_of_vectors(model, world_size):
 
 
 def _whole_batch_of_text(model, world_size):
-    parts = [torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    parts = [
+        torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(rank))
+        for rank in range(world_size)
+    ]
     tokens = torch.cat(parts)
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
@@ -348,7 +386,10 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(comm, make, run
     whole_batch(alone, comm.world_size)
     fastcomm.Reducer(comm).attach(model)
     run(model, comm.rank)
-    reduced, wanted = (torch.cat([gradient.flatten() for gradient in gradients(one)]).double() for one in (model, alone))
+    reduced, wanted = (
+        torch.cat([gradient.flatten() for gradient in gradients(one)]).double()
+        for one in (model, alone)
+    )
     assert (reduced - wanted).norm() <= 1e-6 * wanted.norm()
 
 

@@ -1,5 +1,6 @@
-"""The shared-memory core: the C driver built and run as it is (ci/sanitize.sh runs it under the sanitizers), and the arithmetic, bit by
-bit, against torch's."""
+"""The shared-memory core: the C driver built and run as it is (ci/sanitize.sh runs it under the
+sanitizers), and the arithmetic, bit by bit, against torch's.
+"""
 
 import os
 import subprocess
@@ -24,7 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def driver():
     compiler = os.environ.get("CC", "gcc")
     sources = [*glob(f"{ROOT}/kernels/shm/*.c"), *glob(f"{ROOT}/tests/shm_*.c")]
-    options = ["-std=gnu11", "-O2", "-ffp-contract=off", "-DFASTCOMM_NO_CLONES", f"-I{ROOT}/kernels"]
+    options = [
+        "-std=gnu11",
+        "-O2",
+        "-ffp-contract=off",
+        "-DFASTCOMM_NO_CLONES",
+        f"-I{ROOT}/kernels",
+    ]
     return compiled("shm_driver", compiler, *options, *sources)
 
 
@@ -47,7 +54,11 @@ def check(shards, op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 9), numel=st.one_of(st.integers(0, 200), st.integers(200, 5000)), seed=st.integers(0, 2**32))
+@given(
+    n=st.integers(1, 9),
+    numel=st.one_of(st.integers(0, 200), st.integers(200, 5000)),
+    seed=st.integers(0, 2**32),
+)
 def test_reduction_is_torchs_in_rank_order(dtype, op, n, numel, seed):
     check(shards_of(dtype, n, numel, seed), op)
 
@@ -65,7 +76,9 @@ def test_sum_is_close_to_the_sum_in_float64(dtype, n):
     exact = torch.stack(shards).double().sum(0)
     reduce_shards(shards)
     # Half a unit in the last place of a result below 16, and as much again for each addition.
-    torch.testing.assert_close(shards[0].double(), exact, rtol=0, atol=8 * n * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        shards[0].double(), exact, rtol=0, atol=8 * n * torch.finfo(dtype).eps
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -83,7 +96,10 @@ def test_a_nan_of_any_shard_reaches_the_result(dtype, op, n):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_infinities_and_overflow(dtype, op):
     largest = torch.finfo(dtype).max
-    special = torch.tensor([float("inf"), -float("inf"), largest, -largest, 0.0, 1.0, torch.finfo(dtype).tiny], dtype=dtype)
+    special = torch.tensor(
+        [float("inf"), -float("inf"), largest, -largest, 0.0, 1.0, torch.finfo(dtype).tiny],
+        dtype=dtype,
+    )
     check(list(torch.cartesian_prod(special, special, special).T.contiguous()), op)
 
 
@@ -142,12 +158,16 @@ def test_every_16_bit_float_survives_the_conversions(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_16_bit_float_survives_the_conversions_where_subnormals_are_flushed(dtype, flush_subnormals):
+def test_every_16_bit_float_survives_the_conversions_where_subnormals_are_flushed(
+    dtype, flush_subnormals
+):
     assert_conversions_lose_nothing(dtype)
 
 
 def pairs(dtype):
-    """Every 16-bit float with many others, near and far: their sums and products fall everywhere between 16-bit floats."""
+    """Every 16-bit float with many others, near and far: their sums and products fall everywhere
+    between 16-bit floats.
+    """
     values = every_value(dtype)
     for distance in (1, 2, 3, 1023, 1025, 4097, 16384, 21845, 30001, 32768):
         yield values, values.roll(distance)
@@ -175,7 +195,9 @@ def test_float16_results_are_right_where_subnormals_are_flushed(flush_subnormals
 def test_ties_go_to_even():
     for dtype, unit in ((torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)):
         one = torch.tensor([1.0, 1 + unit, 1 + unit, 1.0], dtype=dtype)
-        half_a_unit = torch.tensor([unit / 2, unit / 2, -unit / 2, unit / 2 + unit / 64], dtype=dtype)
+        half_a_unit = torch.tensor(
+            [unit / 2, unit / 2, -unit / 2, unit / 2 + unit / 64], dtype=dtype
+        )
         shards = [one, half_a_unit]
         reduce_shards(shards)
         assert shards[0].tolist() == [1.0, 1 + 2 * unit, 1.0, 1 + unit]

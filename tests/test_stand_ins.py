@@ -1,4 +1,6 @@
-"""The stand-ins themselves, through ctypes: that they check, fail and wait as the libraries do in whose place they are loaded."""
+"""The stand-ins themselves, through ctypes: that they check, fail and wait as the libraries do in
+whose place they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,31 @@ from ranks import Ranks, on_ranks
 from reference import assert_same_bits, reduced, shards_of
 from stand_ins import StandIns, stand_ins
 
-NOT_INITIALIZED, NO_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 3, 100, 201, 400, 500, 600
-CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_UNJOINED, CAPTURE_ISOLATION, CAPTURED_EVENT = 900, 901, 904, 905, 907
+NOT_INITIALIZED, NO_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = (
+    3,
+    100,
+    201,
+    400,
+    500,
+    600,
+)
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_UNJOINED, CAPTURE_ISOLATION, CAPTURED_EVENT = (
+    900,
+    901,
+    904,
+    905,
+    907,
+)
 RELAXED, THREAD_LOCAL = 2, 1
 
-UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS = 1, 2, 3, 4, 5, 7
+UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+)
 SUM, PROD, MAX, MIN, AVG = range(5)
 OPS = {"sum": SUM, "prod": PROD, "max": MAX, "min": MIN}
 DTYPES = {
@@ -102,7 +124,10 @@ def new_stream(cuda: ctypes.CDLL) -> c_void_p:
 
 
 def test_driver_wants_to_be_initialised_first(libraries: StandIns) -> None:
-    ask = f"import ctypes; print(ctypes.CDLL({libraries.cuda!r}).cuDeviceGetCount(ctypes.byref(ctypes.c_int())))"
+    ask = (
+        "import ctypes; "
+        f"print(ctypes.CDLL({libraries.cuda!r}).cuDeviceGetCount(ctypes.byref(ctypes.c_int())))"
+    )
     assert int(subprocess.check_output([sys.executable, "-c", ask])) == NOT_INITIALIZED
 
 
@@ -115,7 +140,9 @@ def test_environment_orders_faults(libraries: StandIns) -> None:
 def test_environment_with_a_misspelt_fault_ends_the_process(libraries: StandIns) -> None:
     ask = f"import ctypes; ctypes.CDLL({libraries.nccl!r})"
     environment = {"FASTCOMM_STAND_IN_NCCL_FAULTS": "ncclAlReduce=1"}
-    run = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", ask], env=environment, capture_output=True, text=True
+    )
     assert run.returncode != 0
     assert "ncclAlReduce" in run.stderr
 
@@ -239,7 +266,11 @@ def test_a_capture_does_not_wait_for_an_event_from_outside(cuda: ctypes.CDLL) ->
 
 
 def test_synchronising_in_a_capture_invalidates_it(cuda: ctypes.CDLL) -> None:
-    for synchronise in (cuda.cuCtxSynchronize, lambda: cuda.cuStreamSynchronize(None), lambda: cuda.cuMemFree_v2(c_size_t(0))):
+    for synchronise in (
+        cuda.cuCtxSynchronize,
+        lambda: cuda.cuStreamSynchronize(None),
+        lambda: cuda.cuMemFree_v2(c_size_t(0)),
+    ):
         cuda.stand_in_capture(1)
         assert synchronise() == CAPTURE_UNSUPPORTED
         assert capture_status(cuda, None) == 2
@@ -259,7 +290,12 @@ def test_an_object_of_a_graph_goes_with_it(cuda: ctypes.CDLL) -> None:
     gone = []
     destroy = ctypes.CFUNCTYPE(None, c_void_p)(gone.append)
     cuda.stand_in_capture(1)
-    assert cuda.cuStreamGetCaptureInfo_v2(None, byref(status), byref(identifier), byref(graph), None, None) == 0
+    assert (
+        cuda.cuStreamGetCaptureInfo_v2(
+            None, byref(status), byref(identifier), byref(graph), None, None
+        )
+        == 0
+    )
     assert status.value == 1
     assert cuda.cuUserObjectCreate(byref(owned), c_void_p(7), destroy, 1, 1) == 0
     cuda.stand_in_destroy_graphs()
@@ -269,8 +305,12 @@ def test_an_object_of_a_graph_goes_with_it(cuda: ctypes.CDLL) -> None:
     assert gone == [7]
 
 
-@pytest.mark.parametrize("mode, expected", [(0, CAPTURE_UNSUPPORTED), (THREAD_LOCAL, 0), (RELAXED, 0)])
-def test_a_watchdog_may_query_while_another_thread_captures_unless_its_mode_is_global(cuda: ctypes.CDLL, mode: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    "mode, expected", [(0, CAPTURE_UNSUPPORTED), (THREAD_LOCAL, 0), (RELAXED, 0)]
+)
+def test_a_watchdog_may_query_while_another_thread_captures_unless_its_mode_is_global(
+    cuda: ctypes.CDLL, mode: int, expected: int
+) -> None:
     event, codes = new_event(cuda), []
     cuda.cuEventRecord(event, None)
 
@@ -294,10 +334,18 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    _fields_ = [("size", c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", c_int), ("rest", c_int * 7)]
+    _fields_ = [
+        ("size", c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", c_int),
+        ("rest", c_int * 7),
+    ]
 
 
-def config(size: int = 48, magic: int = 0xCAFEBEEF, version: int = 22907, blocking: int = 1) -> Config:
+def config(
+    size: int = 48, magic: int = 0xCAFEBEEF, version: int = 22907, blocking: int = 1
+) -> Config:
     return Config(size, magic, version, blocking)
 
 
@@ -307,13 +355,19 @@ def unique_id(nccl: ctypes.CDLL) -> UniqueId:
     return made
 
 
-def init(nccl: ctypes.CDLL, n_ranks: int, identity: UniqueId, rank: int, how: Config | None) -> tuple[int, c_void_p]:
+def init(
+    nccl: ctypes.CDLL, n_ranks: int, identity: UniqueId, rank: int, how: Config | None
+) -> tuple[int, c_void_p]:
     handle = c_void_p()
-    code = nccl.ncclCommInitRankConfig(byref(handle), n_ranks, identity, rank, byref(how) if how is not None else None)
+    code = nccl.ncclCommInitRankConfig(
+        byref(handle), n_ranks, identity, rank, byref(how) if how is not None else None
+    )
     return code, handle
 
 
-def all_reduce(nccl: ctypes.CDLL, handle: c_void_p, tensor: torch.Tensor, dtype: int = FLOAT32, op: int = SUM) -> int:
+def all_reduce(
+    nccl: ctypes.CDLL, handle: c_void_p, tensor: torch.Tensor, dtype: int = FLOAT32, op: int = SUM
+) -> int:
     address = c_void_p(tensor.data_ptr())
     return nccl.ncclAllReduce(address, address, c_size_t(tensor.numel()), dtype, op, handle, None)
 
@@ -356,7 +410,9 @@ def alone(nccl: ctypes.CDLL) -> Iterator[c_void_p]:
 @pytest.mark.parametrize("wrong", [{"size": 47}, {"magic": 0}, {"version": 0}])
 def test_a_config_that_is_none_is_refused(nccl: ctypes.CDLL, wrong: dict[str, int]) -> None:
     assert init(nccl, 1, unique_id(nccl), 0, config(**wrong))[0] == INVALID_ARGUMENT
-    assert next(iter(wrong)).encode() in nccl.ncclGetLastError(None) or b"shorter" in nccl.ncclGetLastError(None)
+    assert next(iter(wrong)).encode() in nccl.ncclGetLastError(
+        None
+    ) or b"shorter" in nccl.ncclGetLastError(None)
 
 
 def test_a_communicator_that_is_gone_is_refused(nccl: ctypes.CDLL, alone: c_void_p) -> None:
@@ -378,7 +434,12 @@ def test_memory_is_freed_after_its_registration(nccl: ctypes.CDLL, alone: c_void
     assert nccl.ncclMemFree(address) == INVALID_USAGE
     assert nccl.ncclCommWindowDeregister(alone, window) == 0
     assert nccl.ncclMemFree(address) == 0
-    assert log_of(nccl)[-4:] == ["ncclCommWindowRegister nbytes=1000 flags=1", "ncclMemFree", "ncclCommWindowDeregister", "ncclMemFree"]
+    assert log_of(nccl)[-4:] == [
+        "ncclCommWindowRegister nbytes=1000 flags=1",
+        "ncclMemFree",
+        "ncclCommWindowDeregister",
+        "ncclMemFree",
+    ]
 
 
 def test_calls_of_a_group_run_when_it_ends(nccl: ctypes.CDLL, alone: c_void_p) -> None:
@@ -425,7 +486,9 @@ def test_a_call_that_hangs_ends_with_the_abort(nccl: ctypes.CDLL, alone: c_void_
     assert code_of_a_call_that_is_aborted(nccl, alone) == INTERNAL_ERROR
 
 
-def test_a_communicator_that_does_not_block_is_in_progress_until_all_are_there(nccl: ctypes.CDLL) -> None:
+def test_a_communicator_that_does_not_block_is_in_progress_until_all_are_there(
+    nccl: ctypes.CDLL,
+) -> None:
     identity = unique_id(nccl)
     code, first = init(nccl, 2, identity, 0, config(blocking=0))
     assert (code, async_error(nccl, first)) == (IN_PROGRESS, IN_PROGRESS)
@@ -454,7 +517,9 @@ def test_an_old_library_says_so_and_lacks_what_came_later(libraries: StandIns) -
 
 
 class World:
-    """A communicator of the stand-in among the ranks of a test. Its library comes to life in the rank process."""
+    """A communicator of the stand-in among the ranks of a test. Its library comes to life in the
+    rank process.
+    """
 
     def __init__(self, comm, path: str, version: str | None = None) -> None:
         if version is not None:
@@ -465,7 +530,9 @@ class World:
         if comm.rank == 0:
             identity = torch.frombuffer(bytearray(unique_id(self.nccl)), dtype=torch.uint8)
         comm.broadcast(identity, 0)
-        self.code, self.handle = init(self.nccl, comm.world_size, UniqueId.from_buffer_copy(identity.numpy()), comm.rank, None)
+        self.code, self.handle = init(
+            self.nccl, comm.world_size, UniqueId.from_buffer_copy(identity.numpy()), comm.rank, None
+        )
         os.environ.pop("FASTCOMM_STAND_IN_NCCL_VERSION", None)
 
     def __enter__(self) -> World:
@@ -484,10 +551,16 @@ SIZES = (0, 1, 7, 5000, 200_003)
 def test_all_reduce_is_the_reduction_in_rank_order(comm, libraries):
     with World(comm, libraries.nccl) as world:
         for dtype, number in DTYPES.items():
-            for numel, (name, op) in [*((100, one) for one in OPS.items()), *((numel, ("sum", SUM)) for numel in SIZES)]:
+            for numel, (name, op) in [
+                *((100, one) for one in OPS.items()),
+                *((numel, ("sum", SUM)) for numel in SIZES),
+            ]:
                 shards = shards_of(dtype, comm.world_size, numel, seed=numel)
                 assert all_reduce(world.nccl, world.handle, shards[comm.rank], number, op) == 0
-                assert_same_bits(shards[comm.rank], reduced(shards_of(dtype, comm.world_size, numel, seed=numel), name))
+                assert_same_bits(
+                    shards[comm.rank],
+                    reduced(shards_of(dtype, comm.world_size, numel, seed=numel), name),
+                )
 
 
 @on_ranks(2)
@@ -510,11 +583,21 @@ def test_other_collectives_move_what_they_should(comm, libraries):
         shards = shards_of(torch.float32, n, numel * n)
         own, out = shards[comm.rank], torch.zeros(numel * n)
         pointers = c_void_p(own.data_ptr()), c_void_p(out.data_ptr())
-        assert world.nccl.ncclBroadcast(*pointers, c_size_t(numel * n), FLOAT32, 1, world.handle, None) == 0
+        assert (
+            world.nccl.ncclBroadcast(*pointers, c_size_t(numel * n), FLOAT32, 1, world.handle, None)
+            == 0
+        )
         assert_same_bits(out, shards[1])
-        assert world.nccl.ncclAllGather(*pointers, c_size_t(numel), FLOAT32, world.handle, None) == 0
+        assert (
+            world.nccl.ncclAllGather(*pointers, c_size_t(numel), FLOAT32, world.handle, None) == 0
+        )
         assert_same_bits(out, torch.cat([shard[:numel] for shard in shards]))
-        assert world.nccl.ncclReduceScatter(*pointers, c_size_t(numel), FLOAT32, SUM, world.handle, None) == 0
+        assert (
+            world.nccl.ncclReduceScatter(
+                *pointers, c_size_t(numel), FLOAT32, SUM, world.handle, None
+            )
+            == 0
+        )
         assert_same_bits(out[:numel], reduced(shards, "sum").view(n, numel)[comm.rank])
 
 
@@ -551,7 +634,9 @@ def test_ranks_that_do_not_agree_wait_until_they_abort(comm, libraries):
     with World(comm, libraries.nccl) as world:
         dtype = FLOAT32 if comm.rank == 0 else DTYPES[torch.int32]
         codes = []
-        thread = threading.Thread(target=lambda: codes.append(all_reduce(world.nccl, world.handle, torch.ones(3), dtype)))
+        thread = threading.Thread(
+            target=lambda: codes.append(all_reduce(world.nccl, world.handle, torch.ones(3), dtype))
+        )
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()

@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def train(folder: Path, how: str) -> dict[str, Any]:
     """What the training has left at its end."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    launcher = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    )
     done = subprocess.run(
         [*launcher, str(ROOT / "tests" / "elastic_training.py"), str(folder), how],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -29,7 +36,9 @@ def train(folder: Path, how: str) -> dict[str, Any]:
     return end
 
 
-def test_a_training_whose_rank_was_killed_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> None:
+def test_a_training_whose_rank_was_killed_goes_on_from_its_checkpoint_to_the_same_end(
+    tmp_path: Path,
+) -> None:
     folders = [tmp_path / "undisturbed", tmp_path / "killed"]
     for folder in folders:
         folder.mkdir()

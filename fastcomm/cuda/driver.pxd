@@ -1,4 +1,5 @@
-# The CUDA driver's types and calls, declared by hand: no CUDA header is needed to build. Enumerators as in the driver API's reference.
+# The CUDA driver's types and calls, declared by hand: no CUDA header is needed to build.
+# Enumerators as in the driver API's reference.
 
 ctypedef void *CUcontext
 ctypedef void *CUstream
@@ -34,25 +35,31 @@ cdef struct Driver:
     int (*synchronize)() noexcept nogil
     int (*load_module)(CUmodule *module, const void *image) noexcept nogil
     int (*get_function)(CUfunction *function, CUmodule module, const char *name) noexcept nogil
-    int (*launch)(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z, unsigned int block_x,
-                  unsigned int block_y, unsigned int block_z, unsigned int shared_nbytes, CUstream stream, void **parameters,
+    int (*launch)(CUfunction function, unsigned int grid_x, unsigned int grid_y,
+                  unsigned int grid_z, unsigned int block_x,
+                  unsigned int block_y, unsigned int block_z, unsigned int shared_nbytes,
+                  CUstream stream, void **parameters,
                   void **extra) noexcept nogil
-    int (*resident_blocks)(int *count, CUfunction function, int block_size, size_t shared_nbytes) noexcept nogil
+    int (*resident_blocks)(int *count, CUfunction function, int block_size,
+                           size_t shared_nbytes) noexcept nogil
     int (*priority_range)(int *least, int *greatest) noexcept nogil
     int (*create_stream)(CUstream *stream, unsigned int flags, int priority) noexcept nogil
     int (*destroy_stream)(CUstream stream) noexcept nogil
     int (*synchronize_stream)(CUstream stream) noexcept nogil
     int (*wait_event)(CUstream stream, CUevent event, unsigned int flags) noexcept nogil
-    int (*capture_info)(CUstream stream, int *status, unsigned long long *identifier, CUgraph *graph, void *dependencies,
+    int (*capture_info)(CUstream stream, int *status, unsigned long long *identifier,
+                        CUgraph *graph, void *dependencies,
                         size_t *n_dependencies) noexcept nogil
     int (*exchange_capture_mode)(int *mode) noexcept nogil
     int (*create_event)(CUevent *event, unsigned int flags) noexcept nogil
     int (*record_event)(CUevent event, CUstream stream) noexcept nogil
     int (*query_event)(CUevent event) noexcept nogil
     int (*destroy_event)(CUevent event) noexcept nogil
-    int (*create_user_object)(CUuserObject *user_object, void *pointer, void (*destroy)(void *) noexcept nogil, unsigned int references,
+    int (*create_user_object)(CUuserObject *user_object, void *pointer,
+                              void (*destroy)(void *) noexcept nogil, unsigned int references,
                               unsigned int flags) noexcept nogil
-    int (*retain_user_object)(CUgraph graph, CUuserObject user_object, unsigned int count, unsigned int flags) noexcept nogil
+    int (*retain_user_object)(CUgraph graph, CUuserObject user_object, unsigned int count,
+                              unsigned int flags) noexcept nogil
 
 
 cdef Driver driver

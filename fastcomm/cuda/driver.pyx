@@ -1,8 +1,9 @@
 # cython: language_level=3
-"""The few CUDA driver calls that the hot path makes: launch, event record, stream wait, event query.
+"""The few CUDA driver calls that the hot path makes: launch, event record, stream wait, event
+query.
 
-The driver is opened at run time, so the same build works on machines with and without CUDA. Owns streams and events; knows neither
-tensors nor NCCL.
+The driver is opened at run time, so the same build works on machines with and without CUDA. Owns
+streams and events; knows neither tensors nor NCCL.
 """
 
 import contextlib
@@ -20,9 +21,11 @@ cdef void *library = NULL
 
 
 def load():
-    """Opens the driver: FASTCOMM_CUDA_LIBRARY if that is set, else libcuda.so.1. Returns its version, 13000 for 13.0.
+    """Opens the driver: FASTCOMM_CUDA_LIBRARY if that is set, else libcuda.so.1. Returns its
+    version, 13000 for 13.0.
 
-    Raises InitError: there is no driver, it is too old to have a call that is needed, or it does not start.
+    Raises InitError: there is no driver, it is too old to have a call that is needed, or it does
+    not start.
     """
     global library
     cdef int version = 0
@@ -30,7 +33,8 @@ def load():
         path = os.environ.get("FASTCOMM_CUDA_LIBRARY", "libcuda.so.1")
         handle = dlopen(path.encode(), RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
-            raise InitError(f"there is no CUDA driver on this machine ({dlerror().decode()}); fastcomm.init('shm') reduces on the CPU")
+            raise InitError(f"there is no CUDA driver on this machine ({dlerror().decode()}); "
+                            "fastcomm.init('shm') reduces on the CPU")
         _find_symbols(handle)
         code = driver.init(0)
         if code != CUDA_SUCCESS:
@@ -75,7 +79,8 @@ cdef int _find_symbols(void *handle) except -1:
 cdef int _find(void **symbol, void *handle, const char *name) except -1:
     symbol[0] = dlsym(handle, name)
     if symbol[0] == NULL:
-        raise InitError(f"the CUDA driver is too old: it has no {name.decode()}; CUDA 11.4 (driver 470) is the oldest that will do")
+        raise InitError(f"the CUDA driver is too old: it has no {name.decode()}; CUDA 11.4 "
+                        "(driver 470) is the oldest that will do")
     return 0
 
 
@@ -85,7 +90,9 @@ cdef str describe(int code):
     cdef const char *text = NULL
     driver.error_name(code, &name)
     driver.error_string(code, &text)
-    return f"{name.decode()} ({text.decode()})" if name != NULL and text != NULL else f"error {code}"
+    if name == NULL or text == NULL:
+        return f"error {code}"
+    return f"{name.decode()} ({text.decode()})"
 
 
 cdef int check(int code, const char *call) except -1 nogil:
@@ -108,13 +115,16 @@ cdef class Event:
 
 
 cdef class Stream:
-    """A CUDA stream of the highest priority, which does not wait for the legacy default stream. Belongs to the process that made it."""
+    """A CUDA stream of the highest priority, which does not wait for the legacy default stream.
+    Belongs to the process that made it.
+    """
 
     def __cinit__(self):
         cdef int least = 0, greatest = 0
         self.pid = getpid()
         check(driver.priority_range(&least, &greatest), b"cuCtxGetStreamPriorityRange")
-        check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest), b"cuStreamCreateWithPriority")
+        check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest),
+              b"cuStreamCreateWithPriority")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
@@ -124,8 +134,9 @@ cdef class Stream:
 cdef class Device:
     """A CUDA device and its primary context, which torch and NCCL use as well.
 
-    device: a torch.device. One of type "cpu" stands for host memory in the place of device memory, with one stream: what the tests'
-    stand-in for the driver works on. Raises InitError where there is no such device.
+    device: a torch.device. One of type "cpu" stands for host memory in the place of device memory,
+    with one stream: what the tests' stand-in for the driver works on. Raises InitError where there
+    is no such device.
     """
 
     def __cinit__(self, device):
@@ -137,9 +148,12 @@ cdef class Device:
         self.index = device.index or 0
         code = driver.device_count(&count)
         if code != CUDA_SUCCESS or not 0 <= self.index < count:
-            raise InitError(f"there is no CUDA device {self.index}: the driver knows {count} (is CUDA_VISIBLE_DEVICES set?)")
+            raise InitError(f"there is no CUDA device {self.index}: the driver knows {count} (is "
+                            "CUDA_VISIBLE_DEVICES set?)")
         check(driver.device_get(&number, self.index), b"cuDeviceGet")
-        check(driver.device_attribute(&self.n_multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number), b"cuDeviceGetAttribute")
+        check(driver.device_attribute(&self.n_multiprocessors,
+                                      CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number),
+              b"cuDeviceGetAttribute")
         check(driver.retain_primary_context(&self.context, number), b"cuDevicePrimaryCtxRetain")
         self.raw_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None
 

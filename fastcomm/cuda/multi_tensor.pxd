@@ -35,7 +35,8 @@ cdef class MultiTensor:
     cdef readonly object dtype, flat_dtype
     cdef readonly list numels, offsets
     cdef list tables  # of tiles, by part, on the device
-    cdef object stats  # float64 [parts, 1 + blocks, 2]: as struct mt_stats; the first row of each part is the result
+    # float64 [parts, 1 + blocks, 2]: as struct mt_stats; the first row of each part is the result
+    cdef object stats
     cdef object tickets
     cdef Part *parts
     cdef size_t n_parts
@@ -45,5 +46,6 @@ cdef class MultiTensor:
     cdef _make_stats(self)
     cdef void *_flat_data(self, flat) except? NULL
     cdef int flatten_on(self, CUstream stream, void *flat, double scale) except -1 nogil
-    cdef int unflatten_on(self, CUstream stream, const void *flat, double scale, bint with_stats) except -1 nogil
+    cdef int unflatten_on(self, CUstream stream, const void *flat, double scale,
+                          bint with_stats) except -1 nogil
     cdef int norm_on(self, CUstream stream) except -1 nogil

@@ -1,8 +1,9 @@
 # cython: language_level=3
-"""MultiTensor: many tensors to one flat buffer and back, in one launch. Owns the table of tiles and the loaded kernels.
+"""MultiTensor: many tensors to one flat buffer and back, in one launch. Owns the table of tiles and
+the loaded kernels.
 
-The kernels are those of kernels/cuda/, compiled by nvcc when the package was built, or by CuPy at first
-use where that has not happened or the driver does not take what nvcc has made.
+The kernels are those of kernels/cuda/, compiled by nvcc when the package was built, or by CuPy at
+first use where that has not happened or the driver does not take what nvcc has made.
 """
 
 from pathlib import Path
@@ -24,31 +25,43 @@ cdef dict NAMES = {
 }
 # Which dtypes gradients of each dtype can travel in.
 WIRE_DTYPES = {
-    torch.float32: (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-    torch.float16: (torch.float16, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    torch.bfloat16: (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    torch.float32: (
+        torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
+    torch.float16: (
+        torch.float16, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    ),
+    torch.bfloat16: (
+        torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+    ),
     torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
 }
 TILE = numpy.dtype([("offset", "u8"), ("start", "u4"), ("tensor", "u2"), ("numel", "u2")])
 
 
 cdef class MultiTensor:
-    """n tensors and their places in a flat buffer: tensor i begins at element offsets[i]. Worked out once, launched often.
+    """n tensors and their places in a flat buffer: tensor i begins at element offsets[i]. Worked
+    out once, launched often.
 
-    numels, offsets: n integers each. dtype: of the tensors. flat_dtype: of the flat buffer; see WIRE_DTYPES for the pairs there are.
-    device: a fastcomm.cuda.driver.Device. Up to 4000 tensors take one launch, more take one for each 4000. Raises TypeError for a pair of
-    dtypes without a kernel, InitError where there are no kernels for the device.
+    numels, offsets: n integers each. dtype: of the tensors. flat_dtype: of the flat buffer; see
+    WIRE_DTYPES for the pairs there are.
+    device: a fastcomm.cuda.driver.Device. Up to 4000 tensors take one launch, more take one for
+    each 4000. Raises TypeError for a pair of dtypes without a kernel, InitError where there are no
+    kernels for the device.
     """
 
     def __cinit__(self, list numels, list offsets, dtype, flat_dtype, Device device):
         if flat_dtype not in WIRE_DTYPES.get(dtype, ()):
-            raise TypeError(f"{dtype} gradients cannot travel as {flat_dtype}: no kernel for this pair")
+            raise TypeError(f"{dtype} gradients cannot travel as {flat_dtype}: no kernel for this "
+                            "pair")
         self.device, self.dtype, self.flat_dtype = device, dtype, flat_dtype
         self.numels, self.offsets = numels, offsets
         cdef size_t n = len(numels)
         self.n_parts = (n + MT_LARGE - 1) // MT_LARGE
         self.parts = <Part *>calloc(max(self.n_parts, 1), sizeof(Part))
-        # A launch copies as many addresses as its kernel has room for, whatever the number of tensors.
+        # A launch copies as many addresses as its kernel has room for, whatever the number of
+        # tensors.
         self.addresses = <void **>calloc(self.n_parts * MT_LARGE + 1, sizeof(void *))
         if self.parts == NULL or self.addresses == NULL:
             raise MemoryError("out of memory")
@@ -77,18 +90,28 @@ cdef class MultiTensor:
         part.norm = self._kernel(part.n_tiles, f"norm_{grad}_{capacity}")
 
     cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *:
-        """With as many blocks as run at the same time, so that all warps have the same number of tiles, or one less."""
+        """With as many blocks as run at the same time, so that all warps have the same number of
+        tiles, or one less.
+        """
         cdef Kernel found
         cdef int resident = 0
         found.function = <CUfunction><size_t>kernel(self.device, name)
-        check(driver.resident_blocks(&resident, found.function, 32 * MT_WARPS, 0), b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
-        found.n_blocks = min((n_tiles + MT_WARPS - 1) // MT_WARPS, self.device.n_multiprocessors * max(resident, 1))
+        check(driver.resident_blocks(&resident, found.function, 32 * MT_WARPS, 0),
+              b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        found.n_blocks = min((n_tiles + MT_WARPS - 1) // MT_WARPS,
+                             self.device.n_multiprocessors * max(resident, 1))
         return found
 
     cdef _make_stats(self):
         cdef size_t i
-        n_rows = 1 + max([max(self.parts[i].unflatten.n_blocks, self.parts[i].norm.n_blocks) for i in range(self.n_parts)], default=0)
-        self.stats = torch.zeros(self.n_parts, n_rows, 2, dtype=torch.float64, device=self.device.device)
+        n_blocks = [
+            max(self.parts[i].unflatten.n_blocks, self.parts[i].norm.n_blocks)
+            for i in range(self.n_parts)
+        ]
+        n_rows = 1 + max(n_blocks, default=0)
+        self.stats = torch.zeros(
+            self.n_parts, n_rows, 2, dtype=torch.float64, device=self.device.device
+        )
         self.tickets = torch.zeros(self.n_parts, dtype=torch.int32, device=self.device.device)
         for i in range(self.n_parts):
             self.parts[i].stats = <void *><size_t>self.stats[i].data_ptr()
@@ -101,12 +124,15 @@ cdef class MultiTensor:
         cdef size_t i
         for i in range(self.n_parts):
             part = &self.parts[i]
-            parameters[0], parameters[1], parameters[2] = &self.addresses[part.first], &part.tiles, &part.n_tiles
+            parameters[0] = &self.addresses[part.first]
+            parameters[1], parameters[2] = &part.tiles, &part.n_tiles
             parameters[3], parameters[4] = &flat, &scale
             _launch(part.flatten, stream, parameters)
         return 0
 
-    cdef int unflatten_on(self, CUstream stream, const void *flat, double scale, bint with_stats) except -1 nogil:
+    cdef int unflatten_on(
+        self, CUstream stream, const void *flat, double scale, bint with_stats
+    ) except -1 nogil:
         """Launches tensors = flat * scale, and what is written into `stats`."""
         cdef void *parameters[7]
         cdef void *no_stats = NULL
@@ -114,7 +140,8 @@ cdef class MultiTensor:
         cdef size_t i
         for i in range(self.n_parts):
             part = &self.parts[i]
-            parameters[0], parameters[1], parameters[2] = &self.addresses[part.first], &part.tiles, &part.n_tiles
+            parameters[0] = &self.addresses[part.first]
+            parameters[1], parameters[2] = &part.tiles, &part.n_tiles
             parameters[3], parameters[4], parameters[6] = &flat, &scale, &part.ticket
             parameters[5] = &part.stats if with_stats else &no_stats
             _launch(part.unflatten, stream, parameters)
@@ -127,7 +154,8 @@ cdef class MultiTensor:
         cdef size_t i
         for i in range(self.n_parts):
             part = &self.parts[i]
-            parameters[0], parameters[1], parameters[2] = &self.addresses[part.first], &part.tiles, &part.n_tiles
+            parameters[0] = &self.addresses[part.first]
+            parameters[1], parameters[2] = &part.tiles, &part.n_tiles
             parameters[3], parameters[4] = &part.stats, &part.ticket
             _launch(part.norm, stream, parameters)
         return 0
@@ -135,7 +163,9 @@ cdef class MultiTensor:
     # -- the same from Python, on the current stream --
 
     def flatten(self, list tensors, flat, double scale=1.0):
-        """flat[offsets[i] ...] = tensors[i] * scale, cast. The tensors are contiguous and have numels[i] elements, else ValueError."""
+        """flat[offsets[i] ...] = tensors[i] * scale, cast. The tensors are contiguous and have
+        numels[i] elements, else ValueError.
+        """
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
         cdef CUcontext before = self.device.enter()
@@ -145,8 +175,9 @@ cdef class MultiTensor:
             self.device.leave(before)
 
     def unflatten(self, flat, list tensors, double scale=1.0, *, bint with_stats=False):
-        """tensors[i] = flat[offsets[i] ...] * scale, cast. with_stats: leaves the sum of squares and the count of non-finite values in
-        `square_sum` and `n_nonfinite`."""
+        """tensors[i] = flat[offsets[i] ...] * scale, cast. with_stats: leaves the sum of squares
+        and the count of non-finite values in `square_sum` and `n_nonfinite`.
+        """
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
         cdef CUcontext before = self.device.enter()
@@ -156,7 +187,9 @@ cdef class MultiTensor:
             self.device.leave(before)
 
     def norm(self, list tensors):
-        """Reads the tensors once; leaves the sum of squares and the count of non-finite values in `square_sum` and `n_nonfinite`."""
+        """Reads the tensors once; leaves the sum of squares and the count of non-finite values in
+        `square_sum` and `n_nonfinite`.
+        """
         self._point_at(tensors)
         cdef CUcontext before = self.device.enter()
         try:
@@ -166,30 +199,39 @@ cdef class MultiTensor:
 
     @property
     def square_sum(self):
-        """Sum of squares of what the last pass with statistics wrote or read: a float64 scalar on the device. No synchronisation."""
+        """Sum of squares of what the last pass with statistics wrote or read: a float64 scalar on
+        the device. No synchronisation.
+        """
         return self.stats[:, 0, 0].sum()
 
     @property
     def n_nonfinite(self):
-        """How many of these elements were infinite or NaN: an int64 scalar on the device. No synchronisation."""
+        """How many of these elements were infinite or NaN: an int64 scalar on the device. No
+        synchronisation.
+        """
         return self.stats.view(torch.int64)[:, 0, 1].sum()
 
     def _point_at(self, list tensors):
         if len(tensors) != len(self.numels):
             raise ValueError(f"expected {len(self.numels)} tensors; got {len(tensors)}")
         for i, (tensor, numel) in enumerate(zip(tensors, self.numels)):
-            if tensor.dtype != self.dtype or tensor.numel() != numel or not tensor.is_contiguous() or tensor.device != self.device.device:
+            is_alike = tensor.dtype == self.dtype and tensor.numel() == numel
+            if not is_alike or not tensor.is_contiguous() or tensor.device != self.device.device:
                 raise ValueError(
-                    f"tensor {i} must be contiguous {self.dtype} with {numel} elements on {self.device.device}; "
-                    f"it is {tensor.dtype} with {tensor.numel()} on {tensor.device}, strides {tensor.stride()}"
+                    f"tensor {i} must be contiguous {self.dtype} with {numel} elements on "
+                    f"{self.device.device}; "
+                    f"it is {tensor.dtype} with {tensor.numel()} on {tensor.device}, strides "
+                    f"{tensor.stride()}"
                 )
             self.addresses[i] = <void *><size_t>tensor.data_ptr()
 
     cdef void *_flat_data(self, flat) except? NULL:
         end = max([offset + numel for offset, numel in zip(self.offsets, self.numels)], default=0)
-        if flat.dtype != self.flat_dtype or flat.numel() < end or not flat.is_contiguous() or flat.device != self.device.device:
+        is_fit = flat.dtype == self.flat_dtype and flat.numel() >= end
+        if not is_fit or not flat.is_contiguous() or flat.device != self.device.device:
             raise ValueError(
-                f"the flat buffer must be contiguous {self.flat_dtype} with at least {end} elements on {self.device.device}; "
+                f"the flat buffer must be contiguous {self.flat_dtype} with at least {end} "
+                f"elements on {self.device.device}; "
                 f"it is {flat.dtype} with {flat.numel()} on {flat.device}"
             )
         return <void *><size_t>flat.data_ptr()
@@ -198,12 +240,16 @@ cdef class MultiTensor:
 cdef inline int _launch(Kernel kernel, CUstream stream, void **parameters) except -1 nogil:
     if kernel.n_blocks == 0:  # tensors without elements
         return 0
-    return check(driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0, stream, parameters, NULL), b"cuLaunchKernel")
+    return check(driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0,
+                               stream, parameters, NULL), b"cuLaunchKernel")
 
 
 def tiles_of(numels, offsets):
-    """The table of tiles of up to 4000 tensors: a structured array as struct mt_tile of kernels/cuda/multi_tensor.h."""
-    numels, offsets = numpy.asarray(numels, dtype=numpy.uint64), numpy.asarray(offsets, dtype=numpy.uint64)
+    """The table of tiles of up to 4000 tensors: a structured array as struct mt_tile of
+    kernels/cuda/multi_tensor.h.
+    """
+    numels = numpy.asarray(numels, dtype=numpy.uint64)
+    offsets = numpy.asarray(offsets, dtype=numpy.uint64)
     counts = ((numels + MT_TILE - 1) // MT_TILE).astype(numpy.int64)
     tiles = numpy.zeros(counts.sum(), dtype=TILE)
     tensor = numpy.repeat(numpy.arange(len(counts)), counts)
@@ -215,7 +261,7 @@ def tiles_of(numels, offsets):
     return tiles
 
 
-# ---- the kernels -----------------------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 FAMILIES = ("flatten", "unflatten")  # files of kernels/cuda/; the norm kernels stand in the second
 cdef dict _kernels = {}  # (device index, name) -> CUfunction as an integer
@@ -223,7 +269,8 @@ cdef dict _modules = {}  # (device index, family) -> what has a function(name)
 
 
 def kernel(Device device, str name):
-    """The address of a kernel, loaded if it is not yet. Raises InitError, saying what is missing."""
+    """The address of a kernel, loaded if it is not yet. Raises InitError, saying what is missing.
+    """
     address = _kernels.get((device.index, name))
     if address is None:
         family = "flatten" if name.startswith("flatten") else "unflatten"
@@ -245,11 +292,14 @@ cdef _load_module(Device device, family):
     try:
         return _compile(family)
     except Exception as error:  # whatever CuPy has to say
-        raise InitError(f"no kernels for this device: {problem}; and CuPy cannot compile them: {type(error).__name__}: {error}") from error
+        raise InitError(f"no kernels for this device: {problem}; and CuPy cannot compile them: "
+                        f"{type(error).__name__}: {error}") from error
 
 
 def kernel_file(name):
-    """Where a file of kernels/cuda/ lies: inside the installed package, or beside the package in the source tree. None if nowhere."""
+    """Where a file of kernels/cuda/ lies: inside the installed package, or beside the package in
+    the source tree. None if nowhere.
+    """
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels" / "cuda", package.parent / "kernels" / "cuda"):
         if (folder / name).is_file():
@@ -258,7 +308,9 @@ def kernel_file(name):
 
 
 cdef class Module:
-    """Kernels that nvcc has compiled, loaded on one device. Never unloaded: torch keeps the context to the end, too."""
+    """Kernels that nvcc has compiled, loaded on one device. Never unloaded: torch keeps the context
+    to the end, too.
+    """
 
     cdef CUmodule handle
 
@@ -293,4 +345,5 @@ def _compile(family):
     source = kernel_file(f"{family}.cu")
     if source is None:
         raise FileNotFoundError(f"kernels/cuda/{family}.cu is not part of this installation")
-    return _Compiled(cupy.RawModule(code=source.read_text(), options=("-std=c++17", f"-I{source.parent}")))
+    options = ("-std=c++17", f"-I{source.parent}")
+    return _Compiled(cupy.RawModule(code=source.read_text(), options=options))

@@ -1,7 +1,8 @@
-"""What ranks that meet in a torch.distributed group tell each other before a collective, and the arithmetic that is done on what has come.
+"""What ranks that meet in a torch.distributed group tell each other before a collective, and the
+arithmetic that is done on what has come.
 
-Knows no group and no thread: a Call is a row of numbers on the network and a sentence in an error, a reduction is torch's operations in
-rank order, and what travels is bytes.
+Knows no group and no thread: a Call is a row of numbers on the network and a sentence in an error,
+a reduction is torch's operations in rank order, and what travels is bytes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,31 @@ from torch import Tensor
 
 from fastcomm.communicator import OPS, addends_of_mean, mean_of_addends
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
 HALVES = (torch.float16, torch.bfloat16)
-KINDS = ("barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "abandon")
+KINDS = (
+    "barrier",
+    "all_reduce",
+    "broadcast",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "abandon",
+)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as the ranks announce it to each other: equal on all of them, or they disagree."""
+    """A collective as the ranks announce it to each other: equal on all of them, or they
+    disagree.
+    """
 
     kind: str
     numel: int = 0
@@ -35,7 +53,10 @@ class Call:
 
     def numbers(self) -> list[int]:
         codes: tuple[tuple[Any, ...], ...] = (KINDS, (), DTYPES, DTYPES, OPS, (), ())
-        return [choices.index(value) if choices else value for choices, value in zip(codes, astuple(self), strict=True)]
+        return [
+            choices.index(value) if choices else value
+            for choices, value in zip(codes, astuple(self), strict=True)
+        ]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Call:
@@ -60,7 +81,13 @@ class Call:
 ABANDON = Call("abandon")
 
 
-_STEPS: dict[str, Any] = {"sum": torch.add, "mean": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+_STEPS: dict[str, Any] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 def reduce_rows(rows: Tensor, op: str) -> Tensor:

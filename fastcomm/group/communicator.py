@@ -1,9 +1,12 @@
-"""GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Communicator, for tensors on the CPU.
+"""GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Communicator, for tensors on
+the CPU.
 
-A thread of its own carries collectives out in the order of their calls, so that backward goes on while gradients travel. Before anything
-moves, the ranks tell each other which collective they have come to: ranks that disagree all hear of it, and a rank that abandons a round
-says so in place of a collective, so that no collective is ever left half done and the group stays in step. What can still go wrong, a
-lost peer or a deadline, is found by watchdog.py, and breaking the group's connections ends the thread's wait.
+A thread of its own carries collectives out in the order of their calls, so that backward goes on
+while gradients travel. Before anything moves, the ranks tell each other which collective they have
+come to: ranks that disagree all hear of it, and a rank that abandons a round says so in place of a
+collective, so that no collective is ever left half done and the group stays in step. What can still
+go wrong, a lost peer or a deadline, is found by watchdog.py, and breaking the group's connections
+ends the thread's wait.
 
 How tensors move and are reduced is exchange.py's business.
 """
@@ -29,14 +32,25 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm.communicator import Communicator, canonical_op, is_abandoned_already
-from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.errors import (
+    AbandonedError,
+    FastcommError,
+    InitError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+)
 from fastcomm.group.call import ABANDON, DTYPES, Call, as_bytes, cast, name_of
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.work import GroupBucket, GroupWork, see_through
 from fastcomm.watchdog import Notes, Watchdog, failure_note
 
-VERDICT_S = 4.0  # how long the watchdog has to name the missing once a deadline has passed: longer than it asks around
-EXPLAIN_S = 3.0  # how long the watchdog has to find out why a connection broke: longer than idle ranks take to answer a question
+# how long the watchdog has to name the missing once a deadline has passed: longer than it asks
+# around
+VERDICT_S = 4.0
+# how long the watchdog has to find out why a connection broke: longer than idle ranks take to
+# answer a question
+EXPLAIN_S = 3.0
 TOLD_S = 0.3  # how long ranks that wait take to read a note
 # The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
 GRACE = timedelta(seconds=10)
@@ -62,15 +76,17 @@ class Interruption:
 
 
 class GroupCommunicator(Communicator):
-    """Collectives over a torch.distributed group. See fastcomm.communicator.Communicator for the contract. Made by fastcomm.init.
+    """Collectives over a torch.distributed group. See fastcomm.communicator.Communicator for the
+    contract. Made by fastcomm.init.
 
-    group: None makes a Gloo group of its own over the store the ranks met at. With another group, nobody else may use that while
-    collectives are under way here, and a thread that waits in it when a peer is lost stays there until the group's own time-out.
+    group: None makes a Gloo group of its own over the store the ranks met at. With another group,
+    nobody else may use that while collectives are under way here, and a thread that waits in it
+    when a peer is lost stays there until the group's own time-out.
 
-    More than the contract promises: any number of threads may call it and wait for their works at once, if only the ranks' calls come in
-    the same order. What a signal handler raises while this rank waits, in a collective, a wait
-    or abandon(), is raised once that is over; a second time it aborts the communicator and is raised at
-    once.
+    More than the contract promises: any number of threads may call it and wait for their works at
+    once, if only the ranks' calls come in the same order. What a signal handler raises while this
+    rank waits, in a collective, a wait or abandon(), is raised once that is over; a second time it
+    aborts the communicator and is raised at once.
     """
 
     backend = "group"
@@ -96,7 +112,9 @@ class GroupCommunicator(Communicator):
         self.pids = tuple(bootstrap.exchange(os.getpid()))
         self._notes = bootstrap
         self._owns_group = group is None
-        self._exchange = Exchange(self._connect(bootstrap) if group is None else group, rank, world_size)
+        self._exchange = Exchange(
+            self._connect(bootstrap) if group is None else group, rank, world_size
+        )
         # Guards what follows. Hold it to settle a work, so that a settled one never starts.
         # Reentrant, as a signal handler may call abort(). A handler may also raise where a caller
         # holds it: what must change together is changed by the thread.
@@ -106,30 +124,48 @@ class GroupCommunicator(Communicator):
         self._since = 0.0  # when the current work was begun
         self._interruption: Interruption | None = None  # the newest
         self._n_met = 0  # how often the ranks have begun to meet anew
-        self._trouble: tuple[float, Exception] | None = None  # the error that stopped the thread, and when
+        self._trouble: tuple[float, Exception] | None = (
+            None  # the error that stopped the thread, and when
+        )
         self._failure: FastcommError | None = None
         self._failed_at = 0.0
         # Wakes the thread, which then carries out the oldest of _works. Of works, as these keep the
         # communicator alive.
         self._queue: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
-        threading.Thread(target=_carry_out_all, args=(self._queue, weakref.ref(self)), name="fastcomm group", daemon=True).start()
+        threading.Thread(
+            target=_carry_out_all,
+            args=(self._queue, weakref.ref(self)),
+            name="fastcomm group",
+            daemon=True,
+        ).start()
         weakref.finalize(self, self._queue.put, None)
         self._watchdog = _Watchdog(self, bootstrap, timeout.total_seconds(), neighbours)
 
     def _connect(self, bootstrap: Bootstrap) -> dist.ProcessGroupGloo:
-        """A Gloo group that nobody else knows. Its addresses are those of GLOO_SOCKET_IFNAME, else what the host's name stands for."""
+        """A Gloo group that nobody else knows. Its addresses are those of GLOO_SOCKET_IFNAME, else
+        what the host's name stands for.
+        """
         try:
-            return dist.ProcessGroupGloo(PrefixStore("gloo", bootstrap.store("gloo")), self.rank, self.world_size, self.timeout + GRACE)
+            return dist.ProcessGroupGloo(
+                PrefixStore("gloo", bootstrap.store("gloo")),
+                self.rank,
+                self.world_size,
+                self.timeout + GRACE,
+            )
         except RuntimeError as error:
             raise InitError(
                 f"rank {self.rank} cannot connect to its peers over Gloo: {error}. "
-                "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use"
+                "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
+                "to use"
             ) from error
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: rank {self.rank} of {self.world_size}{', ended' if self._failure is not None else ''}>"
+        return (
+            f"<{type(self).__name__}: rank {self.rank} of "
+            f"{self.world_size}{', ended' if self._failure is not None else ''}>"
+        )
 
-    # -- collectives --------------------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
@@ -143,19 +179,28 @@ class GroupCommunicator(Communicator):
         if numel < 0:
             raise ValueError(f"numel must not be negative; got {numel}")
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> GroupWork | None:
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", *, async_op: bool = False
+    ) -> GroupWork | None:
         """See Communicator.all_reduce. 16-bit floats are added in float32 and rounded once."""
         op = canonical_op(op)
         flat = self._check(tensor)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
-        return self._begin(GroupWork(self, call, functools.partial(self._all_reduce, flat, op), flat), async_op)
+        return self._begin(
+            GroupWork(self, call, functools.partial(self._all_reduce, flat, op), flat), async_op
+        )
 
-    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> GroupWork | None:
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, async_op: bool = False
+    ) -> GroupWork | None:
         """See Communicator.broadcast."""
         flat = self._check(tensor)
         self._check_src(src)
         call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
-        return self._begin(GroupWork(self, call, functools.partial(self._exchange.broadcast, flat, src), flat), async_op)
+        return self._begin(
+            GroupWork(self, call, functools.partial(self._exchange.broadcast, flat, src), flat),
+            async_op,
+        )
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
         """See Communicator.broadcast_all. One collective, which no exception cuts into two."""
@@ -172,22 +217,37 @@ class GroupCommunicator(Communicator):
         if not 0 <= src < self.world_size:
             raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
 
-    def all_gather_single(self, out: Tensor, inp: Tensor, *, async_op: bool = False) -> GroupWork | None:
+    def all_gather_single(
+        self, out: Tensor, inp: Tensor, *, async_op: bool = False
+    ) -> GroupWork | None:
         """See Communicator.all_gather_single."""
         flat = self._check(inp)
         whole = self._check_out("all_gather_single", out, inp, flat.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
-        return self._begin(GroupWork(self, call, functools.partial(self._exchange.all_gather, whole, flat), flat), async_op)
+        return self._begin(
+            GroupWork(self, call, functools.partial(self._exchange.all_gather, whole, flat), flat),
+            async_op,
+        )
 
-    def reduce_scatter_single(self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False) -> GroupWork | None:
+    def reduce_scatter_single(
+        self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
+    ) -> GroupWork | None:
         """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)
         flat = self._check(inp)
         if flat.numel() % self.world_size:
-            raise ValueError(f"reduce_scatter_single: inp has {flat.numel()} elements, not a multiple of {self.world_size} ranks")
+            raise ValueError(
+                f"reduce_scatter_single: inp has {flat.numel()} elements, not a multiple of "
+                f"{self.world_size} ranks"
+            )
         part = self._check_out("reduce_scatter_single", out, inp, flat.numel() // self.world_size)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
-        return self._begin(GroupWork(self, call, functools.partial(self._exchange.reduce_scatter, part, flat, op), flat), async_op)
+        return self._begin(
+            GroupWork(
+                self, call, functools.partial(self._exchange.reduce_scatter, part, flat, op), flat
+            ),
+            async_op,
+        )
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
         """See Communicator.barrier. The announcement is all there is to it."""
@@ -222,7 +282,9 @@ class GroupCommunicator(Communicator):
         """What a bucket is sent in. wire_dtype: None if none was chosen."""
         return wire_dtype or dtype
 
-    def _bucket_reduction(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[[str, Tensor | None], None]:
+    def _bucket_reduction(
+        self, flat: Tensor, wire_dtype: torch.dtype | None
+    ) -> Callable[[str, Tensor | None], None]:
         """What reduces the bucket, given the op, on the thread."""
         if wire_dtype is None or wire_dtype == flat.dtype:
             return functools.partial(self._all_reduce, flat)
@@ -244,16 +306,26 @@ class GroupCommunicator(Communicator):
         return None
 
     def _check(self, tensor: Tensor) -> Tensor:
-        """Checks that the communicator can be used and can take the tensor. Returns it as a flat one."""
+        """Checks that the communicator can be used and can take the tensor. Returns it as a flat
+        one.
+        """
         self._check_usable()
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"dtype must be one of {', '.join(map(name_of, DTYPES))}; got {tensor.dtype}")
+            raise TypeError(
+                f"dtype must be one of {', '.join(map(name_of, DTYPES))}; got {tensor.dtype}"
+            )
         if not tensor.is_cpu or tensor.is_sparse:
-            raise ValueError(f"the {self.backend} transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
+            raise ValueError(
+                f"the {self.backend} transport takes dense tensors on the CPU; got "
+                f"{tensor.layout} on {tensor.device}"
+            )
         if not tensor.is_contiguous():
-            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+            raise ValueError(
+                f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides "
+                f"are {tensor.stride()}"
+            )
         if tensor.is_neg():  # what travels is what lies in memory
             raise ValueError("the tensor has its negative bit set: pass tensor.resolve_neg()")
         return tensor.detach().view(-1)
@@ -275,7 +347,8 @@ class GroupCommunicator(Communicator):
         """Why the communicator cannot be used any more."""
         if self._is_forked():
             return FastcommError(
-                f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
+                f"this communicator belongs to process {self.pids[self.rank]}, and this process "
+                "was forked from it: "
                 "call fastcomm.init here, or start workers with the spawn method"
             )
         failure = self._failure
@@ -284,7 +357,7 @@ class GroupCommunicator(Communicator):
     def _is_forked(self) -> bool:
         return bool(os.getpid() != self.pids[self.rank])
 
-    # -- ends and new beginnings ------------------------------------------------------------------------------------------------------
+    # -- ends and new beginnings -------------------------------------------------------------------
 
     def check(self) -> None:
         """See Communicator.check."""
@@ -352,7 +425,9 @@ class GroupCommunicator(Communicator):
             return
         if self._failure is None:
             with contextlib.suppress(RuntimeError):
-                self._notes.write(f"closed/{self.rank}", json.dumps([self.epoch, self.number - bool(self._works)]))
+                self._notes.write(
+                    f"closed/{self.rank}", json.dumps([self.epoch, self.number - bool(self._works)])
+                )
         self._end(FastcommError(f"rank {self.rank} has closed this communicator"))
 
     def _end(self, failure: FastcommError) -> None:
@@ -361,7 +436,7 @@ class GroupCommunicator(Communicator):
         self._watchdog.stop()
         self._exchange.group = None
 
-    # -- the caller's side of the queue ---------------------------------------------------------------------------------------------
+    # -- the caller's side of the queue ------------------------------------------------------------
 
     def post(self, work: GroupWork) -> None:
         """Hands the work to the thread, or refuses it."""
@@ -395,7 +470,11 @@ class GroupCommunicator(Communicator):
     def _unheard(self) -> Interruption | None:
         """Of which the caller does not know yet. What it calls after that is of the next round."""
         interruption = self._interruption
-        return None if interruption is None or interruption.number <= self.n_abandoned else interruption
+        return (
+            None
+            if interruption is None or interruption.number <= self.n_abandoned
+            else interruption
+        )
 
     def look_at_clock(self) -> None:
         """This rank's own clock, for a watchdog that waits for a store that is out of reach.
@@ -411,8 +490,13 @@ class GroupCommunicator(Communicator):
         timeout_s = self.timeout.total_seconds()
         if oldest is not None and oldest[1] > timeout_s + VERDICT_S:
             number, _, what = oldest
-            message = f"waited {timeout_s:g} s; rank {self.rank} waits for collective number {number}, {what}"
-            self._fail(TimeoutError(f"{message}; the store the ranks met at does not answer either"))
+            message = (
+                f"waited {timeout_s:g} s; rank {self.rank} waits for collective number {number}, "
+                f"{what}"
+            )
+            self._fail(
+                TimeoutError(f"{message}; the store the ranks met at does not answer either")
+            )
 
     def _settle(self, works: list[GroupWork], error: FastcommError | None) -> None:
         """Under the lock."""
@@ -420,7 +504,7 @@ class GroupCommunicator(Communicator):
             work.settle(error)
         self._works = [work for work in self._works if not work.is_completed()]
 
-    # -- the thread's side ------------------------------------------------------------------------------------------------------------
+    # -- the thread's side -------------------------------------------------------------------------
 
     def _carry_out_oldest(self) -> None:
         """Carries out the oldest work there is."""
@@ -435,11 +519,14 @@ class GroupCommunicator(Communicator):
             self._perform(work)
         except MismatchError as mismatch:
             error = mismatch
-        except RuntimeError as trouble:  # torch has no better one; PeerLostError of a part of this transport is one, too
+        # torch has no better one; PeerLostError of a part of this transport is one, too
+        except RuntimeError as trouble:
             self._trouble = time.monotonic(), trouble
             return  # the watchdog finds out why, and ends the communicator
         except Exception as defect:
-            self._watchdog.give_up(self, FastcommError(f"rank {self.rank} failed in {work.call}: {defect!r}"))
+            self._watchdog.give_up(
+                self, FastcommError(f"rank {self.rank} failed in {work.call}: {defect!r}")
+            )
             return
         with self._lock:
             self._current = None
@@ -453,7 +540,9 @@ class GroupCommunicator(Communicator):
         """Under the lock."""
         older = self._works[: self._works.index(work)]
         if older:
-            self._settle(older, FastcommError(f"rank {self.rank} abandoned the collectives under way"))
+            self._settle(
+                older, FastcommError(f"rank {self.rank} abandoned the collectives under way")
+            )
 
     def _perform(self, work: GroupWork) -> None:
         """Raises MismatchError when the ranks call different collectives."""
@@ -463,24 +552,34 @@ class GroupCommunicator(Communicator):
             self._meet_anew(calls, abandoning)
         elif any(call != calls[0] for call in calls):
             wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise MismatchError(f"the ranks call different collectives (number {self.number} on this communicator): {wanted}")
+            raise MismatchError(
+                f"the ranks call different collectives (number {self.number} on this "
+                f"communicator): {wanted}"
+            )
         elif work.move is not None:
             work.move(payloads)
 
-    def _announce(self, call: Call, payload: Tensor | None = None) -> tuple[list[Call], Tensor | None]:
+    def _announce(
+        self, call: Call, payload: Tensor | None = None
+    ) -> tuple[list[Call], Tensor | None]:
         """See Exchange.announce."""
         self.number += 1
         return self._exchange.announce(call, payload)
 
     def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
-        """Some ranks abandon the round. This one does so, too, until all ranks have come to that."""
+        """Some ranks abandon the round. This one does so, too, until all ranks have come to
+        that.
+        """
         with self._lock:
             self._n_met += 1
             own = self._own_abandonment()
             meeting = self._current = own or GroupWork(self, ABANDON, _nothing)
             if own is None:
                 ranks = ", ".join(map(str, abandoning))
-                error = AbandonedError(f"rank {ranks} abandoned what was under way (an exception ended its backward?): skip this step")
+                error = AbandonedError(
+                    f"rank {ranks} abandoned what was under way (an exception ended its "
+                    "backward?): skip this step"
+                )
                 self._interruption = Interruption(self._n_met, error, meeting)
                 self._settle(list(self._works), error)
             else:
@@ -495,31 +594,49 @@ class GroupCommunicator(Communicator):
     def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
         self._exchange.all_reduce(flat, op, rows)
 
-    # -- what the watchdog sees; see fastcomm.watchdog.Watched ------------------------------------------------------------------------
+    # -- what the watchdog sees; see fastcomm.watchdog.Watched -------------------------------------
 
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
         with self._lock:
             work = self._current
             moved_at = max(self._since, self._exchange.moved_at)
-            return None if work is None else (self.number, time.monotonic() - moved_at, str(work.call))
+            return (
+                None if work is None else (self.number, time.monotonic() - moved_at, str(work.call))
+            )
 
     def _asynchronous_error(self) -> FastcommError | None:
-        """A broken connection says nothing of who broke it. Whoever has not answered in a while after it is missing."""
+        """A broken connection says nothing of who broke it. Whoever has not answered in a while
+        after it is missing.
+        """
         if self._trouble is None:
             return None
         since, trouble = self._trouble
-        with contextlib.suppress(RuntimeError):  # the store may be gone, too, which the watchdog will find
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store may be gone, too, which the watchdog will find
             self._notes.write_once("question", "where are you?")
         if time.monotonic() - since < EXPLAIN_S:
             return None
         if isinstance(trouble, FastcommError):
             return trouble
-        silent = [f"rank {rank} (pid {self.pids[rank]})" for rank in range(self.world_size) if rank != self.rank and self._is_silent(rank)]
-        what = f"{', '.join(silent)} died or cannot be reached" if silent else "a connection between the ranks broke"
-        return PeerLostError(f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}")
+        silent = [
+            f"rank {rank} (pid {self.pids[rank]})"
+            for rank in range(self.world_size)
+            if rank != self.rank and self._is_silent(rank)
+        ]
+        what = (
+            f"{', '.join(silent)} died or cannot be reached"
+            if silent
+            else "a connection between the ranks broke"
+        )
+        return PeerLostError(
+            f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}"
+        )
 
     def _is_silent(self, rank: int) -> bool:
-        """Whether the rank has not said lately where it stands. Ranks are never more than one collective apart."""
+        """Whether the rank has not said lately where it stands. Ranks are never more than one
+        collective apart.
+        """
         with contextlib.suppress(RuntimeError):
             position = self._notes.read(f"position/{self.epoch}/{rank}")
             return position is None or int(json.loads(position)[0]) < self.number - 1
@@ -534,7 +651,11 @@ class GroupCommunicator(Communicator):
             is_under_way = bool(self._unfinished())
         if is_under_way:
             self._break_connections()
-            if self.rank == 0:  # with its process the store may go, in which the others are about to read what has happened
+            if (
+                self.rank == 0
+                # with its process the store may go, in which the others are about to read what has
+                # happened
+            ):
                 time.sleep(TOLD_S)
         with self._lock:
             self._settle(self._unfinished(), error)
@@ -547,13 +668,20 @@ class GroupCommunicator(Communicator):
         return works
 
     def _break_connections(self) -> None:
-        """Ends the thread's wait. Gloo closes all connections of a group when one receive has waited too long for what nobody sends."""
+        """Ends the thread's wait. Gloo closes all connections of a group when one receive has
+        waited too long for what nobody sends.
+        """
         if not self._owns_group:
             return
-        group, others = self._exchange.group, (rank for rank in range(self.world_size) if rank != self.rank)
+        group, others = (
+            self._exchange.group,
+            (rank for rank in range(self.world_size) if rank != self.rank),
+        )
         for rank in others if group is not None else ():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, device=self.device)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device=self.device)], rank, _NEVER_SENT).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def _has_graphs(self) -> bool:
         return False
@@ -569,13 +697,17 @@ _NEVER_SENT = 2**30  # a tag
 
 
 class _Watchdog(Watchdog):
-    """Leaves it to the announcements to find ranks that call different collectives, which does not end the communicator."""
+    """Leaves it to the announcements to find ranks that call different collectives, which does not
+    end the communicator.
+    """
 
     def _compare(self, comm: Any, number: int, what: str) -> None:
         pass
 
 
-def _carry_out_all(works: queue.SimpleQueue[GroupWork | None], reference: weakref.ref[GroupCommunicator]) -> None:
+def _carry_out_all(
+    works: queue.SimpleQueue[GroupWork | None], reference: weakref.ref[GroupCommunicator]
+) -> None:
     """The life of the thread. While it waits for work it does not keep the communicator alive.
 
     Under inference mode, which takes the tensors of callers that are under it, and all others.

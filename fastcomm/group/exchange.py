@@ -1,10 +1,11 @@
-"""Exchange: moves and reduces the tensors of a torch.distributed group's ranks, all of which call the same method.
+"""Exchange: moves and reduces the tensors of a torch.distributed group's ranks, all of which call
+the same method.
 
-Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The arithmetic is done here, in rank order, so
-that the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
-and any backend will do. What is large goes in chunks, one after the other. Before each collective the
-ranks announce it to each other, and what is small travels with the announcement: then there is one
-exchange in all.
+Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The
+arithmetic is done here, in rank order, so that the results have the same bits on all ranks, 16-bit
+floats are added in float32 and rounded once, and any backend will do. What is large goes in chunks,
+one after the other. Before each collective the ranks announce it to each other, and what is small
+travels with the announcement: then there is one exchange in all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from fastcomm.group.call import Call, as_bytes, reduce_rows, with_one_nan
 
-CARRIED_NBYTES = 1024  # of a payload that travels with the announcement: adds nothing to speak of to a packet's way
+# of a payload that travels with the announcement: adds nothing to speak of to a packet's way
+CARRIED_NBYTES = 1024
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # Of all ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
 CHUNK_NBYTES = 16 * 2**20
@@ -37,8 +39,11 @@ class Exchange:
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
 
-    def announce(self, call: Call, payload: Tensor | None = None) -> tuple[list[Call], Tensor | None]:
-        """What every rank has come to, and all ranks' payloads, a row each: those of equal calls are alike. Waits until all have come.
+    def announce(
+        self, call: Call, payload: Tensor | None = None
+    ) -> tuple[list[Call], Tensor | None]:
+        """What every rank has come to, and all ranks' payloads, a row each: those of equal calls
+        are alike. Waits until all have come.
 
         payload: flat, of up to CARRIED_NBYTES.
         """
@@ -48,10 +53,15 @@ class Exchange:
             frame[_HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes] = as_bytes(payload)
         frames = frame.new_empty(self._world_size, frame.numel())
         self.all_gather(frames, frame)
-        calls = [Call.of(numbers) for numbers in frames[:, :_HEAD_NBYTES].contiguous().view(torch.int64).tolist()]
+        calls = [
+            Call.of(numbers)
+            for numbers in frames[:, :_HEAD_NBYTES].contiguous().view(torch.int64).tolist()
+        ]
         if payload is None:
             return calls, None
-        return calls, frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous().view(payload.dtype)
+        return calls, frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous().view(
+            payload.dtype
+        )
 
     # In each, rows: what has come with the announcement, None if nothing has.
 
@@ -75,7 +85,9 @@ class Exchange:
         if padding:
             flat.copy_(whole[: flat.numel()])
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor, op: str, rows: Tensor | None = None) -> None:
+    def reduce_scatter(
+        self, part: Tensor, whole: Tensor, op: str, rows: Tensor | None = None
+    ) -> None:
         if rows is not None:
             mine = rows.view(self._world_size, self._world_size, part.numel())[:, self._rank]
             part.copy_(reduce_rows(mine, op))

@@ -1,12 +1,15 @@
-"""HierarchicalCommunicator: shared memory inside each host, Gloo across hosts, so that every byte crosses a host's link once.
+"""HierarchicalCommunicator: shared memory inside each host, Gloo across hosts, so that every byte
+crosses a host's link once.
 
-An all-reduce is a reduce-scatter inside the host, an all-reduce of each rank's part with the ranks of the other hosts that own the same
-elements, and an all-gather inside the host. Large tensors go in chunks, several of which are under way at a time: one is reduced inside
-the host while the shards of others and the results of yet others travel. All else, and how ranks agree, abandon and fail, is
+An all-reduce is a reduce-scatter inside the host, an all-reduce of each rank's part with the ranks
+of the other hosts that own the same elements, and an all-gather inside the host. Large tensors go
+in chunks, several of which are under way at a time: one is reduced inside the host while the shards
+of others and the results of yet others travel. All else, and how ranks agree, abandon and fail, is
 GroupCommunicator.
 
-Hosts need not have equally many ranks. A chunk is cut wherever some host has a boundary between the parts of two of its ranks (with hosts
-of 2 and 3 ranks at 1/3, 1/2 and 2/3), so that each segment has one owner on every host, and every rank of every host takes its share.
+Hosts need not have equally many ranks. A chunk is cut wherever some host has a boundary between the
+parts of two of its ranks (with hosts of 2 and 3 ranks at 1/3, 1/2 and 2/3), so that each segment
+has one owner on every host, and every rank of every host takes its share.
 """
 
 from __future__ import annotations
@@ -30,16 +33,20 @@ from fastcomm.group.call import HALVES, cast, reduce_rows
 from fastcomm.group.communicator import GRACE, Bootstrap, GroupCommunicator
 from fastcomm.shm.communicator import ShmCommunicator
 
-# Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls that move it, small enough that filling
-# and draining the pipeline does not show.
+# Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
+# that move it, small enough that filling and draining the pipeline does not show.
 CHUNK_NBYTES = 4 * 2**20
-AHEAD = 2  # how many chunks are sent before the first of them is waited for: the network has work while ranks are late
+# how many chunks are sent before the first of them is waited for: the network has work while ranks
+# are late
+AHEAD = 2
 _NOTHING: Iterator[None] = iter(())
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements of this rank's part of a chunk that the same ranks own on all hosts. In units of the chunk's length / n_units."""
+    """Elements of this rank's part of a chunk that the same ranks own on all hosts. In units of the
+    chunk's length / n_units.
+    """
 
     begin: int
     end: int
@@ -47,12 +54,16 @@ class Segment:
 
 
 def n_units(hosts: Sequence[Sequence[int]]) -> int:
-    """Into how many equal units a chunk is cut, so that every host's parts, and so all segments, begin and end between two of them."""
+    """Into how many equal units a chunk is cut, so that every host's parts, and so all segments,
+    begin and end between two of them.
+    """
     return math.lcm(*(len(ranks) for ranks in hosts))
 
 
 def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
-    """The segments of `rank`'s part, ascending, counted from where the part begins. hosts: the ranks of each host."""
+    """The segments of `rank`'s part, ascending, counted from where the part begins. hosts: the
+    ranks of each host.
+    """
     n = n_units(hosts)
     cuts = sorted({i * (n // len(ranks)) for ranks in hosts for i in range(len(ranks) + 1)})
     found = []
@@ -60,7 +71,9 @@ def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
         owners = tuple(ranks[begin * len(ranks) // n] for ranks in hosts)
         if rank in owners:
             found.append(Segment(begin, end, owners))
-    return [Segment(one.begin - found[0].begin, one.end - found[0].begin, one.owners) for one in found]
+    return [
+        Segment(one.begin - found[0].begin, one.end - found[0].begin, one.owners) for one in found
+    ]
 
 
 class HierarchicalCommunicator(GroupCommunicator):
@@ -73,7 +86,13 @@ class HierarchicalCommunicator(GroupCommunicator):
     backend = "hierarchical"
 
     def __init__(
-        self, rank: int, world_size: int, local_rank: int, bootstrap: Bootstrap, timeout: timedelta, hosts: Sequence[Sequence[int]]
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        bootstrap: Bootstrap,
+        timeout: timedelta,
+        hosts: Sequence[Sequence[int]],
     ) -> None:
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         neighbours = hosts[self._host]
@@ -81,7 +100,9 @@ class HierarchicalCommunicator(GroupCommunicator):
         self._segments = segments_of(hosts, rank)
         self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
         meeting_point = _OneHost(bootstrap, neighbours)
-        self._shm = ShmCommunicator(neighbours.index(rank), len(neighbours), local_rank, meeting_point, timeout + GRACE)
+        self._shm = ShmCommunicator(
+            neighbours.index(rank), len(neighbours), local_rank, meeting_point, timeout + GRACE
+        )
         super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours)
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
@@ -101,12 +122,14 @@ class HierarchicalCommunicator(GroupCommunicator):
         self._shm.abort()
         super()._break_connections()
 
-    # -- all_reduce -------------------------------------------------------------------------------------------------------------------
+    # -- all_reduce --------------------------------------------------------------------------------
 
     def _travels_as(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
-    def _bucket_reduction(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[[str, Tensor | None], None]:
+    def _bucket_reduction(
+        self, flat: Tensor, wire_dtype: torch.dtype | None
+    ) -> Callable[[str, Tensor | None], None]:
         return lambda op, rows: self._reduce(flat, op, self._travels_as(flat.dtype, wire_dtype))
 
     def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
@@ -128,16 +151,21 @@ class HierarchicalCommunicator(GroupCommunicator):
             return
         quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
         numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
-        passages = (self._passage(index, chunk, op, wire) for index, chunk in enumerate(flat.split(numel)))
+        passages = (
+            self._passage(index, chunk, op, wire) for index, chunk in enumerate(flat.split(numel))
+        )
         under_way = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
         for passage in itertools.chain(passages, [_NOTHING] * (2 * AHEAD)):
             under_way.append(passage)  # the oldest has arrived and goes
-            # The newest first, so that the network has something to carry while older ones are reduced.
+            # The newest first, so that the network has something to carry while older ones are
+            # reduced.
             for one in (under_way[-1], under_way[-1 - AHEAD], under_way[-1 - 2 * AHEAD]):
                 next(one, None)
 
     def _passage(self, index: int, chunk: Tensor, op: str, wire: torch.dtype) -> Iterator[None]:
-        """A chunk on its way, in three steps: reduced in the host and sent; reduced across hosts and sent; gathered in the host."""
+        """A chunk on its way, in three steps: reduced in the host and sent; reduced across hosts
+        and sent; gathered in the host.
+        """
         whole = self._whole(chunk)
         part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
         if op == "mean":  # before the wire, whose range may be small
@@ -164,7 +192,10 @@ class HierarchicalCommunicator(GroupCommunicator):
     def _cut(self, part: Tensor) -> list[Tensor]:
         """This rank's part of a chunk by segments, each with a row for every host."""
         unit = part.numel() // self._segments[-1].end
-        return [part[one.begin * unit : one.end * unit].view(self._n_hosts, -1) for one in self._segments]
+        return [
+            part[one.begin * unit : one.end * unit].view(self._n_hosts, -1)
+            for one in self._segments
+        ]
 
     def _gather_in_host(self, chunk: Tensor, whole: Tensor, part: Tensor) -> None:
         """Joins the parts of the host's ranks. whole: memory for it, if of the chunk's dtype."""
@@ -182,7 +213,9 @@ class HierarchicalCommunicator(GroupCommunicator):
             chunk.copy_(whole[: chunk.numel()])
 
     def _whole(self, chunk: Tensor) -> Tensor:
-        """The chunk itself, or one that can be cut into equal shards and in which there is no rounding inside the host."""
+        """The chunk itself, or one that can be cut into equal shards and in which there is no
+        rounding inside the host.
+        """
         padding = -chunk.numel() % (self._n_units * self._n_hosts)
         dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
         if not padding and dtype == chunk.dtype:
@@ -207,7 +240,8 @@ class HierarchicalCommunicator(GroupCommunicator):
             raise PeerLostError(f"among the ranks of host {self._host}: {error}") from error
         self._exchange.moved_at = time.monotonic()
 
-    # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the order they were sent.
+    # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the
+    # order they were sent.
 
     def _trade(self, tag: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
         """Exchanges one row of every segment with its owner on each other host."""

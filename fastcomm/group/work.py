@@ -1,9 +1,10 @@
 """GroupWork and GroupBucket: a collective that a thread carries out, and a bucket that it reduces.
 
 Python runs signal handlers in the main thread, between almost any two of its instructions, and they
-may raise: Ctrl-C does. A collective that the ranks may have heard of must be finished all the same, or
-this rank would fall out of step, and the thread would write to memory that is in other use by then. So
-whoever waits does it by `see_through`, in steps that may be cut short anywhere and begun again.
+may raise: Ctrl-C does. A collective that the ranks may have heard of must be finished all the same,
+or this rank would fall out of step, and the thread would write to memory that is in other use by
+then. So whoever waits does it by `see_through`, in steps that may be cut short anywhere and begun
+again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, copy_gradients, flat_buffers, presence_values
+from fastcomm.communicator import (
+    BoundBucket,
+    BucketWork,
+    copy_gradients,
+    flat_buffers,
+    presence_values,
+)
 from fastcomm.errors import FastcommError
 from fastcomm.group.call import Call
 from fastcomm.group.exchange import CARRIED_NBYTES
@@ -23,7 +30,8 @@ from fastcomm.group.exchange import CARRIED_NBYTES
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: somebody who leans on Ctrl-C may end a few of them
 
-# Carries a collective out once all ranks have come to it; gets everybody's payload, if there is one.
+# Carries a collective out once all ranks have come to it; gets everybody's payload, if there is
+# one.
 Move = Callable[[Tensor | None], None]
 
 
@@ -37,7 +45,9 @@ class Waiter(Protocol):
     def abort(self) -> None: ...
 
 
-def see_through(step: Callable[[BaseException | None], None], abort: Callable[[], None]) -> BaseException | None:
+def see_through(
+    step: Callable[[BaseException | None], None], abort: Callable[[], None]
+) -> BaseException | None:
     """Calls `step` until it returns; returns what a signal handler has raised meanwhile, or None.
 
     step: gets what has been raised so far. Raises nothing itself: what comes out is a handler's.
@@ -136,7 +146,9 @@ class GroupWork(BucketWork):
             self._waiter.hear(error)
             if raised is not None:
                 raise raised from error
-            raise type(error)(*error.args)  # others may wait for the same, and each adds to its traceback
+            raise type(error)(
+                *error.args
+            )  # others may wait for the same, and each adds to its traceback
         if raised is not None:
             raise raised
 
@@ -164,9 +176,13 @@ class GroupWork(BucketWork):
 
 
 class GroupBucket(BoundBucket):
-    """A flat buffer into which gradients are copied. What work_of(op, presence) makes reduces it."""
+    """A flat buffer into which gradients are copied. What work_of(op, presence) makes
+    reduces it.
+    """
 
-    def __init__(self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], GroupWork]) -> None:
+    def __init__(
+        self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], GroupWork]
+    ) -> None:
         flat_buffers.add(flat, self)
         self._views, self._work_of = views, work_of
         self._presence = flat[flat.numel() - len(views) :]

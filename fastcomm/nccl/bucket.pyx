@@ -1,5 +1,7 @@
 # cython: language_level=3
-"""NcclBucket: a flat buffer and its way over NCCL, from the gradients where autograd has put them and back, launched in one call."""
+"""NcclBucket: a flat buffer and its way over NCCL, from the gradients where autograd has put them
+and back, launched in one call.
+"""
 
 import torch
 
@@ -40,7 +42,9 @@ cdef class NcclBucketWork:
         return self.bucket.comm._is_over(self.bucket.ticket.done)
 
     def present(self):
-        """See BucketWork.present. Waits for the device; while a CUDA graph is captured all parameters count as present."""
+        """See BucketWork.present. Waits for the device; while a CUDA graph is captured all
+        parameters count as present.
+        """
         if self.is_captured:
             return [True] * len(self.bucket.views)
         absent, _ = presence_values(self.op)
@@ -51,7 +55,9 @@ cdef class NcclBucketWork:
 
 @cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class NcclBucket:
-    """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of the host's per round."""
+    """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of
+    the host's per round.
+    """
 
     cdef readonly NcclBucketWork posted  # see BoundBucket.posted
     cdef Link comm
@@ -76,16 +82,21 @@ cdef class NcclBucket:
         self.comm, self.flat, self.wire, self.views = comm, flat, wire, views
         self.lane = comm._lane(lane)
         self.ticket = comm._new_ticket()
-        self.ticket.kind, self.ticket.dtype, self.ticket.numel, self.ticket.label = ALL_REDUCE, wire.dtype, wire.numel(), label
+        self.ticket.kind, self.ticket.label = ALL_REDUCE, label
+        self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
         self.dtype, self.numel = dtype_number(wire.dtype), wire.numel()
         self.presence = wire[wire.numel() - n:]
         numels = [view.numel() for view in views]
-        self.gathering = MultiTensor([*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, comm.cuda)
-        self.scattering = None if wire is flat else MultiTensor(numels, offsets, flat.dtype, wire.dtype, comm.cuda)
+        self.gathering = MultiTensor(
+            [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, comm.cuda
+        )
+        if wire is not flat:
+            self.scattering = MultiTensor(numels, offsets, flat.dtype, wire.dtype, comm.cuda)
         self.measuring = MultiTensor(numels, offsets, flat.dtype, flat.dtype, comm.cuda)
         self.streams, self.tokens, self.kept, self.side = set(), {}, [], Event()
         for i in range(n):
-            self.measuring.addresses[i] = self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
+            self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
+            self.measuring.addresses[i] = self.gathering.addresses[i]
             if self.scattering is not None:
                 self.scattering.addresses[i] = self.gathering.addresses[i]
         comm._register(self.lane, wire, label)
@@ -100,7 +111,9 @@ cdef class NcclBucket:
         self.range = <Range *>malloc(sizeof(Range))
         if self.range == NULL:
             raise MemoryError("out of memory")
-        self.range[0] = Range(<char *><size_t>self.flat.data_ptr(), self.flat.nbytes, self.comm.ranges)
+        self.range[0] = Range(
+            <char *><size_t>self.flat.data_ptr(), self.flat.nbytes, self.comm.ranges
+        )
         self.comm.ranges = self.range
         return 0
 
@@ -114,7 +127,9 @@ cdef class NcclBucket:
             free(self.range)
 
     cdef bint _is_another_gradient(self, char *source) noexcept:
-        """Whether it lies in a flat buffer, this one or another bucket's, whose contents change at times of their own."""
+        """Whether it lies in a flat buffer, this one or another bucket's, whose contents change at
+        times of their own.
+        """
         cdef Range *candidate = self.comm.ranges
         while candidate != NULL:
             if <size_t>(source - candidate.base) < candidate.nbytes:
@@ -141,7 +156,8 @@ cdef class NcclBucket:
                 left.append(i)
             elif gradient is not view:
                 try:
-                    parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
+                    # first: torch refuses it where the parameter's data has been replaced by other
+                    parameter.grad = view
                     self._take(i, gradient, view)
                 except BaseException as error:
                     parameter.grad, error.slot = gradient, i
@@ -153,7 +169,8 @@ cdef class NcclBucket:
         cdef char *source = <char *><size_t>gradient.data_ptr()
         cdef bint is_at_home = source == self.gathering.addresses[i]
         if not is_at_home and self._is_another_gradient(source):
-            raise FastcommError("lies in that of another one: clone gradients before you exchange them")
+            raise FastcommError("lies in that of another one: clone gradients before you exchange "
+                                "them")
         if gradient.dtype is not view.dtype or not _lies_alike(gradient, view) or gradient.is_neg():
             view.copy_(gradient.clone() if is_at_home else gradient)
         elif not is_at_home:
@@ -163,7 +180,9 @@ cdef class NcclBucket:
         return 0
 
     def launch(self, str op, list missing):
-        """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the lane's."""
+        """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
+        lane's.
+        """
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
         cdef Link comm = self.comm
         cdef double scale = 1.0 / comm.world_size if op == "mean" else 1.0
@@ -176,8 +195,10 @@ cdef class NcclBucket:
             work.is_captured = self.is_captured
             token = self._token(op, () if work.is_captured else tuple(missing))
             self.gathering.addresses[len(self.views)] = <void *><size_t>token.data_ptr()
-            # Where nothing moves and nothing is scaled, last round's presence still stands in the wire: see presence_values.
-            flattens = bool(missing) or self.is_moved or scale != 1 or self.wire is not self.flat or token is not self.token
+            # Where nothing moves and nothing is scaled, last round's presence still stands in the
+            # wire: see presence_values.
+            flattens = (bool(missing) or self.is_moved or scale != 1 or self.wire is not self.flat
+                        or token is not self.token)
             comm._begin(self.lane, self.ticket, op)
             try:
                 code = self._launch_on(current, scale, flattens, op_number(op))
@@ -213,7 +234,9 @@ cdef class NcclBucket:
         return ncclSuccess
 
     cdef _token(self, str op, tuple missing):
-        """What travels behind the gradients: for each parameter whether this rank has a gradient of it. On the device, kept for reuse."""
+        """What travels behind the gradients: for each parameter whether this rank has a gradient of
+        it. On the device, kept for reuse.
+        """
         token = self.tokens.get((op, missing))
         if token is None:
             if missing:
@@ -221,16 +244,20 @@ cdef class NcclBucket:
             if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
                 self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
             absent, present = presence_values(op)
-            values = [present * (self.comm.world_size if op == "mean" else 1)] * len(self.views)  # the flattening divides
+            # the flattening divides
+            values = [present * (self.comm.world_size if op == "mean" else 1)] * len(self.views)
             for i in missing:
                 values[i] = absent
-            host = torch.tensor(values, dtype=self.flat.dtype, device="cpu", pin_memory=self.flat.is_cuda)
+            host = torch.tensor(
+                values, dtype=self.flat.dtype, device="cpu", pin_memory=self.flat.is_cuda
+            )
             token = self.tokens[op, missing] = host.to(self.flat.device, non_blocking=True)
         return token
 
     cdef int _order_gathering(self) except -1:
-        """What happens on the current stream from here on comes after the gradients, whatever streams they were produced on, and after the
-        last round's results."""
+        """What happens on the current stream from here on comes after the gradients, whatever
+        streams they were produced on, and after the last round's results.
+        """
         cdef CUstream current = self.comm.cuda.current_stream()
         cdef CUcontext before
         self.comm._check_usable()
@@ -249,14 +276,17 @@ cdef class NcclBucket:
             if other != current:
                 check(driver.record_event(self.side.handle, other), b"cuEventRecord")
                 check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
-        # A capture takes no events from outside, and none of its own out; the caller synchronises around it.
+        # A capture takes no events from outside, and none of its own out; the caller synchronises
+        # around it.
         is_known = self.is_awaited and current == self.awaited_on
         if self.ticket.number and not is_known and not self.is_captured and not self.was_captured:
             check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
         return 0
 
     cdef _release(self, CUstream current):
-        """The gradients have been read when the current stream comes this far: their memory may be used for what it does next."""
+        """The gradients have been read when the current stream comes this far: their memory may be
+        used for what it does next.
+        """
         if self.streams - {<size_t>current}:
             for gradient in self.kept:  # but they belong to other streams
                 gradient.record_stream(torch.cuda.current_stream(self.flat.device))
@@ -269,7 +299,9 @@ cdef class NcclBucket:
         return self.measuring.square_sum
 
     def n_nonfinite(self):
-        """See BoundBucket.n_nonfinite. Found on the way where gradients are cast back; else by one pass over the flat buffer."""
+        """See BoundBucket.n_nonfinite. Found on the way where gradients are cast back; else by one
+        pass over the flat buffer.
+        """
         if self.scattering is not None:
             return self.scattering.n_nonfinite
         self._measure()

@@ -1,9 +1,10 @@
 # cython: language_level=3
 """NcclCommunicator: the ranks' GPUs over NCCL, driven directly on streams of its own.
 
-The host does not wait here, but in barrier(): what is launched is ordered by events, after and before the work of the caller's stream, so
-that a whole training step can be captured in a CUDA graph. What would never end is ended by the watchdog, and the next call raises.
-How the ranks find each other is rendezvous.py's business: it arrives here as a `bootstrap`.
+The host does not wait here, but in barrier(): what is launched is ordered by events, after and
+before the work of the caller's stream, so that a whole training step can be captured in a CUDA
+graph. What would never end is ended by the watchdog, and the next call raises. How the ranks find
+each other is rendezvous.py's business: it arrives here as a `bootstrap`.
 """
 
 import torch
@@ -17,7 +18,9 @@ from libc.stdint cimport uint32_t
 from libc.stdlib cimport free, malloc
 
 from fastcomm.cuda.driver cimport CUcontext, CUstream, check, driver
-from fastcomm.nccl.lane cimport ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket
+from fastcomm.nccl.lane cimport (
+    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket,
+)
 from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.nccl.link cimport Link
 
@@ -35,7 +38,9 @@ cdef struct Bytes:
 
 @cython.freelist(8)
 cdef class NcclWork:
-    """A collective that has been launched. Holds its tensors until the caller's stream is ordered after it."""
+    """A collective that has been launched. Holds its tensors until the caller's stream is ordered
+    after it.
+    """
 
     cdef NcclCommunicator comm
     cdef Ticket ticket
@@ -44,7 +49,9 @@ cdef class NcclWork:
     cdef bint is_barrier
 
     def wait(self):
-        """Orders the current stream after the collective; blocks for a barrier only. Raises what has ended the communicator."""
+        """Orders the current stream after the collective; blocks for a barrier only. Raises what
+        has ended the communicator.
+        """
         if self.tensors is None:  # but the current stream may be another one
             self.comm._order_current_after(self.ticket.done)
             if self.divided is not None:
@@ -68,11 +75,13 @@ cdef class NcclWork:
 
 @cython.no_gc_clear
 cdef class NcclCommunicator(Link):
-    """Collectives between `world_size` processes with a GPU each. See fastcomm.communicator.Communicator for the contract.
+    """Collectives between `world_size` processes with a GPU each. See
+    fastcomm.communicator.Communicator for the contract.
 
-    Made by fastcomm.init. Results are ordered before what the current stream does next; the host does not wait for them. An error that
-    ends the communicator is raised by the next call, and by every one after it. Beside torch's own NCCL groups: both must launch in the
-    same order on all ranks.
+    Made by fastcomm.init. Results are ordered before what the current stream does next; the host
+    does not wait for them. An error that ends the communicator is raised by the next call, and by
+    every one after it. Beside torch's own NCCL groups: both must launch in the same order on all
+    ranks.
     """
 
     cdef object one  # a tensor for barrier()
@@ -81,7 +90,10 @@ cdef class NcclCommunicator(Link):
     has_streams = True
 
     def __repr__(self):
-        return f"<NcclCommunicator: rank {self.rank} of {self.world_size} on {self.device}{', ended' if self.failure else ''}>"
+        return (
+            f"<NcclCommunicator: rank {self.rank} of {self.world_size} on "
+            f"{self.device}{', ended' if self.failure else ''}>"
+        )
 
     def __enter__(self):
         return self
@@ -95,10 +107,12 @@ cdef class NcclCommunicator(Link):
     # -- memory --
 
     def empty(self, numel, *, dtype):
-        """A flat tensor of `numel` elements in memory that NCCL has allocated and registered, uninitialised. Local: no peer is asked.
+        """A flat tensor of `numel` elements in memory that NCCL has allocated and registered,
+        uninitialised. Local: no peer is asked.
 
-        The memory lives as long as the tensor, also after close(). Synchronises the device if there is memory of dropped tensors to free.
-        Raises ValueError for a negative numel, TypeError for a dtype that NCCL does not reduce, NcclError when the memory is used up.
+        The memory lives as long as the tensor, also after close(). Synchronises the device if there
+        is memory of dropped tensors to free. Raises ValueError for a negative numel, TypeError for
+        a dtype that NCCL does not reduce, NcclError when the memory is used up.
         """
         self._check_open()
         dtype_number(dtype)
@@ -112,35 +126,46 @@ cdef class NcclCommunicator(Link):
             self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
         return memory.view(dtype)
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):
-        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises TypeError for dtypes without a kernel,
-        or that NCCL does not reduce; InitError without kernels."""
+    def bind_bucket(
+        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0
+    ):
+        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises
+        TypeError for dtypes without a kernel, or that NCCL does not reduce; InitError without
+        kernels.
+        """
         self._check_usable()
         wire = flat
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             dtype_number(wire_dtype)
-            if wire_dtype in FP8 and flat.is_cuda and torch.cuda.get_device_capability(flat.device) < (9, 0):
-                raise TypeError(f"{wire_dtype} is reduced by GPUs of compute capability 9.0 or newer")
+            is_fp8 = wire_dtype in FP8 and flat.is_cuda
+            if is_fp8 and torch.cuda.get_device_capability(flat.device) < (9, 0):
+                raise TypeError(f"{wire_dtype} is reduced by GPUs of compute capability 9.0 or "
+                                "newer")
             wire = self.empty(flat.numel(), dtype=wire_dtype)
-            wire.view(torch.uint8).zero_()  # as bytes: torch has no kernels for some dtypes of one byte
+            # as bytes: torch has no kernels for some dtypes of one byte
+            wire.view(torch.uint8).zero_()
         dtype_number(wire.dtype)
         with self.cuda.selected():
             return NcclBucket(self, flat, views, offsets, wire, label, lane)
 
     cdef int _refuse_capture(self, str what) except -1:
         if self._note_capture(self.cuda.current_stream()):
-            raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA graph")
+            raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
+                                "graph")
         return 0
 
     # -- collectives --
 
     def all_reduce(self, tensor, op="sum", *, bint async_op=False):
-        """Reduces `tensor` over all ranks, in place: contiguous, on this device, the same numel and dtype on every rank.
+        """Reduces `tensor` over all ranks, in place: contiguous, on this device, the same numel and
+        dtype on every rank.
 
-        op: sum, mean (alias avg), min, max, prod. A float mean is the sum of tensors scaled beforehand; an integer mean is rounded towards
-        zero. 16-bit floats are added as NCCL does it, from 3 ranks on with a rounding at each step. With async_op, returns a Work at once:
-        leave the tensor alone until work.wait() has ordered the stream that is current then after the result.
-        Raises ValueError or TypeError for a bad argument, before any peer is involved, and what has ended the communicator.
+        op: sum, mean (alias avg), min, max, prod. A float mean is the sum of tensors scaled
+        beforehand; an integer mean is rounded towards zero. 16-bit floats are added as NCCL does
+        it, from 3 ranks on with a rounding at each step. With async_op, returns a Work at once:
+        leave the tensor alone until work.wait() has ordered the stream that is current then after
+        the result. Raises ValueError or TypeError for a bad argument, before any peer is involved,
+        and what has ended the communicator.
         """
         op = canonical_op(op)
         self._check(tensor)
@@ -154,7 +179,9 @@ cdef class NcclCommunicator(Link):
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
-        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank. Errors as all_reduce."""
+        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
+        Errors as all_reduce.
+        """
         self._check(tensor)
         self._check_src(src)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
@@ -169,12 +196,14 @@ cdef class NcclCommunicator(Link):
         cdef CUcontext before = self.cuda.enter()
         cdef bint is_captured
         cdef int code
-        ticket.kind, ticket.dtype, ticket.numel, ticket.root = BROADCAST, torch.uint8, sum([t.nbytes for t in tensors]), src
+        ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
+        ticket.numel = sum([t.nbytes for t in tensors])
         try:
             is_captured = self._note_capture(self.cuda.current_stream())
             self._begin(lane, ticket, None)
             try:
-                code = self._launch_group(lane, [(t.data_ptr(), t.nbytes) for t in tensors if t.nbytes], src)
+                places = [(t.data_ptr(), t.nbytes) for t in tensors if t.nbytes]
+                code = self._launch_group(lane, places, src)
             finally:
                 self._end(lane, ticket, is_captured)
             if code != ncclSuccess:
@@ -186,7 +215,9 @@ cdef class NcclCommunicator(Link):
         self._order_current_after(ticket.done)
 
     cdef int _launch_group(self, Lane lane, list places, int root) except -1:
-        """Broadcasts of (address, bytes). Returns NCCL's code: the first that is not success, but the group is ended in any case."""
+        """Broadcasts of (address, bytes). Returns NCCL's code: the first that is not success, but
+        the group is ended in any case.
+        """
         cdef CUstream current = self.cuda.current_stream(), stream = lane.stream.handle
         cdef size_t n = len(places), i
         cdef Bytes *pieces = <Bytes *>malloc((n + 1) * sizeof(Bytes))
@@ -202,7 +233,8 @@ cdef class NcclCommunicator(Link):
                 code = nccl.group_start()
                 for i in range(n):
                     if code == ncclSuccess:
-                        code = nccl.broadcast(pieces[i].data, pieces[i].data, pieces[i].nbytes, UINT8, root, lane.comm, stream)
+                        code = nccl.broadcast(pieces[i].data, pieces[i].data, pieces[i].nbytes,
+                                              UINT8, root, lane.comm, stream)
                 end = nccl.group_end()
                 check(driver.record_event(lane.ticket.done.handle, stream), b"cuEventRecord")
         finally:
@@ -210,17 +242,22 @@ cdef class NcclCommunicator(Link):
         return code if code != ncclSuccess else end
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
-        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""
+        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
+        elements. Errors as all_reduce.
+        """
         self._check(inp)
         self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         return self._collective(ALL_GATHER, inp, out, None, 0, async_op, None)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
-        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`. Errors as all_reduce."""
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
+        Errors as all_reduce.
+        """
         op = canonical_op(op)
         self._check(inp)
         if inp.numel() % self.world_size:
-            raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a multiple of {self.world_size} ranks")
+            raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a "
+                             f"multiple of {self.world_size} ranks")
         self._check_out("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
         if op == "mean" and not inp.is_floating_point():
             rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
@@ -241,7 +278,9 @@ cdef class NcclCommunicator(Link):
         return tensor.mul_(1.0 / self.world_size)
 
     def barrier(self, *, bint async_op=False):
-        """Returns when every rank has called it, and all that was launched on the current stream before is done."""
+        """Returns when every rank has called it, and all that was launched on the current stream
+        before is done.
+        """
         self._check_usable()
         self._refuse_capture("barrier()")
         if self.one is None:
@@ -260,11 +299,14 @@ cdef class NcclCommunicator(Link):
             raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
         dtype_number(tensor.dtype)
         if tensor.device != self.device or tensor.layout is not torch.strided:
-            raise ValueError(f"this communicator takes dense tensors on {self.device}; got {tensor.layout} on {tensor.device}")
+            raise ValueError(f"this communicator takes dense tensors on {self.device}; got "
+                             f"{tensor.layout} on {tensor.device}")
         if not tensor.is_contiguous():
-            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, "
+                             f"its strides are {tensor.stride()}")
         if tensor.is_neg():
-            raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
+            raise ValueError("the tensor is a negated view of its memory: pass "
+                             "tensor.resolve_neg()")
         return 0
 
     cdef int _check_out(self, str name, out, inp, numel) except -1:
@@ -276,7 +318,8 @@ cdef class NcclCommunicator(Link):
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
-        """Launches on the first lane. divided: where the mean of integers goes that `out` sums up."""
+        """Launches on the first lane. divided: where the mean of integers goes that `out` sums up.
+        """
         cdef Lane lane = self.lanes[0]
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = self._new_ticket() if async_op else lane.ticket
@@ -286,7 +329,8 @@ cdef class NcclCommunicator(Link):
         cdef int code
         try:
             is_captured = self._note_capture(current)
-            ticket.kind, ticket.dtype, ticket.numel, ticket.root = kind, inp.dtype, inp.numel(), root
+            ticket.kind, ticket.root = kind, root
+            ticket.dtype, ticket.numel = inp.dtype, inp.numel()
             self._begin(lane, ticket, op)
             try:
                 code = self._launch_on(lane, ticket, current, kind, inp, out, op, root)
@@ -307,7 +351,9 @@ cdef class NcclCommunicator(Link):
             return work
         work.wait()
 
-    cdef int _launch_on(self, Lane lane, Ticket ticket, CUstream current, Kind kind, inp, out, op, int root) except -1:
+    cdef int _launch_on(
+        self, Lane lane, Ticket ticket, CUstream current, Kind kind, inp, out, op, int root
+    ) except -1:
         """Returns NCCL's code."""
         cdef void *source = <void *><size_t>inp.data_ptr()
         cdef void *target = <void *><size_t>out.data_ptr()

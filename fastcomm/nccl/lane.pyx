@@ -1,9 +1,11 @@
 # cython: language_level=3
-"""Lane: one of NCCL's communicators, with the stream that all of its collectives are launched on; and how it begins and ends.
+"""Lane: one of NCCL's communicators, with the stream that all of its collectives are launched on;
+and how it begins and ends.
 
-A call that begins or ends a communicator may never return. It is made on a thread of its own, which nothing can end and which is left
-behind when the time is up. (NCCL's own answer, non-blocking communicators, makes it start a thread for every collective, which costs
-more than the whole launch of a bucket.)
+A call that begins or ends a communicator may never return. It is made on a thread of its own, which
+nothing can end and which is left behind when the time is up. (NCCL's own answer, non-blocking
+communicators, makes it start a thread for every collective, which costs more than the whole launch
+of a bucket.)
 """
 
 import threading
@@ -14,12 +16,17 @@ from fastcomm.errors import InitError, TimeoutError
 from libc.string cimport memcpy
 
 from fastcomm.cuda.driver cimport Device, Event, Stream, check, driver
-from fastcomm.nccl.library cimport error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId
+from fastcomm.nccl.library cimport (
+    error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
+)
 
 
 cdef double SLICE_S = 0.05
 cdef double LEAVE_S = 2  # how long an abort waits for another thread to come out of NCCL
-cdef tuple KIND_NAMES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "registration", "meeting of the ranks")
+cdef tuple KIND_NAMES = (
+    "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "registration",
+    "meeting of the ranks",
+)
 
 
 cdef class Ticket:
@@ -31,7 +38,10 @@ cdef class Ticket:
     def describe(self):
         if self.kind == MEETING:
             return KIND_NAMES[MEETING]
-        words = f"{KIND_NAMES[self.kind]} of {self.numel} {str(self.dtype).removeprefix('torch.')} elements"
+        words = (
+            f"{KIND_NAMES[self.kind]} of {self.numel} {str(self.dtype).removeprefix('torch.')} "
+            "elements"
+        )
         if self.kind == BROADCAST:
             words += f" from rank {self.root}"
         if self.op:
@@ -42,14 +52,18 @@ cdef class Ticket:
 
 
 cdef class Lane:
-    """One of NCCL's communicators and its stream. Whoever makes it calls `connect` or `split_from`, and `close` or `abort` in the end."""
+    """One of NCCL's communicators and its stream. Whoever makes it calls `connect` or `split_from`,
+    and `close` or `abort` in the end.
+    """
 
     def __cinit__(self, Device device):
         self.device = device
         self.stream, self.ready, self.ticket = Stream(), Event(), Ticket()
 
     def connect(self, str identifier, int rank, int world_size, double timeout_s, look):
-        """Meets the other ranks. `look()` is called while waiting and raises if one of them has failed. Raises InitError, NcclError."""
+        """Meets the other ranks. `look()` is called while waiting and raises if one of them has
+        failed. Raises InitError, NcclError.
+        """
         cdef _Init call = _Init(self.device)
         cdef bytes raw = bytes.fromhex(identifier)
         memcpy(call.identifier.internal, <const char *>raw, 128)
@@ -65,8 +79,10 @@ cdef class Lane:
         self.comm = call.comm
 
     def close(self, double timeout_s, forget):
-        """Ends the communicator when all that was launched is done; at once, after an error or when the time is up. Then it raises
-        NcclError or TimeoutError. `forget(comm)` is called in between, on another thread, to take back what was registered."""
+        """Ends the communicator when all that was launched is done; at once, after an error or when
+        the time is up. Then it raises NcclError or TimeoutError. `forget(comm)` is called in
+        between, on another thread, to take back what was registered.
+        """
         cdef _Close call = _Close(self.device)
         cdef ncclComm_t comm = self.comm
         if comm == NULL:
@@ -79,13 +95,15 @@ cdef class Lane:
             return
         self.comm = comm
         self.abort(timeout_s)
-        raise call.error if in_time else TimeoutError(f"waited {timeout_s:g} s for what was launched to end; it was aborted")
+        raise call.error if in_time else TimeoutError(f"waited {timeout_s:g} s for what was "
+                                                      "launched to end; it was aborted")
 
     def abort(self, double timeout_s):
         """Ends the communicator at once: its kernels leave the device."""
         cdef _End revocation
         deadline = time.monotonic() + LEAVE_S
-        if nccl.revoke != NULL and self.comm != NULL:  # a thread that is inside NCCL should be out before the memory goes
+        # a thread that is inside NCCL should be out before the memory goes
+        if nccl.revoke != NULL and self.comm != NULL:
             revocation = _Revoke(self.device)
             revocation.comm = self.comm
             revocation.start()
@@ -100,14 +118,17 @@ cdef class Lane:
 
 
 def _wait_for(_Call call, str what, double timeout_s, look):
-    """Until the call is over; `look()` is called meanwhile and raises when the other ranks will not come. Raises the call's error."""
+    """Until the call is over; `look()` is called meanwhile and raises when the other ranks will not
+    come. Raises the call's error.
+    """
     deadline = time.monotonic() + timeout_s
     call.start()
     while not call.over.wait(SLICE_S):
         look()
         if time.monotonic() > deadline:
             raise InitError(
-                f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get through between them. NCCL_DEBUG=INFO shows "
+                f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get "
+                "through between them. NCCL_DEBUG=INFO shows "
                 "what it tries; NCCL_SOCKET_IFNAME chooses the network interface"
             )
     if call.code != ncclSuccess:
@@ -115,7 +136,9 @@ def _wait_for(_Call call, str what, double timeout_s, look):
 
 
 cdef class _Call:
-    """A call into NCCL on a thread of its own. `over` is set when it has returned, `code` and `error` then say how."""
+    """A call into NCCL on a thread of its own. `over` is set when it has returned, `code` and
+    `error` then say how.
+    """
 
     cdef Device device
     cdef int code

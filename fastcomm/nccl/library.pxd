@@ -1,4 +1,5 @@
-# NCCL's types and calls, declared by hand: no NCCL header is needed to build. Layouts as in nccl.h 2.32.
+# NCCL's types and calls, declared by hand: no NCCL header is needed to build. Layouts as in nccl.h
+# 2.32.
 
 ctypedef void *ncclComm_t
 ctypedef void *ncclWindow_t
@@ -14,7 +15,8 @@ cdef enum:
 cdef struct ncclUniqueId:
     char internal[128]
 
-# A newer library fills in what it knows more of, an older one reads no further than it knows: one layout does for all from 2.18 on.
+# A newer library fills in what it knows more of, an older one reads no further than it knows: one
+# layout does for all from 2.18 on.
 cdef struct ncclConfig_t:
     size_t size
     unsigned int magic, version
@@ -34,24 +36,33 @@ cdef struct Nccl:
     int (*get_unique_id)(ncclUniqueId *identifier) noexcept nogil
     const char *(*error_string)(int code) noexcept nogil
     const char *(*last_error)(ncclComm_t comm) noexcept nogil
-    int (*init_rank)(ncclComm_t *comm, int world_size, ncclUniqueId identifier, int rank, ncclConfig_t *config) noexcept nogil
-    int (*split)(ncclComm_t comm, int color, int key, ncclComm_t *part, ncclConfig_t *config) noexcept nogil
+    int (*init_rank)(ncclComm_t *comm, int world_size, ncclUniqueId identifier, int rank,
+                     ncclConfig_t *config) noexcept nogil
+    int (*split)(ncclComm_t comm, int color, int key, ncclComm_t *part,
+                 ncclConfig_t *config) noexcept nogil
     int (*finalize)(ncclComm_t comm) noexcept nogil
     int (*destroy)(ncclComm_t comm) noexcept nogil
     int (*abort)(ncclComm_t comm) noexcept nogil
     int (*async_error)(ncclComm_t comm, int *code) noexcept nogil
-    int (*all_reduce)(const void *inp, void *out, size_t numel, int dtype, int op, ncclComm_t comm, void *stream) noexcept nogil
-    int (*broadcast)(const void *inp, void *out, size_t numel, int dtype, int root, ncclComm_t comm, void *stream) noexcept nogil
-    int (*all_gather)(const void *inp, void *out, size_t numel, int dtype, ncclComm_t comm, void *stream) noexcept nogil
-    int (*reduce_scatter)(const void *inp, void *out, size_t numel, int dtype, int op, ncclComm_t comm, void *stream) noexcept nogil
+    int (*all_reduce)(const void *inp, void *out, size_t numel, int dtype, int op,
+                      ncclComm_t comm, void *stream) noexcept nogil
+    int (*broadcast)(const void *inp, void *out, size_t numel, int dtype, int root,
+                     ncclComm_t comm, void *stream) noexcept nogil
+    int (*all_gather)(const void *inp, void *out, size_t numel, int dtype, ncclComm_t comm,
+                      void *stream) noexcept nogil
+    int (*reduce_scatter)(const void *inp, void *out, size_t numel, int dtype, int op,
+                          ncclComm_t comm, void *stream) noexcept nogil
     int (*group_start)() noexcept nogil
     int (*group_end)() noexcept nogil
     int (*mem_alloc)(void **memory, size_t nbytes) noexcept nogil  # 2.19
     int (*mem_free)(void *memory) noexcept nogil
-    int (*register_memory)(ncclComm_t comm, void *memory, size_t nbytes, void **handle) noexcept nogil
+    int (*register_memory)(ncclComm_t comm, void *memory, size_t nbytes,
+                           void **handle) noexcept nogil
     int (*deregister_memory)(ncclComm_t comm, void *handle) noexcept nogil
     int (*revoke)(ncclComm_t comm, int flags) noexcept nogil  # 2.28.7
-    int (*register_window)(ncclComm_t comm, void *memory, size_t nbytes, ncclWindow_t *window, int flags) noexcept nogil  # 2.27
+    # 2.27
+    int (*register_window)(ncclComm_t comm, void *memory, size_t nbytes, ncclWindow_t *window,
+                           int flags) noexcept nogil
     int (*deregister_window)(ncclComm_t comm, ncclWindow_t window) noexcept nogil
 
 

@@ -1,8 +1,10 @@
 # cython: language_level=3
-"""libnccl, opened at run time: finding it, its symbols, its version, its status codes as exceptions. No communicators here.
+"""libnccl, opened at run time: finding it, its symbols, its version, its status codes as
+exceptions. No communicators here.
 
-One process should have one copy of NCCL: two do not know of each other's launches and can deadlock, and each takes device memory. So the
-copy torch has brought is taken before any other, and a second one is an error.
+One process should have one copy of NCCL: two do not know of each other's launches and can deadlock,
+and each takes device memory. So the copy torch has brought is taken before any other, and a second
+one is an error.
 """
 
 import importlib.util
@@ -40,21 +42,25 @@ cdef str path = ""
 
 
 def load():
-    """Opens libnccl and returns (version, path): (22907, "/.../libnccl.so.2") for 2.29.7. Needs no GPU.
+    """Opens libnccl and returns (version, path): (22907, "/.../libnccl.so.2") for 2.29.7. Needs no
+    GPU.
 
-    Looked for in this order: FASTCOMM_NCCL_LIBRARY; the copy that is loaded already, as torch's is; NVIDIA's wheel; the system's.
-    Raises InitError: there is none, it is older than 2.18, or a second copy is in the process.
+    Looked for in this order: FASTCOMM_NCCL_LIBRARY; the copy that is loaded already, as torch's is;
+    NVIDIA's wheel; the system's. Raises InitError: there is none, it is older than 2.18, or a
+    second copy is in the process.
     """
     global library, version, path
     if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-        raise InitError("NCCL_COMM_BLOCKING=0 makes NCCL start a thread for every collective, and fastcomm fail: unset it")
+        raise InitError("NCCL_COMM_BLOCKING=0 makes NCCL start a thread for every collective, and "
+                        "fastcomm fail: unset it")
     if library == NULL:
         handle = _open()
         _find_symbols(handle)
         path = os.path.realpath(fastcomm_file_of(<void *>nccl.get_version).decode())
         check(nccl.get_version(&version), b"ncclGetVersion")
         if version < OLDEST:
-            raise InitError(f"NCCL {version_text(version)} in {path} is too old: fastcomm needs 2.18 or newer")
+            raise InitError(f"NCCL {version_text(version)} in {path} is too old: fastcomm needs "
+                            "2.18 or newer")
         _find_newer_symbols(handle)
         library = handle
     refuse_second_copy(loaded_copies(), path)
@@ -67,17 +73,21 @@ cdef void *_open() except NULL:
     if explicit:
         candidates = [(explicit, 0)]
     else:  # by the bare name first: torch's copy answers to it, and a path would map a second one
-        candidates = [("libnccl.so.2", RTLD_NOLOAD), *([(wheel, 0)] if wheel else []), ("libnccl.so.2", 0)]
+        found = [(wheel, 0)] if wheel else []
+        candidates = [("libnccl.so.2", RTLD_NOLOAD), *found, ("libnccl.so.2", 0)]
     cdef void *handle = NULL
     for name, flags in candidates:
         handle = dlopen(name.encode(), RTLD_NOW | RTLD_LOCAL | <int>flags)
         if handle != NULL:
             return handle
-    raise InitError(f"no NCCL library: {dlerror().decode()}. CUDA builds of torch bring one; so do fastcomm[cuda12] and fastcomm[cuda13]")
+    raise InitError(f"no NCCL library: {dlerror().decode()}. CUDA builds of torch bring one; so "
+                    "do fastcomm[cuda12] and fastcomm[cuda13]")
 
 
 def nccl_wheel():
-    """The library in NVIDIA's wheel, or None. The CUDA 12 and 13 wheels own the same file, so there is one place to look."""
+    """The library in NVIDIA's wheel, or None. The CUDA 12 and 13 wheels own the same file, so there
+    is one place to look.
+    """
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
     for folder in (spec and spec.submodule_search_locations) or ():
         candidate = Path(folder) / "lib" / "libnccl.so.2"
@@ -97,8 +107,10 @@ def refuse_second_copy(copies, ours):
     """Raises InitError when NCCL is in the process more than once."""
     if len(copies) > 1:
         raise InitError(
-            f"two copies of NCCL are in this process, {' and '.join(copies)}; fastcomm would use {ours}. They do not know of each other's "
-            "launches and can deadlock: unset FASTCOMM_NCCL_LIBRARY, or put the one you want under the whole process with LD_PRELOAD"
+            f"two copies of NCCL are in this process, {' and '.join(copies)}; fastcomm would use "
+            f"{ours}. They do not know of each other's "
+            "launches and can deadlock: unset FASTCOMM_NCCL_LIBRARY, or put the one you want "
+            "under the whole process with LD_PRELOAD"
         )
 
 
@@ -142,7 +154,8 @@ cdef int _find_newer_symbols(void *handle) except -1:
 cdef int _find(void **symbol, void *handle, const char *name) except -1:
     symbol[0] = dlsym(handle, name)
     if symbol[0] == NULL:
-        raise InitError(f"this NCCL library has no {name.decode()}: it is no NCCL, or older than 2.18")
+        raise InitError(f"this NCCL library has no {name.decode()}: it is no NCCL, or older than "
+                        "2.18")
     return 0
 
 
@@ -154,26 +167,38 @@ cdef int check(int code, const char *call) except -1 nogil:
 
 
 cdef object error_of(int code, const char *call):
-    """The NcclError of a status code. The library keeps its last error for the whole process, hence no communicator."""
-    text, detail = nccl.error_string(code).decode(), nccl.last_error(NULL).decode(errors="replace").strip()
-    return NcclError(f"{call.decode()} failed with code {code}, {text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
+    """The NcclError of a status code. The library keeps its last error for the whole process, hence
+    no communicator.
+    """
+    text = nccl.error_string(code).decode()
+    detail = nccl.last_error(NULL).decode(errors="replace").strip()
+    return NcclError(f"{call.decode()} failed with code {code}, "
+                     f"{text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
 
 
 cdef void fill_config(ncclConfig_t *config) noexcept nogil:
-    """NCCL's defaults. An older library reads the beginning; one that is newer than the layout is told so by `version`."""
+    """NCCL's defaults. An older library reads the beginning; one that is newer than the layout is
+    told so by `version`.
+    """
     memset(config, 0, sizeof(ncclConfig_t))
     config.size = sizeof(ncclConfig_t)
     config.magic, config.version = NCCL_CONFIG_MAGIC, min(version, NEWEST_LAYOUT)
-    config.cgaClusterSize = config.minCTAs = config.maxCTAs = config.splitShare = config.trafficClass = NCCL_CONFIG_UNDEF_INT
-    config.collnetEnable = config.CTAPolicy = config.shrinkShare = config.nvlsCTAs = NCCL_CONFIG_UNDEF_INT
-    config.nChannelsPerNetPeer = config.nvlinkCentricSched = config.graphUsageMode = config.numRmaCtx = NCCL_CONFIG_UNDEF_INT
-    config.maxP2pPeers = config.graphStreamOrdering = config.launchOrderImplicit = config.numRmaSig = NCCL_CONFIG_UNDEF_INT
+    config.cgaClusterSize = config.minCTAs = config.maxCTAs = NCCL_CONFIG_UNDEF_INT
+    config.splitShare = config.trafficClass = NCCL_CONFIG_UNDEF_INT
+    config.collnetEnable = config.CTAPolicy = NCCL_CONFIG_UNDEF_INT
+    config.shrinkShare = config.nvlsCTAs = NCCL_CONFIG_UNDEF_INT
+    config.nChannelsPerNetPeer = config.nvlinkCentricSched = NCCL_CONFIG_UNDEF_INT
+    config.graphUsageMode = config.numRmaCtx = NCCL_CONFIG_UNDEF_INT
+    config.maxP2pPeers = config.graphStreamOrdering = NCCL_CONFIG_UNDEF_INT
+    config.launchOrderImplicit = config.numRmaSig = NCCL_CONFIG_UNDEF_INT
     config.rmaEagerInit = config.hostCftMode = config.nvlsHostMode = NCCL_CONFIG_UNDEF_INT
     config.blocking = 1
 
 
 def unique_id():
-    """A new name for a communicator, as 256 hexadecimal digits. One rank makes it, all others get it from that one."""
+    """A new name for a communicator, as 256 hexadecimal digits. One rank makes it, all others get
+    it from that one.
+    """
     cdef ncclUniqueId identifier
     load()
     with nogil:
@@ -181,21 +206,25 @@ def unique_id():
     return identifier.internal[:128].hex()
 
 
-# ---- what NCCL calls torch's dtypes and ops ------------------------------------------------------------------------------------------
+# ---- what NCCL calls torch's dtypes and ops ------------------------------------------------------
 
 DTYPES = {
-    torch.float32: 7, torch.float64: 8, torch.float16: 6, torch.bfloat16: 9, torch.int32: 2, torch.int64: 4, torch.uint8: 1,
+    torch.float32: 7, torch.float64: 8, torch.float16: 6, torch.bfloat16: 9, torch.int32: 2,
+    torch.int64: 4, torch.uint8: 1,
     torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
 }
 FIRST_WITH_FP8 = 22400
-OPS = {"sum": 0, "mean": 0, "prod": 1, "max": 2, "min": 3}  # a mean is a scaled sum: ncclAvg would turn NVLink SHARP off
+# a mean is a scaled sum: ncclAvg would turn NVLink SHARP off
+OPS = {"sum": 0, "mean": 0, "prod": 1, "max": 2, "min": 3}
 
 
 cdef int dtype_number(dtype) except -1:
     """Raises TypeError for what this NCCL cannot reduce."""
     number = DTYPES.get(dtype)
     if number is None:
-        raise TypeError(f"dtype must be one of {', '.join(str(known).removeprefix('torch.') for known in DTYPES)}; got {dtype}")
+        raise TypeError(f"dtype must be one of "
+                        f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}; got "
+                        f"{dtype}")
     if number >= DTYPES[torch.float8_e4m3fn] and version < FIRST_WITH_FP8:
         raise TypeError(f"{dtype} needs NCCL 2.24 or newer; this is {version_text(version)}")
     return number

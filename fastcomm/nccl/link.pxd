@@ -32,7 +32,8 @@ cdef class Link:
     cdef object buckets
     cdef object ending  # held while the lanes are aborted
     cdef bint busy, is_split_up, is_closed
-    cdef int *n_graphs  # CUDA graphs alive that have captured collectives; outlives the communicator, as they may
+    # CUDA graphs alive that have captured collectives; outlives the communicator, as they may
+    cdef int *n_graphs
     cdef uint64_t last_graph
     cdef object failure  # why the communicator cannot be used any more, or None
     cdef object interruption  # why the ranks have to meet anew, until somebody has been told

@@ -1,8 +1,9 @@
 # cython: language_level=3
-"""Link: what the ranks of an NcclCommunicator share. Makes their lanes, watches them, ends them, and lets the ranks meet anew.
+"""Link: what the ranks of an NcclCommunicator share. Makes their lanes, watches them, ends them,
+and lets the ranks meet anew.
 
-Everything that is launched goes through `_begin` and `_end` here, under the watchdog's eyes. What is launched is in communicator.pyx and
-bucket.pyx.
+Everything that is launched goes through `_begin` and `_end` here, under the watchdog's eyes. What
+is launched is in communicator.pyx and bucket.pyx.
 """
 
 import contextlib
@@ -26,12 +27,15 @@ from libc.stdlib cimport calloc
 from posix.unistd cimport usleep
 
 from fastcomm.cuda.driver cimport (
-    CU_GRAPH_USER_OBJECT_MOVE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
+    CU_GRAPH_USER_OBJECT_MOVE, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
     CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUgraph, CUuserObject, check, driver,
 )
 from fastcomm.lifetime cimport forks
 from fastcomm.nccl.lane cimport MEETING, REGISTRATION
-from fastcomm.nccl.library cimport error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess
+from fastcomm.nccl.library cimport (
+    error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
+)
 from fastcomm.nccl.memory cimport pool_of
 
 
@@ -41,9 +45,14 @@ cdef double ABORT_S = 10  # NCCL's abort may hang itself; nobody waits longer fo
 
 @cython.no_gc_clear
 cdef class Link:
-    """The connection of `world_size` ranks. An error that ends it is raised by the next call, and by every one after it."""
+    """The connection of `world_size` ranks. An error that ends it is raised by the next call, and
+    by every one after it.
+    """
 
-    def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout, object device, list neighbours):
+    def __cinit__(
+        self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
+        object device, list neighbours,
+    ):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout, self.timeout_s = device, timeout, timeout.total_seconds()
         self.generation, self.bootstrap = forks(), bootstrap
@@ -80,13 +89,15 @@ cdef class Link:
             lane.split_from(self.lanes[0], self.rank, self.timeout_s, look)
         else:
             mine = unique_id() if self.rank == 0 else None
-            # Named, and not counted: a rank that abandons one round after the other leaves out meetings that others have waited in.
+            # Named, and not counted: a rank that abandons one round after the other leaves out
+            # meetings that others have waited in.
             identifier = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")[0]
             lane.connect(identifier, self.rank, self.world_size, self.timeout_s, look)
 
     cdef Lane _lane(self, int place):
         while len(self.lanes) <= place:
-            self._wait_for((<Lane>self.lanes[0]).ticket)  # NCCL splits no communicator that is at work
+            # NCCL splits no communicator that is at work
+            self._wait_for((<Lane>self.lanes[0]).ticket)
             with self._meeting():
                 self._add_lane(self._look)
         return self.lanes[place]
@@ -94,8 +105,8 @@ cdef class Link:
     cdef _wait_for(self, Ticket ticket):
         """Until the newest collective launched with the ticket is over. Blocks.
 
-        What a signal handler raises meanwhile (Ctrl-C) is raised then, because the peers count on this rank; what it raises a second time
-        is raised at once, and aborts the communicator.
+        What a signal handler raises meanwhile (Ctrl-C) is raised then, because the peers count on
+        this rank; what it raises a second time is raised at once, and aborts the communicator.
         """
         deferred = None
         while not self._is_over(ticket.done):
@@ -121,7 +132,9 @@ cdef class Link:
 
     @contextlib.contextmanager
     def _meeting(self):
-        """The ranks meet once more, under the watchdog's eyes. An error of one ends the communicator on all."""
+        """The ranks meet once more, under the watchdog's eyes. An error of one ends the
+        communicator on all.
+        """
         cdef Lane lane = self.lanes[0]
         cdef Ticket ticket = self._new_ticket()
         ticket.kind = MEETING
@@ -138,12 +151,16 @@ cdef class Link:
             raise
 
     def _look(self):
-        """While a rank calls NCCL to meet the others once more: raises when the watchdog has found that they will not."""
+        """While a rank calls NCCL to meet the others once more: raises when the watchdog has found
+        that they will not.
+        """
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
 
     def _look_for_all(self):
-        """As _look, as long as nobody is inside NCCL: another rank may have abandoned the round before it has come."""
+        """As _look, as long as nobody is inside NCCL: another rank may have abandoned the round
+        before it has come.
+        """
         self._look()
         if self.interruption is not None:
             raise self.interruption
@@ -158,16 +175,20 @@ cdef class Link:
         return ticket
 
     def close(self, double timeout=30):
-        """Ends the use of this communicator on this rank, when what was launched is done, or after `timeout` seconds. Tensors stay valid.
+        """Ends the use of this communicator on this rank, when what was launched is done, or after
+        `timeout` seconds. Tensors stay valid.
 
-        Peers that still wait for this rank get PeerLostError. Raises FastcommError while a CUDA graph lives that has captured collectives:
-        NCCL would wait for ever for it to go; TimeoutError or NcclError when the end was not in order. May be called twice.
+        Peers that still wait for this rank get PeerLostError. Raises FastcommError while a CUDA
+        graph lives that has captured collectives: NCCL would wait for ever for it to go;
+        TimeoutError or NcclError when the end was not in order. May be called twice.
         """
         if self.generation != forks() or self.failure is not None:
             return
         if self.n_graphs[0] > 0:
-            raise FastcommError(f"{self.n_graphs[0]} CUDA graph(s) with collectives of this communicator are alive: delete them first")
-        self.failure, self.is_closed = FastcommError(f"rank {self.rank} has closed this communicator"), True
+            raise FastcommError(f"{self.n_graphs[0]} CUDA graph(s) with collectives of this "
+                                "communicator are alive: delete them first")
+        self.failure, self.is_closed = FastcommError(f"rank {self.rank} has closed this "
+                                                     f"communicator"), True
         self.watchdog.stop()
         self._leave_note(f"closed/{self.rank}", json.dumps([self.epoch, self.number]))
         errors = []
@@ -181,17 +202,23 @@ cdef class Link:
             raise errors[0]
 
     def abort(self):
-        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the others."""
+        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
+        others.
+        """
         if self.generation == forks() and self.failure is None:
-            self._leave_note("failure", failure_note("PeerLostError", f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"))
+            self._leave_note("failure", failure_note("PeerLostError", f"rank {self.rank} (pid "
+                                                                      f"{os.getpid()}) aborted "
+                                                                      "its communicator"))
             self.is_closed = True
             self._fail(FastcommError(f"rank {self.rank} has aborted this communicator"))
             self.watchdog.stop()
 
     def abandon(self, *, bint in_any_case=False):
-        """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
+        """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at
+        their next collective.
 
-        What other ranks have launched on gradients of this round is of no use, and their hosts may hear of it a step later.
+        What other ranks have launched on gradients of this round is of no use, and their hosts may
+        hear of it a step later.
         """
         self._check_open()
         if not in_any_case and is_abandoned_already(self):
@@ -203,13 +230,16 @@ cdef class Link:
         if self.n_graphs[0] > 0:
             self._give_up_graphs(f"rank {self.rank} abandoned what was under way")
             return
-        if self.is_split_up:  # the ranks have not met since the last time: this is about the round for which they will
+        # the ranks have not met since the last time: this is about the round for which they will
+        if self.is_split_up:
             self.epoch += 1
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
         self._leave_note(
             f"abandoned/{self.epoch}",
-            f"rank {self.rank} abandoned what was under way (an exception ended its backward?): skip this step. If the optimizer has made "
-            "it already, the parameters differ between the ranks: restore them, or call refresh() on every rank",
+            f"rank {self.rank} abandoned what was under way (an exception ended its backward?): "
+            "skip this step. If the optimizer has made "
+            "it already, the parameters differ between the ranks: restore them, or call refresh() "
+            "on every rank",
         )
         self._abort_lanes()
 
@@ -219,7 +249,9 @@ cdef class Link:
             self._check_alive()
 
     cdef _leave_note(self, key, value):
-        """For the other ranks' watchdogs. The store may be gone with its rank; then there is nobody to tell."""
+        """For the other ranks' watchdogs. The store may be gone with its rank; then there is nobody
+        to tell.
+        """
         with contextlib.suppress(RuntimeError):
             self.bootstrap.write_once(key, value)
 
@@ -250,13 +282,15 @@ cdef class Link:
         if self.interruption is not None:  # this round, too, was abandoned, after all had come
             self._abort_lanes()
             self._check_alive()
-        for bucket in self.buckets:  # not as windows: which buckets are left is each rank's own affair
+        # not as windows: which buckets are left is each rank's own affair
+        for bucket in self.buckets:
             bucket.register_memory()
 
     # -- what the watchdog asks for; see fastcomm.watchdog.Watched --
 
     def _enter_thread(self):
-        cdef int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL  # or its queries would end other threads' captures
+        # or its queries would end other threads' captures
+        cdef int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.cuda.enter()
         check(driver.exchange_capture_mode(&mode), b"cuThreadExchangeStreamCaptureMode")
 
@@ -267,7 +301,8 @@ cdef class Link:
             ticket, number = candidate, (<Ticket>candidate).number
             if ticket.is_pending and ticket is not self.calling:
                 # Both give way to other threads, which may launch the same bucket anew.
-                is_over, has_progress = self._is_over(ticket.done), ticket.is_marked and self._is_over(ticket.mark)
+                is_over = self._is_over(ticket.done)
+                has_progress = ticket.is_marked and self._is_over(ticket.mark)
                 if number != ticket.number:
                     continue
                 if is_over:
@@ -278,7 +313,9 @@ cdef class Link:
                     ticket.is_marked, ticket.since = False, time.monotonic()
                 if oldest is None or ticket.number < oldest.number:
                     oldest = ticket
-        return None if oldest is None else (oldest.number, time.monotonic() - oldest.since, oldest.describe())
+        if oldest is None:
+            return None
+        return oldest.number, time.monotonic() - oldest.since, oldest.describe()
 
     def _asynchronous_error(self):
         cdef int code = ncclSuccess
@@ -286,7 +323,8 @@ cdef class Link:
         for candidate in self.lanes:
             lane = candidate
             if lane.comm != NULL:
-                if nccl.async_error(lane.comm, &code) == ncclSuccess and code not in (ncclSuccess, ncclInProgress):
+                is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
+                if is_known and code not in (ncclSuccess, ncclInProgress):
                     error = self._error(code, b"ncclCommGetAsyncError: a collective")
                     return PeerLostError(str(error)) if code == ncclRemoteError else error
         return None
@@ -306,8 +344,11 @@ cdef class Link:
         self._abort_lanes()
 
     cdef _give_up_graphs(self, str why):
-        """NCCL cannot end a communicator that captured graphs hold on to, nor could they be replayed over another."""
-        self.watchdog.give_up(self, FastcommError(f"{why}; the captured CUDA graphs are of no use any more: make a new communicator"))
+        """NCCL cannot end a communicator that captured graphs hold on to, nor could they be
+        replayed over another.
+        """
+        self.watchdog.give_up(self, FastcommError(f"{why}; the captured CUDA graphs are of no use "
+                                                  "any more: make a new communicator"))
 
     def _has_graphs(self):
         return self.n_graphs[0] > 0
@@ -321,7 +362,8 @@ cdef class Link:
     cdef _register(self, Lane lane, memory, uint32_t label):
         """Of a bucket's memory. Under the watchdog's eyes: as a window it waits for the peers."""
         cdef Ticket ticket = self._new_ticket()
-        ticket.kind, ticket.dtype, ticket.numel, ticket.label = REGISTRATION, memory.dtype, memory.numel(), label
+        ticket.kind, ticket.label = REGISTRATION, label
+        ticket.dtype, ticket.numel = memory.dtype, memory.numel()
         self._begin(lane, ticket, None)
         try:
             try:
@@ -335,7 +377,8 @@ cdef class Link:
         """Before every launch. After an abandoned round the ranks meet anew here."""
         self._check_alive()
         if self.busy:
-            raise FastcommError("another thread is inside this communicator: give each thread its own, or let them take turns")
+            raise FastcommError("another thread is inside this communicator: give each thread its "
+                                "own, or let them take turns")
         if self.is_split_up:
             self._meet_again()
         return 0
@@ -352,7 +395,8 @@ cdef class Link:
     cdef int _check_open(self) except -1:
         """Raises what has ended the communicator."""
         if self.generation != forks():
-            raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
+            raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, "
+                                "and this process was forked from it: "
                                 "call fastcomm.init here, or start workers with the spawn method")
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
@@ -370,7 +414,9 @@ cdef class Link:
         return NcclError(f"rank {self.rank}: {error_of(code, call)}")
 
     cdef object _reason(self, error):
-        """Why a call into NCCL has failed: because the watchdog has ended it, or for a reason of its own, which ends the communicator."""
+        """Why a call into NCCL has failed: because the watchdog has ended it, or for a reason of
+        its own, which ends the communicator.
+        """
         if self.interruption is not None:
             interruption, self.interruption = self.interruption, None
             self.n_abandoned += 1
@@ -389,10 +435,14 @@ cdef class Link:
         return 0
 
     cdef int _end(self, Lane lane, Ticket ticket, bint is_captured) except -1:
-        """The launch has returned. What is only captured does not run, and its events must not be looked at."""
+        """The launch has returned. What is only captured does not run, and its events must not be
+        looked at.
+        """
         ticket.is_pending = not is_captured
         if ticket.is_pending and not ticket.is_marked:
-            ticket.is_marked = driver.record_event(ticket.mark.handle, lane.stream.handle) == CUDA_SUCCESS
+            ticket.is_marked = (
+                driver.record_event(ticket.mark.handle, lane.stream.handle) == CUDA_SUCCESS
+            )
         self.calling, lane.in_call, self.busy = None, False, False
         return 0
 
@@ -415,29 +465,35 @@ cdef class Link:
         return code == CUDA_SUCCESS
 
     cdef bint _note_capture(self, CUstream current) except -1:
-        """Whether the stream is being captured into a CUDA graph. Each graph is counted until it, and all that was made of it, is gone."""
+        """Whether the stream is being captured into a CUDA graph. Each graph is counted until it,
+        and all that was made of it, is gone.
+        """
         cdef int status = 0
         cdef unsigned long long identifier = 0
         cdef CUgraph graph = NULL
         cdef CUuserObject counted = NULL
         if current == NULL:  # the legacy default stream, which cannot be captured
             return False
-        check(driver.capture_info(current, &status, &identifier, &graph, NULL, NULL), b"cuStreamGetCaptureInfo")
+        check(driver.capture_info(current, &status, &identifier, &graph, NULL, NULL),
+              b"cuStreamGetCaptureInfo")
         if status != CU_STREAM_CAPTURE_STATUS_ACTIVE:
             return False
         if identifier != self.last_graph:
             self.last_graph = identifier
-            check(driver.create_user_object(&counted, self.n_graphs, _graph_is_gone, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
+            check(driver.create_user_object(&counted, self.n_graphs, _graph_is_gone, 1,
+                                            CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
                   b"cuUserObjectCreate")
-            check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE), b"cuGraphRetainUserObject")
+            check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
+                  b"cuGraphRetainUserObject")
             fastcomm_count_up(self.n_graphs)
         return True
 
 
 cdef extern from *:
     """
-    static void fastcomm_count_up(void *counter) { __atomic_add_fetch((int *)counter, 1, __ATOMIC_RELAXED); }
-    static void fastcomm_count_down(void *counter) { __atomic_sub_fetch((int *)counter, 1, __ATOMIC_RELAXED); }
+    static void fastcomm_count_up(void *counter) { __atomic_add_fetch((int *)counter, 1,
+    __ATOMIC_RELAXED); } static void fastcomm_count_down(void *counter) { __atomic_sub_fetch((int
+    *)counter, 1, __ATOMIC_RELAXED); }
     """
     void fastcomm_count_up(void *counter) noexcept nogil
     void fastcomm_count_down(void *counter) noexcept nogil
@@ -457,25 +513,33 @@ cdef list _members(weak_set):
             pass
 
 
-# ---- what the ranks must agree on before they connect -------------------------------------------------------------------------------
+# ---- what the ranks must agree on before they connect --------------------------------------------
 
 def _facts(version, path, device):
     card = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     return {
-        "pid": os.getpid(), "host": os.environ.get("NCCL_HOSTID", socket.gethostname()), "version": version, "path": path, "card": card,
+        "pid": os.getpid(), "host": os.environ.get("NCCL_HOSTID", socket.gethostname()),
+        "version": version, "path": path, "card": card,
         "device": str(device), "may_share": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
     }
 
 
 def refuse_different_versions(facts):
-    """Raises InitError, on every rank, when the ranks have found different versions of NCCL: those would not understand each other."""
+    """Raises InitError, on every rank, when the ranks have found different versions of NCCL: those
+    would not understand each other.
+    """
     if len({theirs["version"] for theirs in facts}) > 1:
-        found = "; ".join(f"rank {r}: {version_text(theirs['version'])} in {theirs['path']}" for r, theirs in enumerate(facts))
+        found = "; ".join(
+            f"rank {r}: {version_text(theirs['version'])} in {theirs['path']}"
+            for r, theirs in enumerate(facts)
+        )
         raise InitError(f"the ranks have different versions of NCCL: {found}")
 
 
 def refuse_shared_cards(facts):
-    """Raises InitError, on every rank, when two ranks use one GPU without having been set up for it."""
+    """Raises InitError, on every rank, when two ranks use one GPU without having been set up for
+    it.
+    """
     seen = {}
     for r, theirs in enumerate(facts):
         if theirs["card"] is None or (theirs["may_share"] and theirs["version"] >= 23000):
@@ -483,7 +547,9 @@ def refuse_shared_cards(facts):
         first = seen.setdefault((theirs["host"], theirs["card"]), r)
         if first != r:
             raise InitError(
-                f"ranks {first} and {r} use the same GPU ({theirs['device']} on {theirs['host']}): pass device=f'cuda:{{local_rank}}', or "
-                "set CUDA_VISIBLE_DEVICES for each rank. To share one on purpose, for tests: NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or "
+                f"ranks {first} and {r} use the same GPU ({theirs['device']} on "
+                f"{theirs['host']}): pass device=f'cuda:{{local_rank}}', or "
+                "set CUDA_VISIBLE_DEVICES for each rank. To share one on purpose, for tests: "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or "
                 "newer), or a NCCL_HOSTID of its own for each rank"
             )

@@ -1,8 +1,10 @@
 # cython: language_level=3
-"""Tensors in memory that NCCL has allocated and knows, so that it can reduce them in place, without copies to buffers of its own.
+"""Tensors in memory that NCCL has allocated and knows, so that it can reduce them in place, without
+copies to buffers of its own.
 
-Owns the allocations. A tensor's memory is given back later than the tensor, at the next allocation: freeing waits for the device, which
-the garbage collector must not do, and which is forbidden while a CUDA graph is being captured.
+Owns the allocations. A tensor's memory is given back later than the tensor, at the next allocation:
+freeing waits for the device, which the garbage collector must not do, and which is forbidden while
+a CUDA graph is being captured.
 """
 
 import threading
@@ -47,7 +49,9 @@ cdef struct Handed:
 
 
 cdef void _dropped(DLManagedTensor *managed) noexcept nogil:
-    """The tensor is gone: on any thread, with or without the GIL, also while the process ends. Only says so."""
+    """The tensor is gone: on any thread, with or without the GIL, also while the process ends. Only
+    says so.
+    """
     cdef Handed *handed = <Handed *>managed.manager_ctx
     handed.allocation.is_freed = 1
     free(handed)
@@ -72,7 +76,9 @@ cdef class Pool:
         self.device, self.lock = device, threading.Lock()
 
     cdef object allocate(self, size_t nbytes):
-        """A new tensor of uint8. Synchronises the device if memory of dropped tensors is there to be given back."""
+        """A new tensor of uint8. Synchronises the device if memory of dropped tensors is there to
+        be given back.
+        """
         cdef Allocation *allocation
         cdef Handed *handed
         cdef CUcontext before
@@ -98,14 +104,18 @@ cdef class Pool:
             allocation.next, self.first = self.first, allocation
         handed.numel, handed.allocation = nbytes, allocation
         handed.managed.dl_tensor = DLTensor(
-            data=allocation.memory, device_type=kDLCUDA if self.device.device.type == "cuda" else kDLCPU, device_id=self.device.index,
+            data=allocation.memory,
+            device_type=kDLCUDA if self.device.device.type == "cuda" else kDLCPU,
+            device_id=self.device.index,
             ndim=1, code=kDLUInt, bits=8, lanes=1, shape=&handed.numel, strides=NULL, byte_offset=0,
         )
         handed.managed.manager_ctx, handed.managed.deleter = handed, _dropped
         return from_dlpack(PyCapsule_New(&handed.managed, "dltensor", NULL))
 
     cdef int give_back(self) except -1:
-        """Frees the memory of tensors that are gone, once nothing that was launched on it runs any more."""
+        """Frees the memory of tensors that are gone, once nothing that was launched on it runs any
+        more.
+        """
         if self.n_ending:  # to a communicator that is being aborted, its memory is still registered
             return 0
         freed = self._freed()
@@ -151,7 +161,8 @@ cdef class Pool:
         return 0
 
     cdef int register(self, const void *data, Lane lane, bint as_window) except -1:
-        """Makes an allocation known to a lane's communicator, and to no other. Memory from elsewhere is left alone.
+        """Makes an allocation known to a lane's communicator, and to no other. Memory from
+        elsewhere is left alone.
 
         A window is collective: all ranks register theirs in the same order.
         """
@@ -167,18 +178,22 @@ cdef class Pool:
             _deregister(allocation)
         if as_window and nccl.register_window != NULL:
             with nogil:  # waits for the peers
-                check(nccl.register_window(comm, allocation.memory, allocation.nbytes, &window, NCCL_WIN_COLL_SYMMETRIC),
+                check(nccl.register_window(comm, allocation.memory, allocation.nbytes, &window,
+                                           NCCL_WIN_COLL_SYMMETRIC),
                       b"ncclCommWindowRegister")
         if window == NULL and allocation.handle == NULL and nccl.register_memory != NULL:
             with nogil:
-                check(nccl.register_memory(comm, allocation.memory, allocation.nbytes, &handle), b"ncclCommRegister")
+                check(nccl.register_memory(comm, allocation.memory, allocation.nbytes, &handle),
+                      b"ncclCommRegister")
         if lane.comm == comm:  # else the watchdog has ended it meanwhile
             allocation.comm, allocation.window = comm, window
             allocation.handle = handle if handle != NULL else allocation.handle
         return 0
 
     cdef int forget(self, ncclComm_t comm) except -1:
-        """The communicator is about to be aborted, and all registrations with it. Gives way to no other thread."""
+        """The communicator is about to be aborted, and all registrations with it. Gives way to no
+        other thread.
+        """
         cdef Allocation *allocation = self.first
         while allocation != NULL:
             if comm != NULL and allocation.comm == comm:
@@ -201,7 +216,8 @@ cdef class Pool:
 cdef int _deregister(Allocation *allocation) except -1:
     if allocation.window != NULL:
         with nogil:
-            check(nccl.deregister_window(allocation.comm, allocation.window), b"ncclCommWindowDeregister")
+            check(nccl.deregister_window(allocation.comm, allocation.window),
+                  b"ncclCommWindowDeregister")
     if allocation.handle != NULL:
         with nogil:
             check(nccl.deregister_memory(allocation.comm, allocation.handle), b"ncclCommDeregister")

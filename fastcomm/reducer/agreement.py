@@ -1,6 +1,8 @@
-"""Do the ranks have the same model? Compares what describes it, copies one rank's tensors to the others, and compares their bits.
+"""Do the ranks have the same model? Compares what describes it, copies one rank's tensors to the
+others, and compares their bits.
 
-Owns nothing. Every function that takes a communicator is collective, and raises the same error on every rank.
+Owns nothing. Every function that takes a communicator is collective, and raises the same error on
+every rank.
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> s
     if trouble is not None:
         return trouble
     if parameter.is_neg() or parameter.is_conj():
-        return f"parameter {name} is a negated or conjugated view of its memory: clone it before attach()"
+        return (
+            f"parameter {name} is a negated or conjugated view of its memory: clone it before "
+            "attach()"
+        )
     if not parameter.requires_grad:
         return None
     dtype = grad_dtype(parameter)
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        return f"parameter {name} is {dtype}; only real gradients of 16, 32 or 64 bits can be reduced"
+        return (
+            f"parameter {name} is {dtype}; only real gradients of 16, 32 or 64 bits can be reduced"
+        )
     if not parameter.is_leaf:
         return f"parameter {name} is the result of an operation, not a leaf: it gets no gradient"
     if distinct_elements(parameter).numel() != parameter.numel():
@@ -56,7 +63,10 @@ def refuse_buffer(name: str, buffer: Tensor, device: torch.device) -> str | None
 
 def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes dense tensors"
+        return (
+            f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes "
+            "dense tensors"
+        )
     if tensor.device != device:
         return f"{what} is on {tensor.device}, but the communicator reduces on {device}"
     if tensor.is_inference():
@@ -93,8 +103,11 @@ def _layout(parameter: Tensor) -> dict[str, Any]:
     }
 
 
-def compare(comm: Communicator, problem: ValueError | None, options: dict[str, Any], model: list[Any] | None) -> None:
-    """Every rank learns every rank's options and model, or why it has none; all come to one verdict.
+def compare(
+    comm: Communicator, problem: ValueError | None, options: dict[str, Any], model: list[Any] | None
+) -> None:
+    """Every rank learns every rank's options and model, or why it has none; all come to one
+    verdict.
 
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
@@ -108,7 +121,10 @@ def compare(comm: Communicator, problem: ValueError | None, options: dict[str, A
         for name, value in theirs.items():
             if value != options[name]:
                 ours = f"{options[name]} on rank {comm.rank}"
-                raise MismatchError(f"the ranks have different reducers: {name} is {ours} and {value} on rank {rank}")
+                raise MismatchError(
+                    f"the ranks have different reducers: {name} is {ours} and {value} on rank "
+                    f"{rank}"
+                )
         difference = _first_difference(ranks[0][2], their_model, rank)
         if difference is not None:
             raise MismatchError(f"the ranks attach different models: {difference}")
@@ -121,7 +137,9 @@ def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | No
             return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
         for what, value in mine.items():
             if their[what] != value:
-                return f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
+                return (
+                    f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
+                )
     if len(ours) != len(theirs):
         longer, shorter = (0, rank) if len(ours) > len(theirs) else (rank, 0)
         kind, name, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
@@ -167,13 +185,16 @@ def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str
     holders = "; ".join(f"rank {', '.join(group)}{_shown(row)}" for row, group in groups.items())
     raise MismatchError(
         f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks in one group agree. "
-        "refresh() copies rank 0's parameters and buffers to all, load_state_dict() an optimizer's state"
+        "refresh() copies rank 0's parameters and buffers to all, load_state_dict() an "
+        "optimizer's state"
     )
 
 
 def _shown(row: tuple[Any, ...]) -> str:
     """What a rank holds: a value as it is, of a tensor a part of its checksum."""
-    return f": {row[1]}" if len(row) == 2 else f": {row[2]} {list(row[1])} #{row[3] & 0xFFFFFFFF:08x}"
+    return (
+        f": {row[1]}" if len(row) == 2 else f": {row[2]} {list(row[1])} #{row[3] & 0xFFFFFFFF:08x}"
+    )
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:
@@ -201,7 +222,9 @@ def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
 def optimizer_contents(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, str]]]:
-    """The tensors and the other values an optimizer goes by, each with a name. names: of parameters."""
+    """The tensors and the other values an optimizer goes by, each with a name. names: of
+    parameters.
+    """
     tensors: list[tuple[str, Tensor]] = []
     values: list[tuple[str, str]] = []
 

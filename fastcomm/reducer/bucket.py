@@ -1,4 +1,6 @@
-"""One bucket: a flat buffer, the gradients that are views of it, how many of them are ready, its launch and its completion."""
+"""One bucket: a flat buffer, the gradients that are views of it, how many of them are ready, its
+launch and its completion.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from fastcomm.reducer.gradient_hook import Counter, displaced
 from fastcomm.reducer.hooked_bucket import HookedBucket, HookedPlace
 from fastcomm.reducer.layout import BucketLayout
 
-# An attribute of gradients that are no views and need no reduction: those that a bucket has left behind, or a round as they were.
+# An attribute of gradients that are no views and need no reduction: those that a bucket has left
+# behind, or a round as they were.
 _LEFT = "_left_by_fastcomm"
 
 
 class Bucket(Counter):
-    """Gradients that are reduced together. Between two rounds every gradient that exists may be a view of `flat`, or the user's own."""
+    """Gradients that are reduced together. Between two rounds every gradient that exists may be a
+    view of `flat`, or the user's own.
+    """
 
     def __init__(
         self,
@@ -34,30 +39,38 @@ class Bucket(Counter):
         hooked: HookedPlace | None,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
-        # The hooks on the parameters keep the reducer and its buckets alive; Python could not collect a circle through them.
+        # The hooks on the parameters keep the reducer and its buckets alive; Python could not
+        # collect a circle through them.
         self._references = [weakref.ref(parameter) for parameter in own]
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype
-        numel = layout.numel + len(own)  # behind the gradients the ranks tell each other which of them they have
+        numel = layout.numel + len(
+            own
+        )  # behind the gradients the ranks tell each other which of them they have
         if wire_dtype is None or wire_dtype == self.dtype:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         offsets = [slot.offset for slot in layout.slots]
-        self._places = [(offset, p.size(), _strides_of(p)) for offset, p in zip(offsets, own, strict=True)]
+        self._places = [
+            (offset, p.size(), _strides_of(p)) for offset, p in zip(offsets, own, strict=True)
+        ]
         self.views = [_view(self.flat, *place) for place in self._places]
         self._addresses = [view.data_ptr() for view in self.views]
         self._bound: BoundBucket
         if hooked is None:
-            self._bound = comm.bind_bucket(self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane)
+            self._bound = comm.bind_bucket(
+                self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane
+            )
         else:
             self._bound = HookedBucket(comm, hooked, self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
-        # Gradients of parameters that got none in this backward, kept in case no other rank has got one either.
+        # Gradients of parameters that got none in this backward, kept in case no other rank has got
+        # one either.
         self._untouched: dict[int, Tensor | None] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
         self.count_anew(len(layout.slots))
@@ -77,11 +90,17 @@ class Bucket(Counter):
         self.n_pending = 0
 
     def launch(self, op: str, *, keeps_graph: bool = False) -> None:
-        """Moves the gradients into the flat buffer, of which they are views from here on, and starts its reduction."""
+        """Moves the gradients into the flat buffer, of which they are views from here on, and
+        starts its reduction.
+        """
         taking_part = self.parameters
         if self.n_pending:
-            taking_part = [p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)]
-        for i in displaced(self.views, self._addresses):  # parameter.grad.data = ...: the view is the user's tensor now
+            taking_part = [
+                p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)
+            ]
+        for i in displaced(
+            self.views, self._addresses
+        ):  # parameter.grad.data = ...: the view is the user's tensor now
             self.views[i] = _view(self.flat, *self._places[i])
         if keeps_graph:
             self._set_graphs_aside(taking_part)
@@ -92,9 +111,15 @@ class Bucket(Counter):
         self._bound.launch(op, missing)
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
-        """Of backward(create_graph=True). What is reduced has no graph; its values go back into the tensors that have."""
+        """Of backward(create_graph=True). What is reduced has no graph; its values go back into the
+        tensors that have.
+        """
         for i, parameter in enumerate(parameters):
-            if parameter is not None and parameter.grad is not None and parameter.grad.requires_grad:
+            if (
+                parameter is not None
+                and parameter.grad is not None
+                and parameter.grad.requires_grad
+            ):
                 self._with_graph[i] = parameter.grad
                 parameter.grad = parameter.grad.detach()
 
@@ -108,13 +133,21 @@ class Bucket(Counter):
             if parameter is None or parameter.grad is None:
                 raise
             trouble = _misfit(parameter, parameter.grad, self.views[i])
-            raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble or error}") from error
+            raise FastcommError(
+                f"the gradient of parameter {self.names[i]} {trouble or error}"
+            ) from error
 
     def _fill_missing(self, i: int) -> None:
         """A parameter without a new gradient takes part with the one it has, or with zeros."""
         parameter = self._references[i]()
         gradient = None if parameter is None else parameter.grad
-        self._untouched[i] = None if gradient is None else gradient.clone() if gradient is self.views[i] else gradient
+        self._untouched[i] = (
+            None
+            if gradient is None
+            else gradient.clone()
+            if gradient is self.views[i]
+            else gradient
+        )
         if gradient is None:
             self.views[i].zero_()
         elif gradient is not self.views[i]:
@@ -128,7 +161,11 @@ class Bucket(Counter):
         """Why the gradient cannot be copied to its place."""
         offset, address = gradient.data_ptr() - self.flat.data_ptr(), self.views[i].data_ptr()
         is_another = 0 <= offset < self.flat.nbytes and gradient.data_ptr() != address
-        return "lies in that of another one: clone gradients before you exchange them" if is_another else None
+        return (
+            "lies in that of another one: clone gradients before you exchange them"
+            if is_another
+            else None
+        )
 
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
@@ -138,7 +175,9 @@ class Bucket(Counter):
         try:
             work.wait()
         except FastcommError as error:
-            raise type(error)(f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}") from error
+            raise type(error)(
+                f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
+            ) from error
 
     def settle(self) -> None:
         """Brings every gradient to where it belongs. Gives the same when it is called again."""
@@ -148,12 +187,16 @@ class Bucket(Counter):
         for i, gradient in self._with_graph.items():
             parameter = self._references[i]()
             if parameter is not None:
-                gradient.data.copy_(self.views[i])  # not seen by autograd: the graph is that of this rank's gradient
+                gradient.data.copy_(
+                    self.views[i]
+                )  # not seen by autograd: the graph is that of this rank's gradient
                 parameter.grad = gradient
                 setattr(gradient, _LEFT, True)
 
     def _settle_missing(self, work: BucketWork) -> None:
-        """Gives the parameters that had no gradient here the mean if some rank had one, and what they had before if none had."""
+        """Gives the parameters that had no gradient here the mean if some rank had one, and what
+        they had before if none had.
+        """
         is_present = work.present()
         for i, before in self._untouched.items():
             parameter = self._references[i]()
@@ -167,7 +210,9 @@ class Bucket(Counter):
                 setattr(before, _LEFT, True)
 
     def find_unreduced(self) -> str | None:
-        """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or None."""
+        """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or
+        None.
+        """
         slots = zip(self.names, self.parameters, self.views, self.unsynced, strict=True)
         for name, parameter, view, is_unsynced in slots:
             gradient = None if parameter is None else parameter.grad
@@ -178,19 +223,26 @@ class Bucket(Counter):
         return None
 
     def square_sum(self) -> Tensor | None:
-        """Of all gradients, as a float64 scalar on the device, without a launch for each. None where the transport does not count, or a
-        gradient is not in the flat buffer."""
+        """Of all gradients, as a float64 scalar on the device, without a launch for each. None
+        where the transport does not count, or a gradient is not in the flat buffer.
+        """
         return self._bound.square_sum() if self._holds_all() else None
 
     def n_nonfinite(self) -> Tensor | None:
-        """How many elements the last round has left infinite or NaN, as an int64 scalar; None as above."""
+        """How many elements the last round has left infinite or NaN, as an int64 scalar; None as
+        above.
+        """
         return self._bound.n_nonfinite() if self._holds_all() else None
 
     def _holds_all(self) -> bool:
-        return self._has_streams and all(p is None or p.grad is view for p, view in zip(self.parameters, self.views, strict=True))
+        return self._has_streams and all(
+            p is None or p.grad is view for p, view in zip(self.parameters, self.views, strict=True)
+        )
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients, which must lie in the flat buffer, by a scalar on the device."""
+        """Multiplies all gradients, which must lie in the flat buffer, by a scalar on the
+        device.
+        """
         self.flat[: -len(self.views)].mul_(factor)
 
     def reset(self) -> None:
@@ -225,11 +277,20 @@ def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
         return "is sparse, which cannot be reduced: use sparse=False"
     if gradient.shape != view.shape or parameter.shape != view.shape:
         was, now = tuple(view.shape), tuple(gradient.shape)
-        return f"has shape {now}, and had {was} at attach(): call refresh() on every rank after changing a parameter's shape"
+        return (
+            f"has shape {now}, and had {was} at attach(): call refresh() on every rank after "
+            "changing a parameter's shape"
+        )
     if gradient.dtype != view.dtype or parameter.dtype not in (view.dtype, gradient.dtype):
-        return f"is {gradient.dtype}, and was {view.dtype} at attach(): call refresh() on every rank after changing a parameter's dtype"
+        return (
+            f"is {gradient.dtype}, and was {view.dtype} at attach(): call refresh() on every rank "
+            "after changing a parameter's dtype"
+        )
     if gradient.device != view.device:
-        return f"is on {gradient.device}, and was on {view.device} at attach(): call refresh() on every rank after moving the model"
+        return (
+            f"is on {gradient.device}, and was on {view.device} at attach(): call refresh() on "
+            "every rank after moving the model"
+        )
     return None
 
 
@@ -240,7 +301,10 @@ def _strides_of(parameter: Parameter) -> tuple[int, ...]:
 
 def _view(flat: Tensor, offset: int, size: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """A tensor on flat's memory, for a parameter's gradient."""
-    # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and optimizers call.
-    place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, strides)
+    # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and
+    # optimizers call.
+    place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+        flat.untyped_storage(), offset, size, strides
+    )
     # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
     return from_dlpack(place) if place.numel() else place

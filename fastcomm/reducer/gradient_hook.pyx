@@ -1,9 +1,10 @@
 # cython: language_level=3
-"""What autograd calls: when a gradient is ready, when a backward has ended, when a parameter that nobody reduces gets a gradient.
+"""What autograd calls: when a gradient is ready, when a backward has ended, when a parameter that
+nobody reduces gets a gradient.
 
-The hook on each parameter runs in every backward: it counts, and nothing more; the work is done once per bucket. All of this is
-compiled, so that torch.compile, which traces the Python frames it meets during a backward, meets none here; what is called from here
-runs untraced.
+The hook on each parameter runs in every backward: it counts, and nothing more; the work is done
+once per bucket. All of this is compiled, so that torch.compile, which traces the Python frames it
+meets during a backward, meets none here; what is called from here runs untraced.
 """
 
 from torch._C._dynamo.eval_frame import set_eval_frame
@@ -27,8 +28,9 @@ cdef class RoundFlags:
 
 
 cdef class Counter:
-    """What the hooks count of a bucket; its base class. By slot: has this backward produced the gradient; has one under no_sync, since
-    the last reduction."""
+    """What the hooks count of a bucket; its base class. By slot: has this backward produced the
+    gradient; has one under no_sync, since the last reduction.
+    """
 
     cdef readonly list ready, unsynced
     cdef public Py_ssize_t n_pending
@@ -39,7 +41,8 @@ cdef class Counter:
 
 
 cdef class GradientHook:
-    """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the reducer when the bucket is full.
+    """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the reducer
+    when the bucket is full.
 
     reducer: has the methods _begin, _launch_full_buckets and _refuse_second_gradient.
     note_stream: called first, for transports with streams; or None.
@@ -50,7 +53,9 @@ cdef class GradientHook:
     cdef object note_stream
     cdef Py_ssize_t i
 
-    def __cinit__(self, RoundFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream):
+    def __cinit__(
+        self, RoundFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream
+    ):
         self.reducer, self.bucket, self.i, self.note_stream = reducer, bucket, i, note_stream
 
     def __call__(self, parameter):
@@ -72,7 +77,9 @@ cdef class GradientHook:
 
 
 cdef class EndOfBackward:
-    """What autograd calls when a backward is through, and drops uncalled when one ends with an exception."""
+    """What autograd calls when a backward is through, and drops uncalled when one ends with an
+    exception.
+    """
 
     cdef object when_through, when_dropped, __weakref__
 
@@ -101,7 +108,8 @@ cdef class Untraced:
 
 
 def displaced(list views, list addresses):
-    """The indices of views that do not lie where they lay: somebody has assigned to their `.data`."""
+    """The indices of views that do not lie where they lay: somebody has assigned to their `.data`.
+    """
     cdef list found = []
     for i in range(len(views)):
         if views[i].data_ptr() != addresses[i]:

@@ -1,7 +1,8 @@
-"""Communication hooks written for torch's DDP, run by a Reducer: a stand-in for GradBucket, and a bucket that such hooks reduce.
+"""Communication hooks written for torch's DDP, run by a Reducer: a stand-in for GradBucket, and a
+bucket that such hooks reduce.
 
-What the hook returns in its future is what the gradients become, division included. The ranks' communicator only carries which
-parameters have gradients.
+What the hook returns in its future is what the gradients become, division included. The ranks'
+communicator only carries which parameters have gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Work, copy_gradients, flat_buffers
+from fastcomm.communicator import (
+    BoundBucket,
+    BucketWork,
+    Communicator,
+    Work,
+    copy_gradients,
+    flat_buffers,
+)
 
 # A state and what is called with it and a bucket, as for DDP's register_comm_hook.
 Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
@@ -25,7 +33,10 @@ def hooks_of(hook: Hook | Sequence[Hook] | None) -> tuple[Hook, ...]:
     pairs = () if hook is None else tuple(hook) if isinstance(hook, list) else (hook,)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[1])):
-            raise TypeError(f"a hook is a pair (state, function) as for register_comm_hook, or a list of them; got {pair!r}")
+            raise TypeError(
+                "a hook is a pair (state, function) as for register_comm_hook, or a list of "
+                f"them; got {pair!r}"
+            )
     return pairs
 
 
@@ -39,10 +50,22 @@ class HookedPlace:
 
 
 class GradBucket:
-    """What hooks take for torch.distributed.GradBucket, which cannot be made from Python. Its index is the same in every step."""
+    """What hooks take for torch.distributed.GradBucket, which cannot be made from Python. Its index
+    is the same in every step.
+    """
 
-    def __init__(self, index: int, is_last: bool, buffer: Tensor, offsets: list[int], like: list[Tensor], parameters: list[Tensor]) -> None:
-        """like: tensors of the gradients' shapes and strides, which begin at these offsets of the buffer."""
+    def __init__(
+        self,
+        index: int,
+        is_last: bool,
+        buffer: Tensor,
+        offsets: list[int],
+        like: list[Tensor],
+        parameters: list[Tensor],
+    ) -> None:
+        """like: tensors of the gradients' shapes and strides, which begin at these offsets of the
+        buffer.
+        """
         self._index = index
         self._is_last = is_last
         self._offsets, self._like = offsets, like
@@ -60,10 +83,14 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """What buffer() returns, and the gradients lie in, from here on: for hooks that wrap others, and cast."""
+        """What buffer() returns, and the gradients lie in, from here on: for hooks that wrap
+        others, and cast.
+        """
         begin = buffer.storage_offset()
         places = zip(self._offsets, self._like, strict=True)
-        self._gradients = [buffer.as_strided(one.shape, one.stride(), begin + offset) for offset, one in places]
+        self._gradients = [
+            buffer.as_strided(one.shape, one.stride(), begin + offset) for offset, one in places
+        ]
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -74,9 +101,18 @@ class GradBucket:
 
 
 class HookedBucket(BoundBucket):
-    """A flat buffer that hooks reduce, one after the other: each gets what the one before has left."""
+    """A flat buffer that hooks reduce, one after the other: each gets what the one before
+    has left.
+    """
 
-    def __init__(self, comm: Communicator, place: HookedPlace, flat: Tensor, views: list[Tensor], offsets: list[int]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        place: HookedPlace,
+        flat: Tensor,
+        views: list[Tensor],
+        offsets: list[int],
+    ) -> None:
         flat_buffers.add(flat, self)
         self._offsets = offsets
         self._comm = comm
@@ -94,7 +130,10 @@ class HookedBucket(BoundBucket):
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         self._posted = None
         left = copy_gradients(self._views, parameters)
-        self._parameters = [view if parameter is None else parameter for parameter, view in zip(parameters, self._views, strict=True)]
+        self._parameters = [
+            view if parameter is None else parameter
+            for parameter, view in zip(parameters, self._views, strict=True)
+        ]
         return left
 
     def launch(self, op: str, missing: list[int]) -> BucketWork:
@@ -102,19 +141,29 @@ class HookedBucket(BoundBucket):
         presence = torch.ones(len(self._views), device=self._flat.device)
         presence[missing] = 0
         buffer = self._flat[: self._flat.numel() - len(self._views)]
-        bucket = GradBucket(self._place.index, self._place.is_last, buffer, self._offsets, self._views, self._parameters)
+        bucket = GradBucket(
+            self._place.index,
+            self._place.is_last,
+            buffer,
+            self._offsets,
+            self._views,
+            self._parameters,
+        )
         *wrapped, (state, hook) = self._place.hooks
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
         future = hook(state, bucket)
-        # Last: a rank whose hook raises leaves the others waiting for this, and they hear of it in the same step.
+        # Last: a rank whose hook raises leaves the others waiting for this, and they hear of it in
+        # the same step.
         known = self._comm.all_reduce(presence, "max", async_op=True)
         assert known is not None  # for the type checker: async_op was asked for
         self._posted = _HookedWork(buffer, future, presence, known)
         return self._posted
 
     def note_stream(self) -> None:
-        """The gradients are gathered on the stream that is current at the launch, which hooks expect."""
+        """The gradients are gathered on the stream that is current at the launch, which hooks
+        expect.
+        """
 
     def square_sum(self) -> None:
         return None
@@ -124,7 +173,9 @@ class HookedBucket(BoundBucket):
 
 
 class _HookedWork(BucketWork):
-    def __init__(self, buffer: Tensor, future: torch.futures.Future[Tensor], presence: Tensor, known: Work) -> None:
+    def __init__(
+        self, buffer: Tensor, future: torch.futures.Future[Tensor], presence: Tensor, known: Work
+    ) -> None:
         self._buffer = buffer
         self._future = future
         self._presence = presence

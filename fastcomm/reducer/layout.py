@@ -1,11 +1,15 @@
-"""Which parameter lies in which bucket, at which offset. Pure arithmetic: no tensors, no ranks; equal input gives equal plans."""
+"""Which parameter lies in which bucket, at which offset. Pure arithmetic: no tensors, no ranks;
+equal input gives equal plans.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 64  # bytes: a cache line, so that two ranks never write to the same one, and more than any vector load asks for
+# bytes: a cache line, so that two ranks never write to the same one, and more than any vector load
+# asks for
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -19,21 +23,30 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The slots of one flat buffer of `numel` elements, padding included, in the order in which gradients are expected."""
+    """The slots of one flat buffer of `numel` elements, padding included, in the order in which
+    gradients are expected.
+    """
 
     dtype: Hashable
     slots: tuple[Slot, ...]
     numel: int
 
 
-def plan_buckets(parameters: Sequence[tuple[int, Hashable, int]], *, cap_bytes: int, first_cap_bytes: int) -> tuple[BucketLayout, ...]:
-    """Spreads parameters, given as (numel, dtype, itemsize) in registration order, over buckets of one dtype each.
+def plan_buckets(
+    parameters: Sequence[tuple[int, Hashable, int]], *, cap_bytes: int, first_cap_bytes: int
+) -> tuple[BucketLayout, ...]:
+    """Spreads parameters, given as (numel, dtype, itemsize) in registration order, over buckets of
+    one dtype each.
 
-    Gradients become ready in about the reverse of registration order, so buckets are filled in that order and returned in the order in
-    which they will be full (PyTorch Distributed, section 3.2.3). A bucket is closed as soon as it holds `cap_bytes`, so it exceeds them
-    by less than its last parameter; the first one to be opened is closed at `first_cap_bytes`, so that communication starts early.
+    Gradients become ready in about the reverse of registration order, so buckets are filled in that
+    order and returned in the order in which they will be full (PyTorch Distributed, section 3.2.3).
+    A bucket is closed as soon as it holds `cap_bytes`, so it exceeds them by less than its last
+    parameter; the first one to be opened is closed at `first_cap_bytes`, so that communication
+    starts early.
     """
-    full: list[tuple[int, BucketLayout]] = []  # with the place, in reverse order, of the last parameter
+    full: list[
+        tuple[int, BucketLayout]
+    ] = []  # with the place, in reverse order, of the last parameter
     filling: dict[Hashable, _Filling] = {}
     caps = iter([first_cap_bytes])
     for place, index in enumerate(reversed(range(len(parameters)))):

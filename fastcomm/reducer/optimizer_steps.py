@@ -1,4 +1,6 @@
-"""Before any torch.optim optimizer steps: the reducers whose parameters it owns end their rounds, or refuse the step."""
+"""Before any torch.optim optimizer steps: the reducers whose parameters it owns end their rounds,
+or refuse the step.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,23 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Steppable(Protocol):
-    """A reducer, as an optimizer's step sees it. number: the order of reducers, equal on all ranks."""
+    """A reducer, as an optimizer's step sees it. number: the order of reducers, equal on all
+    ranks.
+    """
 
     number: int
     n_rounds: int
 
     def before_step(self, since: int | None) -> None:
-        """Leaves every gradient reduced, or raises. since: n_rounds at this optimizer's last step, if it has made one."""
+        """Leaves every gradient reduced, or raises. since: n_rounds at this optimizer's last step,
+        if it has made one.
+        """
 
 
 class _Steps:
-    """One optimizer: which reducers own its parameters, and how many rounds each had ended at the last step."""
+    """One optimizer: which reducers own its parameters, and how many rounds each had ended at the
+    last step.
+    """
 
     def __init__(self, parameters: tuple[tuple[int, int], ...], reducers: list[Steppable]) -> None:
         self.parameters = parameters
@@ -39,7 +47,9 @@ _hook: RemovableHandle | None = None
 
 
 def watch_steps(owner_of: Callable[[Tensor], Steppable | None]) -> None:
-    """Installs the hook at the first call. Call again whenever a parameter gains or loses its reducer."""
+    """Installs the hook at the first call. Call again whenever a parameter gains or loses its
+    reducer.
+    """
     global _epoch, _owner_of, _hook
     _epoch += 1
     _owner_of = owner_of
@@ -57,7 +67,9 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _steps_of(optimizer: Optimizer) -> _Steps:
-    """As it was found at an earlier step, if neither the optimizer nor the reducers have changed since."""
+    """As it was found at an earlier step, if neither the optimizer nor the reducers have changed
+    since.
+    """
     groups = optimizer.param_groups
     parameters = tuple((id(group["params"]), len(group["params"])) for group in groups)
     steps = _steps.get(optimizer)

@@ -1,8 +1,10 @@
-"""Reducer: makes loss.backward() reduce the gradients of a model over all ranks. Changes no module: it lives in hooks on the parameters.
+"""Reducer: makes loss.backward() reduce the gradients of a model over all ranks. Changes no module:
+it lives in hooks on the parameters.
 
-One backward is one round: hooks count gradients, a full bucket is launched in plan order, and when autograd is through, a callback of
-its own waits for the buckets. The method is that of "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-section 3.2; where it departs from DistributedDataParallel, the departure is said in a comment.
+One backward is one round: hooks count gradients, a full bucket is launched in plan order, and when
+autograd is through, a callback of its own waits for the buckets. The method is that of "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", section 3.2; where it departs from
+DistributedDataParallel, the departure is said in a comment.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ MB = 1024 * 1024
 
 # Which reducer reduces a parameter: two would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# How many models were attached to a communicator. Attaching is collective, so the count is the same on all ranks: it keeps the buckets
-# of several reducers apart.
+# How many models were attached to a communicator. Attaching is collective, so the count is the same
+# on all ranks: it keeps the buckets of several reducers apart.
 _n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
@@ -42,17 +44,22 @@ class Reducer(RoundFlags):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; None means fastcomm.init().
-    bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one small, so that communication starts
-        early.
-    op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds: with another op than "mean", clear the
-        gradients before every backward that is reduced, or what was reduced before is reduced once more.
-    wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16; over NCCL also torch.float8_e4m3fn, in
-        which infinities become 448, and torch.float8_e5m2); they keep their own dtype.
-    streams: over NCCL, how many communicators, each with a stream of its own, take turns at the buckets. No effect on the CPU.
-    hook: a communication hook written for DDP, as (state, function), which then reduces every bucket in place of the communicator, with a
-        division of its own if any; a list of them is a chain, in which each gets what the one before has left. `op` has no effect then.
-    overlap: launch buckets as they become full. False launches all of them at the end of backward: for models whose parameters get
-        several gradients in one backward (reentrant checkpointing of shared layers).
+    bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one
+        small, so that communication starts early.
+    op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds:
+        with another op than "mean", clear the gradients before every backward that is reduced, or
+        what was reduced before is reduced once more.
+    wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16; over
+        NCCL also torch.float8_e4m3fn, in which infinities become 448, and torch.float8_e5m2); they
+        keep their own dtype.
+    streams: over NCCL, how many communicators, each with a stream of its own, take turns at the
+        buckets. No effect on the CPU.
+    hook: a communication hook written for DDP, as (state, function), which then reduces every
+        bucket in place of the communicator, with a division of its own if any; a list of them is a
+        chain, in which each gets what the one before has left. `op` has no effect then.
+    overlap: launch buckets as they become full. False launches all of them at the end of backward:
+        for models whose parameters get several gradients in one backward (reentrant checkpointing
+        of shared layers).
     """
 
     def __init__(
@@ -68,14 +75,24 @@ class Reducer(RoundFlags):
         overlap: bool = True,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_cap_mb <= 0:
-            raise ValueError(f"bucket caps must be positive; got {bucket_cap_mb} and {first_bucket_cap_mb}")
+            raise ValueError(
+                f"bucket caps must be positive; got {bucket_cap_mb} and {first_bucket_cap_mb}"
+            )
         if streams < 1:
             raise ValueError(f"streams must be at least 1; got {streams}")
         self.op = canonical_op(op)
         self.comm: Communicator = init() if comm is None else comm
-        wires = (torch.bfloat16, torch.float16, torch.float32, *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.has_streams else ()))
+        wires = (
+            torch.bfloat16,
+            torch.float16,
+            torch.float32,
+            *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.has_streams else ()),
+        )
         if wire_dtype is not None and wire_dtype not in wires:
-            raise ValueError(f"over {self.comm.backend}, wire_dtype must be one of {', '.join(map(str, wires))}; got {wire_dtype!r}")
+            raise ValueError(
+                f"over {self.comm.backend}, wire_dtype must be one of "
+                f"{', '.join(map(str, wires))}; got {wire_dtype!r}"
+            )
         # Ranks that differ here would reduce different buckets, or the same ones differently.
         self._options = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -83,21 +100,29 @@ class Reducer(RoundFlags):
             "op": self.op,
             "wire_dtype": str(wire_dtype),
             "streams": streams,
-            "hook": [function.__qualname__ if hasattr(function, "__qualname__") else repr(function) for _, function in hooks_of(hook)],
+            "hook": [
+                function.__qualname__ if hasattr(function, "__qualname__") else repr(function)
+                for _, function in hooks_of(hook)
+            ],
         }
         self._cap_bytes = int(bucket_cap_mb * MB)
         self._first_cap_bytes = int(first_bucket_cap_mb * MB)
         self._hooks = hooks_of(hook)
         if self._hooks and wire_dtype is not None:
-            raise ValueError("wire_dtype has no effect on what a hook reduces: use a hook that compresses")
+            raise ValueError(
+                "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
+            )
         self._wire_dtype = wire_dtype
         self._n_lanes = streams
         self._overlap = overlap
-        # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both go when it goes.
+        # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both
+        # go when it goes.
         self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
         self._buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
-        self._tripwires = Tripwires(lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._refuse_stranger))
+        self._tripwires = Tripwires(
+            lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._refuse_stranger)
+        )
         self._is_synchronizing, self._has_callback = True, False
         self._is_open = False  # a round has begun: some gradient is ready
         self._keeps_graph = False  # the running backward is one with create_graph=True
@@ -108,17 +133,20 @@ class Reducer(RoundFlags):
         self._n_launched = 0
         self._n_abandoned = 0  # comm.n_abandoned when the round began
 
-    # -- attaching --------------------------------------------------------------------------------------------------------------
+    # -- attaching ---------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module | Iterable[tuple[str, Parameter]]) -> Reducer:
-        """Reduces the gradients of `model` (a module, or named parameters) from now on. Collective: every rank calls it. Returns self.
+        """Reduces the gradients of `model` (a module, or named parameters) from now on. Collective:
+        every rank calls it. Returns self.
 
-        Checks that the reducers' options, and name, shape, dtype, strides and requires_grad of all parameters, agree on all ranks, then
-        copies rank 0's parameters and buffers to the others. Attach after moving, copying or compiling the model, and before or after
-        making the optimizer.
+        Checks that the reducers' options, and name, shape, dtype, strides and requires_grad of all
+        parameters, agree on all ranks, then copies rank 0's parameters and buffers to the others.
+        Attach after moving, copying or compiling the model, and before or after making the
+        optimizer.
 
-        Raises MismatchError on every rank, naming the first difference; ValueError when there is nothing to train, when the model is
-        on another device than the communicator, or attached already.
+        Raises MismatchError on every rank, naming the first difference; ValueError when there is
+        nothing to train, when the model is on another device than the communicator, or attached
+        already.
         """
         source = model if isinstance(model, nn.Module) else list(model)
         with torch.inference_mode(False):  # in which buckets could not be made for training
@@ -134,13 +162,19 @@ class Reducer(RoundFlags):
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
-            self._buckets = self._make_buckets([name for name, _ in trainable], [p for _, p in trainable])
-        except BaseException as error:  # memory, for example: the other ranks are not to wait for this one
+            self._buckets = self._make_buckets(
+                [name for name, _ in trainable], [p for _, p in trainable]
+            )
+        except (
+            BaseException
+        ) as error:  # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
                 self.comm.abandon()
             note_abandoned(error)
             raise
-        self._model = weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
+        self._model = (
+            weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
+        )
         for bucket in self._buckets:
             note_stream = bucket.note_stream if self.comm.has_streams else None
             for i, index in enumerate(bucket.indices):
@@ -154,17 +188,26 @@ class Reducer(RoundFlags):
             self._tripwires.lay(p for _, p in named)
         watch_steps(_owner_of)
         try:
-            self.comm.barrier()  # what was prepared here is in place, whatever stream the first backward runs on
+            # what was prepared here is in place, whatever stream the first backward runs on
+            self.comm.barrier()
         except BaseException:  # another rank could not attach
             self.detach()
             raise
 
-    def _find_problem(self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]) -> ValueError | None:
+    def _find_problem(
+        self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]
+    ) -> ValueError | None:
         """What is wrong with the model on this rank alone."""
         if self._model is not None:
-            return ValueError("this reducer is attached already; detach() it first, or make one reducer for each model")
+            return ValueError(
+                "this reducer is attached already; detach() it first, or make one reducer for "
+                "each model"
+            )
         if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
-            return ValueError("attach() takes a module or named parameters: model.named_parameters(), not model.parameters()")
+            return ValueError(
+                "attach() takes a module or named parameters: model.named_parameters(), not "
+                "model.parameters()"
+            )
         if len({id(p) for _, p in named}) < len(named):
             return ValueError("a parameter is given twice: its gradient would be reduced twice")
         for name, parameter in named:
@@ -172,16 +215,24 @@ class Reducer(RoundFlags):
             if trouble is not None:
                 return ValueError(trouble)
             if _owner_of(parameter) is not None:
-                return ValueError(f"parameter {name} is attached to another reducer already; detach() that one first")
+                return ValueError(
+                    f"parameter {name} is attached to another reducer already; detach() that one "
+                    "first"
+                )
         if not any(p.requires_grad for _, p in named):
-            return ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+            return ValueError(
+                "the model has no parameter that requires a gradient: there is nothing to reduce"
+            )
         troubles = (agreement.refuse_buffer(*buffer, self.comm.device) for buffer in buffers)
         return next((ValueError(trouble) for trouble in troubles if trouble is not None), None)
 
     def _make_buckets(self, names: list[str], parameters: list[Parameter]) -> list[Bucket]:
         dtypes = [agreement.grad_dtype(p) for p in parameters]
         layouts = plan_buckets(
-            [(p.numel(), dtype, dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)],
+            [
+                (p.numel(), dtype, dtype.itemsize)
+                for p, dtype in zip(parameters, dtypes, strict=True)
+            ],
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         )
@@ -191,11 +242,24 @@ class Reducer(RoundFlags):
         buckets = []
         for i, layout in enumerate(layouts):
             hooked = HookedPlace(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
-            buckets.append(Bucket(first_label + i, layout, parameters, names, self.comm, self._wire_dtype, i % self._n_lanes, hooked))
+            buckets.append(
+                Bucket(
+                    first_label + i,
+                    layout,
+                    parameters,
+                    names,
+                    self.comm,
+                    self._wire_dtype,
+                    i % self._n_lanes,
+                    hooked,
+                )
+            )
         return buckets
 
     def detach(self) -> None:
-        """Ends the reduction of this model. Gradients stay what they are, in memory of their own."""
+        """Ends the reduction of this model. Gradients stay what they are, in memory of their
+        own.
+        """
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
@@ -216,12 +280,14 @@ class Reducer(RoundFlags):
         return model
 
     def refresh(self) -> None:
-        """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans anew, and copies rank 0's values."""
+        """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans
+        anew, and copies rank 0's values.
+        """
         model = self._attached_model()
         self.detach()
         self.attach(model)
 
-    # -- one round --------------------------------------------------------------------------------------------------------------
+    # -- one round ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """The first gradient of a backward is ready: asks autograd to call back at the end."""
@@ -230,7 +296,8 @@ class Reducer(RoundFlags):
         self._open()
         self._keeps_graph = torch.is_grad_enabled()
         self._has_callback = True
-        # A backward that ends with an exception drops the callback uncalled; then the round must be ended all the same.
+        # A backward that ends with an exception drops the callback uncalled; then the round must be
+        # ended all the same.
         callback = EndOfBackward(self._end_of_backward, self._backward_was_dropped)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -240,10 +307,14 @@ class Reducer(RoundFlags):
             self._n_abandoned = self.comm.n_abandoned
 
     def _refuse_second_gradient(self, bucket: Bucket, i: int) -> None:
-        """With reentrant checkpointing a shared parameter gets several gradients in one backward. Good as long as the bucket is here."""
+        """With reentrant checkpointing a shared parameter gets several gradients in one backward.
+        Good as long as the bucket is here.
+        """
         raise FastcommError(
-            f"parameter {bucket.names[i]} got another gradient in this backward after its bucket was launched (shared parameters "
-            "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or Reducer(overlap=False)"
+            f"parameter {bucket.names[i]} got another gradient in this backward after its bucket "
+            "was launched (shared parameters "
+            "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or "
+            "Reducer(overlap=False)"
         )
 
     def _refuse_stranger(self, parameter: Tensor) -> None:
@@ -253,17 +324,22 @@ class Reducer(RoundFlags):
         strangers = {p: name for name, p in named if p.requires_grad and _owner_of(p) is None}
         if parameter in strangers:
             raise FastcommError(
-                f"unfrozen, or new in the model, since attach(), and not reduced: {', '.join(strangers.values())}. Call refresh() on every "
+                "unfrozen, or new in the model, since attach(), and not reduced: "
+                f"{', '.join(strangers.values())}. Call refresh() on every "
                 "rank after such a change"
             )
 
     def _launch_full_buckets(self) -> None:
         """Launches in plan order, so that all ranks launch the same buckets in the same order.
 
-        The last bucket is left to the end of backward. It is full only then anyway; and so no rank gets its gradients before all ranks
-        have come to the end, and an exception on one rank is one on all.
+        The last bucket is left to the end of backward. It is full only then anyway; and so no rank
+        gets its gradients before all ranks have come to the end, and an exception on one rank is
+        one on all.
         """
-        while self._n_launched < len(self._buckets) - 1 and not self._buckets[self._n_launched].n_pending:
+        while (
+            self._n_launched < len(self._buckets) - 1
+            and not self._buckets[self._n_launched].n_pending
+        ):
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -279,9 +355,11 @@ class Reducer(RoundFlags):
             self.synchronize()
 
     def _continue_after(self, node: torch.autograd.graph.Node) -> None:
-        """The backward that ended was run by `node`, a reentrant checkpoint, inside another one: asks for a callback at the end of that.
+        """The backward that ended was run by `node`, a reentrant checkpoint, inside another one:
+        asks for a callback at the end of that.
 
-        Callbacks belong to the running backward, which the outer one is again as soon as it comes to the nodes behind `node`.
+        Callbacks belong to the running backward, which the outer one is again as soon as it comes
+        to the nodes behind `node`.
         """
         handles: list[RemovableHandle] = []
 
@@ -291,22 +369,30 @@ class Reducer(RoundFlags):
             if not self._has_callback:
                 self._begin()
 
-        handles.extend(behind.register_prehook(outer_backward_goes_on) for behind, _ in node.next_functions if behind is not None)
+        handles.extend(
+            behind.register_prehook(outer_backward_goes_on)
+            for behind, _ in node.next_functions
+            if behind is not None
+        )
 
     def synchronize(self) -> None:
-        """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does nothing when no round is open.
+        """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does
+        nothing when no round is open.
 
-        Called at the end of backward and before every step of a torch.optim optimizer that owns parameters of this model. Raises
-        FastcommError when the gradients are of no use: a peer was lost, or another rank's backward ended with an exception; and inside a
-        backward, whose gradients are not all there.
+        Called at the end of backward and before every step of a torch.optim optimizer that owns
+        parameters of this model. Raises FastcommError when the gradients are of no use: a peer was
+        lost, or another rank's backward ended with an exception; and inside a backward, whose
+        gradients are not all there.
 
-        What a signal handler raises here (Ctrl-C) is raised when the round has ended, if all of it is under way already: the other ranks
-        will have this step's gradients, and so has this one. What it raises a second time aborts the communicator.
+        What a signal handler raises here (Ctrl-C) is raised when the round has ended, if all of it
+        is under way already: the other ranks will have this step's gradients, and so has this one.
+        What it raises a second time aborts the communicator.
         """
         self._raise_deferred()
         if self._has_callback:
             raise FastcommError(
-                "the gradients of this backward are not reduced yet: the reduction ends with backward(). Call synchronize(), and step the "
+                "the gradients of this backward are not reduced yet: the reduction ends with "
+                "backward(). Call synchronize(), and step the "
                 "optimizer, after backward() and not in a hook inside it"
             )
         if not self._is_open:
@@ -316,7 +402,9 @@ class Reducer(RoundFlags):
             while self._n_launched < len(self._buckets):
                 self._launch_next()
             self._finish()
-        except FastcommError as error:  # the other ranks have heard of it, or will when this one leaves
+        except (
+            FastcommError
+        ) as error:  # the other ranks have heard of it, or will when this one leaves
             self._leave()
             note_abandoned(error)
             raise
@@ -340,20 +428,27 @@ class Reducer(RoundFlags):
         self._close()
 
     def _finish_in_spite_of(self, interruption: BaseException) -> None:
-        """The last bucket is under way, so the round ends well on the other ranks; it must not end differently here."""
+        """The last bucket is under way, so the round ends well on the other ranks; it must not end
+        differently here.
+        """
         try:
             self._finish()
-        except BaseException as trouble:  # once more: there is no way to go on in step with the others
+        except (
+            BaseException
+        ) as trouble:  # once more: there is no way to go on in step with the others
             self.comm.abort()
             self._drop_round()
             raise interruption from trouble
         if hasattr(interruption, "add_note"):  # Python 3.11
             interruption.add_note(
-                "fastcomm: all ranks have the reduced gradients of this step, and so has this one. Make the step here, too, or on no rank"
+                "fastcomm: all ranks have the reduced gradients of this step, and so has this "
+                "one. Make the step here, too, or on no rank"
             )
 
     def _backward_was_dropped(self) -> None:
-        """Called by autograd while an exception propagates, where nothing may be raised: the next call raises what goes wrong here."""
+        """Called by autograd while an exception propagates, where nothing may be raised: the next
+        call raises what goes wrong here.
+        """
         self._has_callback = False
         try:
             self._leave()
@@ -366,20 +461,28 @@ class Reducer(RoundFlags):
             raise error
 
     def _leave(self) -> None:
-        """The round cannot be ended as it should, because backward has raised, or a bucket. The other ranks hear of it."""
+        """The round cannot be ended as it should, because backward has raised, or a bucket. The
+        other ranks hear of it.
+        """
         self._has_callback = False
         if not self._is_open:
             return
         try:
-            if self.comm.n_abandoned == self._n_abandoned:  # else the round has ended with another rank's or another reducer's
-                with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user already
+            if (
+                self.comm.n_abandoned == self._n_abandoned
+            ):  # else the round has ended with another rank's or another reducer's
+                with contextlib.suppress(
+                    FastcommError
+                ):  # what went wrong is on its way to the user already
                     self.comm.abandon(in_any_case=True)
                 self.comm.left_in_backward = self.comm.n_abandoned
         finally:
             self._drop_round()
 
     def _drop_round(self) -> None:
-        for bucket in self._buckets:  # half reduced: an optimizer that steps all the same must not drive the ranks apart
+        for bucket in (
+            self._buckets
+        ):  # half reduced: an optimizer that steps all the same must not drive the ranks apart
             bucket.drop_gradients()
         self._close()
 
@@ -392,12 +495,16 @@ class Reducer(RoundFlags):
     def reduce(self) -> None:
         """Gathers and reduces what stands in .grad now. Collective: every rank calls it.
 
-        For gradients that no backward of this model has made: per-sample gradients by torch.func, evolution strategies. A parameter
-        without a gradient here counts as zero, and receives the mean if another rank has one. Raises as synchronize().
+        For gradients that no backward of this model has made: per-sample gradients by torch.func,
+        evolution strategies. A parameter without a gradient here counts as zero, and receives the
+        mean if another rank has one. Raises as synchronize().
         """
         self._attached_model()
         if self._has_callback:
-            raise FastcommError("reduce() was called inside backward(), which reduces the gradients itself: call it afterwards")
+            raise FastcommError(
+                "reduce() was called inside backward(), which reduces the gradients itself: call "
+                "it afterwards"
+            )
         if self._is_open:
             self.synchronize()
         self._open()
@@ -407,14 +514,16 @@ class Reducer(RoundFlags):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate gradients on this rank only; the next one outside reduces the sum. Decided at backward."""
+        """Backwards inside accumulate gradients on this rank only; the next one outside reduces the
+        sum. Decided at backward.
+        """
         before, self._is_synchronizing = self._is_synchronizing, False
         try:
             yield
         finally:
             self._is_synchronizing = before
 
-    # -- with the reduced gradients -------------------------------------------------------------------------------------------------
+    # -- with the reduced gradients ----------------------------------------------------------------
 
     def before_step(self, since: int | None) -> None:
         """Called before an optimizer with parameters of this model steps. See optimizer_steps."""
@@ -422,7 +531,8 @@ class Reducer(RoundFlags):
         self._n_rounds_at_step = self.n_rounds
 
     def _settle(self, since: int) -> None:
-        """All gradients are reduced when this returns: the one place that decides it. Raises FastcommError naming one that is not.
+        """All gradients are reduced when this returns: the one place that decides it. Raises
+        FastcommError naming one that is not.
 
         since: how many rounds had ended when the gradients were last used.
         """
@@ -433,17 +543,27 @@ class Reducer(RoundFlags):
             name = bucket.find_unreduced()
             if name is not None:
                 raise FastcommError(
-                    f"the gradient of parameter {name} was made without a backward() that reduces it (by hand, by torch.func, or in a "
-                    "graph that torch.compile has traced through backward): call reducer.reduce() on every rank first"
+                    f"the gradient of parameter {name} was made without a backward() that reduces "
+                    "it (by hand, by torch.func, or in a "
+                    "graph that torch.compile has traced through backward): call reducer.reduce() "
+                    "on every rank first"
                 )
 
     def _with_gradient(self) -> list[Parameter]:
-        return [p for bucket in self._buckets for p in bucket.parameters if p is not None and p.grad is not None]
+        return [
+            p
+            for bucket in self._buckets
+            for p in bucket.parameters
+            if p is not None and p.grad is not None
+        ]
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on all ranks. Does not synchronise with the
-        device: over NCCL it is one pass over each bucket, as GradScaler and others change gradients unseen. Of 16-bit gradients the norm
-        is taken in float32. Raises FastcommError for gradients that nothing has reduced."""
+        """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
+        all ranks. Does not synchronise with the
+        device: over NCCL it is one pass over each bucket, as GradScaler and others change gradients
+        unseen. Of 16-bit gradients the norm is taken in float32. Raises FastcommError for gradients
+        that nothing has reduced.
+        """
         self._settle_for_use()
         return self._norm([bucket.square_sum() for bucket in self._buckets])
 
@@ -456,11 +576,14 @@ class Reducer(RoundFlags):
         if len(known) < len(square_sums):
             return _norm_of([p.grad for p in self._with_gradient() if p.grad is not None])
         norm = torch.stack(known).sum().sqrt()
-        return norm if any(bucket.dtype == torch.float64 for bucket in self._buckets) else norm.float()
+        return (
+            norm if any(bucket.dtype == torch.float64 for bucket in self._buckets) else norm.float()
+        )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before, as torch.nn.utils.clip_grad_norm_.
-        Raises as grad_norm()."""
+        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
+        as torch.nn.utils.clip_grad_norm_. Raises as grad_norm().
+        """
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._settle_for_use()
@@ -475,23 +598,35 @@ class Reducer(RoundFlags):
         return norm
 
     def nonfinite_count(self) -> Tensor:
-        """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor, equal on all ranks. To skip a step."""
+        """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
+        equal on all ranks. To skip a step.
+        """
         self._settle_for_use()
         found = [bucket.n_nonfinite() for bucket in self._buckets]
         counts = [count for count in found if count is not None]
         if len(counts) < len(found):
-            counts = [(~torch.isfinite(p.grad)).sum() for p in self._with_gradient() if p.grad is not None]
-        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=self.comm.device)
+            counts = [
+                (~torch.isfinite(p.grad)).sum() for p in self._with_gradient() if p.grad is not None
+            ]
+        return (
+            torch.stack(counts).sum()
+            if counts
+            else torch.zeros((), dtype=torch.int64, device=self.comm.device)
+        )
 
     def sync_buffers(self, src: int = 0) -> None:
-        """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective; never done behind your back."""
+        """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective;
+        never done behind your back.
+        """
         model = self._attached_model()
         if isinstance(model, nn.Module):
             agreement.broadcast(self.comm, list(model.buffers()), src)
 
     def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's state and options if it is given.
-        Collective. Raises MismatchError, on every rank, naming the first that differs and the ranks. Waits for the device."""
+        """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's
+        state and options if it is given. Collective. Raises MismatchError, on every rank, naming
+        the first that differs and the ranks. Waits for the device.
+        """
         model = self._attached_model()
         tensors = agreement.named_tensors(model)
         values: list[tuple[str, str]] = []
@@ -509,12 +644,18 @@ def _owner_of(parameter: Tensor) -> Reducer | None:
 
 
 def _norm_of(gradients: list[Tensor]) -> Tensor:
-    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares are soon infinite."""
+    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares are soon
+    infinite.
+    """
     is_half = any(gradient.dtype.itemsize < 4 for gradient in gradients)
-    return torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients] if is_half else gradients)
+    return torch.nn.utils.get_total_norm(
+        [gradient.float() for gradient in gradients] if is_half else gradients
+    )
 
 
-def _named_references(named: list[tuple[str, Parameter]]) -> Callable[[], list[tuple[str, Parameter]] | None]:
+def _named_references(
+    named: list[tuple[str, Parameter]],
+) -> Callable[[], list[tuple[str, Parameter]] | None]:
     """As a weak reference to the list: returns None once a parameter is gone."""
     references = [(name, weakref.ref(parameter)) for name, parameter in named]
 

@@ -1,8 +1,10 @@
-"""Parameters of an attached model that no bucket holds: frozen ones, and those that came into the model after attach().
+"""Parameters of an attached model that no bucket holds: frozen ones, and those that came into the
+model after attach().
 
-Their gradients would stay each rank's own, and the ranks would train apart. So each gets a hook that raises at its first gradient, in the
-backward that made it, whoever steps then. Modules tell when they get a parameter or a module: torch calls global hooks at each
-registration. Nothing is done in a step.
+Their gradients would stay each rank's own, and the ranks would train apart. So each gets a hook
+that raises at its first gradient, in the backward that made it, whoever steps then. Modules tell
+when they get a parameter or a module: torch calls global hooks at each registration. Nothing is
+done in a step.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class Tripwires:
     refuse: its owner's method, called with a parameter whose gradient is not reduced; raises.
     """
 
-    def __init__(self, is_reduced: Callable[[Tensor], bool], refuse: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
+    def __init__(
+        self,
+        is_reduced: Callable[[Tensor], bool],
+        refuse: weakref.WeakMethod[Callable[[Tensor], None]],
+    ) -> None:
         self._is_reduced, self._weak_refuse = is_reduced, refuse
         self._handles: list[RemovableHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -41,8 +47,12 @@ class Tripwires:
     def watch(self, module: nn.Module) -> None:
         """The module and all in it, and what will come into it."""
         if not _registration_hooks:
-            _registration_hooks.append(register_module_parameter_registration_hook(Untraced(_on_parameter)))
-            _registration_hooks.append(register_module_module_registration_hook(Untraced(_on_module)))
+            _registration_hooks.append(
+                register_module_parameter_registration_hook(Untraced(_on_parameter))
+            )
+            _registration_hooks.append(
+                register_module_module_registration_hook(Untraced(_on_module))
+            )
         for one in module.modules():
             _watched[one] = self
             self._modules.add(one)

@@ -1,9 +1,10 @@
 # cython: language_level=3
 """ShmCommunicator: the ranks of one host over shared memory. A thin skin over kernels/shm.
 
-Owns the segments (anonymous memory files: nothing in /dev/shm, nothing left after any exit), hands out tensors that lie in them,
-checks arguments, releases the GIL around every wait, and turns status codes into exceptions. How the ranks find each other is
-rendezvous.py's business: it arrives here as a `bootstrap` whose `exchange(value)` returns every rank's value.
+Owns the segments (anonymous memory files: nothing in /dev/shm, nothing left after any exit), hands
+out tensors that lie in them, checks arguments, releases the GIL around every wait, and turns status
+codes into exceptions. How the ranks find each other is rendezvous.py's business: it arrives here as
+a `bootstrap` whose `exchange(value)` returns every rank's value.
 """
 
 import os
@@ -15,7 +16,9 @@ import torch
 from fastcomm.communicator import (
     OPS, BoundBucket, BucketWork, Communicator, canonical_op, is_abandoned_already, presence_values,
 )
-from fastcomm.errors import AbandonedError, FastcommError, InitError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.errors import (
+    AbandonedError, FastcommError, InitError, MismatchError, PeerLostError, TimeoutError,
+)
 from fastcomm.shm.memory import keep_freed_memory
 
 cimport cython
@@ -37,17 +40,23 @@ cdef size_t SMALL_GRADIENT = 16384  # bytes
 cdef int MAX_TOKENS = 16
 
 cdef object TENSOR = torch.Tensor
-cdef char *NO_DATA = b""  # where a tensor without elements lies: not NULL, which says that an exception was raised
+# where a tensor without elements lies: not NULL, which says that an exception was raised
+cdef char *NO_DATA = b""
 cdef dict DTYPES = {
-    torch.float32: SHM_FLOAT32, torch.float64: SHM_FLOAT64, torch.float16: SHM_FLOAT16, torch.bfloat16: SHM_BFLOAT16,
+    torch.float32: SHM_FLOAT32, torch.float64: SHM_FLOAT64, torch.float16: SHM_FLOAT16,
+    torch.bfloat16: SHM_BFLOAT16,
     torch.int32: SHM_INT32, torch.int64: SHM_INT64, torch.uint8: SHM_UINT8,
 }
 cdef tuple DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
-cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}  # OPS stands in the order of enum shm_op
-cdef tuple KIND_NAMES = ("nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "abandon")
+# OPS stands in the order of enum shm_op
+cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}
+cdef tuple KIND_NAMES = (
+    "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
+    "abandon",
+)
 
 
-# ---- work ------------------------------------------------------------------------------------------------------------------------
+# ---- work ----------------------------------------------------------------------------------------
 
 @cython.freelist(8)
 cdef class ShmWork:
@@ -68,18 +77,22 @@ cdef class ShmWork:
         free(self.pieces)
 
     def wait(self):
-        """Blocks until the result is in place. Raises the FastcommError that ended the collective, if one did.
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective,
+        if one did.
 
-        What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over, because the peers count on it; what it
-        raises a second time is raised at once, and aborts the communicator.
+        What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over,
+        because the peers count on it; what it raises a second time is raised at once, and aborts
+        the communicator.
         """
         if not self.finished:
             self.comm._finish(self)
         self.comm._raise_what_ended(self)
 
     def is_completed(self):
-        """Whether the result is in place, or never will be; does on the way whatever can be done without waiting. Raises
-        only what any call would: after a fork, or while another thread is inside."""
+        """Whether the result is in place, or never will be; does on the way whatever can be done
+        without waiting. Raises only what any call would: after a fork, or while another thread is
+        inside.
+        """
         if not self.finished:
             self.comm._advance(self, 0)
         return self.finished
@@ -105,7 +118,7 @@ cdef class ShmWork:
         self.pieces = NULL
 
 
-# ---- buckets ---------------------------------------------------------------------------------------------------------------------
+# ---- buckets -------------------------------------------------------------------------------------
 
 cdef struct Place:
     uint64_t offset, numel
@@ -120,7 +133,9 @@ cdef struct Range:  # of memory in which gradients have their places
 
 @cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class ShmBucket:
-    """A flat buffer and the places of the gradients in it: worked out once, launched once per round."""
+    """A flat buffer and the places of the gradients in it: worked out once, launched once per
+    round.
+    """
 
     cdef readonly ShmWork posted  # see BoundBucket.posted
     cdef ShmCommunicator comm
@@ -134,7 +149,9 @@ cdef class ShmBucket:
     cdef Place *places
     cdef ShmWork next  # holds what gather has left to the next launch
 
-    def __cinit__(self, ShmCommunicator comm, flat, list views, list offsets, wire_dtype, uint32_t label):
+    def __cinit__(
+        self, ShmCommunicator comm, flat, list views, list offsets, wire_dtype, uint32_t label
+    ):
         self.comm, self.flat, self.wire, self.views, self.label = comm, flat, flat, views, label
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             self.wire = comm.empty(flat.numel(), dtype=wire_dtype).zero_()
@@ -159,8 +176,10 @@ cdef class ShmBucket:
         free(self.places)
 
     def gather(self, list parameters):
-        """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch copies what the peers will read, and
-        the reduction reads the rest there. Small ones are copied here, which is cheaper than to keep many tensors alive."""
+        """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch
+        copies what the peers will read, and the reduction reads the rest there. Small ones are
+        copied here, which is cheaper than to keep many tensors alive.
+        """
         cdef ShmWork work = self._next_work(len(parameters))
         cdef list left = []
         self.posted = None
@@ -171,7 +190,8 @@ cdef class ShmBucket:
                 left.append(i)
             elif gradient is not view:
                 try:
-                    parameter.grad = view  # first: torch refuses it where the parameter's data has been replaced by other
+                    # first: torch refuses it where the parameter's data has been replaced by other
+                    parameter.grad = view
                     self._take(work, self.places[i], gradient, view)
                 except BaseException as error:
                     parameter.grad, error.slot = gradient, i
@@ -185,8 +205,10 @@ cdef class ShmBucket:
         cdef size_t nbytes = place.numel * self.itemsize
         cdef bint is_at_home = source == target
         if not is_at_home and self.comm.is_in_a_bucket(source):
-            raise FastcommError("lies in that of another one: clone gradients before you exchange them")
-        if gradient.dtype is not self.dtype or not _lies_alike(gradient, view, place.is_contiguous) or gradient.is_neg():
+            raise FastcommError("lies in that of another one: clone gradients before you exchange "
+                                "them")
+        if (gradient.dtype is not self.dtype
+                or not _lies_alike(gradient, view, place.is_contiguous) or gradient.is_neg()):
             view.copy_(gradient.clone() if is_at_home else gradient)
         elif is_at_home:  # a tensor of the user's on our memory
             pass
@@ -256,13 +278,15 @@ cdef struct Patience:  # of one wait
     uint64_t progress
 
 
-# ---- the communicator ------------------------------------------------------------------------------------------------------------
+# ---- the communicator ----------------------------------------------------------------------------
 
 @cython.no_gc_clear  # __dealloc__ needs the segments
 cdef class ShmCommunicator:
-    """Collectives between `world_size` processes of one host. See fastcomm.communicator.Communicator for the contract.
+    """Collectives between `world_size` processes of one host. See
+    fastcomm.communicator.Communicator for the contract.
 
-    Made by fastcomm.init. One thread at a time may use it; all ranks call the same collectives in the same order.
+    Made by fastcomm.init. One thread at a time may use it; all ranks call the same collectives in
+    the same order.
     """
 
     cdef readonly int rank, world_size, local_rank
@@ -276,8 +300,10 @@ cdef class ShmCommunicator:
     cdef list works  # the unfinished ShmWork of each slot of the ring, or None
     cdef list leaving  # works that were abandoned, and whose tensors may still be read or written
     cdef Range *ranges  # the flat buffers of all buckets
-    cdef object interruption  # another rank has abandoned what was under way, which the caller has not heard of yet
-    cdef object deferred  # what a signal handler has raised while this rank waits, to be raised when that is over
+    # another rank has abandoned what was under way, which the caller has not heard of yet
+    cdef object interruption
+    # what a signal handler has raised while this rank waits, to be raised when that is over
+    cdef object deferred
     cdef double deferred_since
     cdef uint32_t last  # number of the newest collective
     cdef int pidfds[SHM_MAX_RANKS]
@@ -292,7 +318,8 @@ cdef class ShmCommunicator:
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > SHM_MAX_RANKS:
-            raise InitError(f"the shm transport takes up to {SHM_MAX_RANKS} ranks, not {world_size}")
+            raise InitError(f"the shm transport takes up to {SHM_MAX_RANKS} ranks, not "
+                            f"{world_size}")
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cpu")
         self.timeout, self.timeout_s = timeout, timeout.total_seconds()
@@ -305,22 +332,27 @@ cdef class ShmCommunicator:
         self._connect(bootstrap)
 
     def _connect(self, bootstrap):
-        """Every rank makes a memory file, opens its peers', and closes the descriptors once all ranks have mapped everything."""
+        """Every rank makes a memory file, opens its peers', and closes the descriptors once all
+        ranks have mapped everything.
+        """
         cdef char *bases[SHM_MAX_RANKS]
         cdef Segment segment
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        nbytes = min(memory, (1 << 45) // self.world_size) // 4096 * 4096  # sparse: costs only what is touched
+        # sparse: costs only what is touched
+        nbytes = min(memory, (1 << 45) // self.world_size) // 4096 * 4096
         fd = os.memfd_create("fastcomm", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-            mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": sorted(os.sched_getaffinity(0))}
+            cores = sorted(os.sched_getaffinity(0))
+            mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": cores}
             ranks = bootstrap.exchange(mine)
             self.pids = tuple(theirs["pid"] for theirs in ranks)
             try:
                 for r, theirs in enumerate(ranks):
                     self._map_memory(r, theirs)
             except (OSError, InitError) as error:
-                raise InitError(f"rank {self.rank} cannot reach the memory of its peers: {error}") from error
+                trouble = f"rank {self.rank} cannot reach the memory of its peers: {error}"
+                raise InitError(trouble) from error
             bootstrap.exchange("mapped")
         finally:
             os.close(fd)
@@ -328,21 +360,25 @@ cdef class ShmCommunicator:
             segment = self.segments[r]
             bases[r] = segment.base
         n_cores = len(set().union(*(theirs["cores"] for theirs in ranks)))
-        self.handle = shm_open_comm(self.rank, self.world_size, bases, self.pidfds, self.world_size > n_cores)
+        self.handle = shm_open_comm(
+            self.rank, self.world_size, bases, self.pidfds, self.world_size > n_cores
+        )
         if self.handle == NULL:
             raise MemoryError("out of memory")
 
     def _map_memory(self, rank, theirs):
         fd = os.open(f"/proc/{theirs['pid']}/fd/{theirs['fd']}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.segments.append(Segment(fd, theirs["nbytes"], shm_control_bytes(), rank == self.rank))
+            is_own = rank == self.rank
+            self.segments.append(Segment(fd, theirs["nbytes"], shm_control_bytes(), is_own))
         finally:
             os.close(fd)
         if rank != self.rank:
             self.pidfds[rank] = os.pidfd_open(theirs["pid"])
 
     def __dealloc__(self):
-        if self.handle != NULL and self.generation == forks():  # not in a forked child: the segment is the parent's to close
+        # not in a forked child: the segment is the parent's to close
+        if self.handle != NULL and self.generation == forks():
             shm_set_state(self.handle, SHM_CLOSED, -1)
         self._shut()
         for r in range(self.n_pidfds):
@@ -354,17 +390,25 @@ cdef class ShmCommunicator:
         self.handle = NULL
 
     def close(self):
-        """Ends the use of this communicator on this rank; peers that still wait for it get PeerLostError. Tensors stay valid."""
+        """Ends the use of this communicator on this rank; peers that still wait for it get
+        PeerLostError. Tensors stay valid.
+        """
         if self.generation == forks():
-            self._end(SHM_CLOSED, -1, FastcommError(f"rank {self.rank} has closed this communicator"))
+            self._end(SHM_CLOSED, -1, FastcommError(f"rank {self.rank} has closed this "
+                                                    "communicator"))
 
     def abort(self):
-        """As close, but says to the peers that something went wrong: their collectives end with PeerLostError at once."""
+        """As close, but says to the peers that something went wrong: their collectives end with
+        PeerLostError at once.
+        """
         if self.generation == forks():
-            self._end(SHM_ABORTED, -1, FastcommError(f"rank {self.rank} has aborted this communicator"))
+            self._end(SHM_ABORTED, -1, FastcommError(f"rank {self.rank} has aborted this "
+                                                     "communicator"))
 
     cdef _end(self, int state, int blames, object failure):
-        """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes out."""
+        """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes
+        out.
+        """
         if self.handle == NULL or self.failure is not None:
             return
         self.failure = failure
@@ -387,7 +431,10 @@ cdef class ShmCommunicator:
         return 0
 
     def __repr__(self):
-        return f"<ShmCommunicator: rank {self.rank} of {self.world_size}{', ended' if self.failure is not None else ''}>"
+        return (
+            f"<ShmCommunicator: rank {self.rank} of "
+            f"{self.world_size}{', ended' if self.failure is not None else ''}>"
+        )
 
     def __enter__(self):
         return self
@@ -401,10 +448,12 @@ cdef class ShmCommunicator:
     # -- memory --
 
     def empty(self, numel, *, dtype):
-        """A flat tensor of `numel` elements in shared memory, uninitialised (zero when the memory is new). Local: no peer is asked.
+        """A flat tensor of `numel` elements in shared memory, uninitialised (zero when the memory
+        is new). Local: no peer is asked.
 
-        Collectives on it take the direct path: no copy. The memory lives as long as the tensor, also after close().
-        Raises ValueError for a negative numel, TypeError for a dtype the transport does not reduce, MemoryError.
+        Collectives on it take the direct path: no copy. The memory lives as long as the tensor,
+        also after close(). Raises ValueError for a negative numel, TypeError for a dtype the
+        transport does not reduce, MemoryError.
         """
         self._check_usable()
         if dtype not in DTYPES:
@@ -419,18 +468,22 @@ cdef class ShmCommunicator:
     # -- collectives --
 
     def all_reduce(self, tensor, op="sum", *, bint async_op=False):
-        """Reduces `tensor` over all ranks, in place: contiguous, on the CPU, the same numel and dtype on every rank.
+        """Reduces `tensor` over all ranks, in place: contiguous, on the CPU, the same numel and
+        dtype on every rank.
 
-        op: sum, mean (alias avg), min, max, prod. float16 and bfloat16 accumulate in float32 and round once. The result is bitwise the
-        same on every rank. With async_op, returns a Work at once: leave the tensor alone until work.wait() returns.
-        Raises MismatchError, PeerLostError or TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
+        op: sum, mean (alias avg), min, max, prod. float16 and bfloat16 accumulate in float32 and
+        round once. The result is bitwise the same on every rank. With async_op, returns a Work at
+        once: leave the tensor alone until work.wait() returns. Raises MismatchError, PeerLostError
+        or TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
         """
         cdef shm_descriptor d = _descriptor(SHM_ALL_REDUCE, _op_code(op))
         cdef char *data = self._check(tensor, &d)
         return self._collective(&d, tensor, data, tensor, data, async_op)
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
-        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank. Errors as all_reduce."""
+        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
+        Errors as all_reduce.
+        """
         cdef shm_descriptor d = _descriptor(SHM_BROADCAST, SHM_SUM)
         cdef char *data = self._check(tensor, &d)
         if not 0 <= src < self.world_size:
@@ -444,19 +497,28 @@ cdef class ShmCommunicator:
             self.broadcast(tensor, src)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
-        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel() elements. Errors as all_reduce."""
+        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
+        elements. Errors as all_reduce.
+        """
         cdef shm_descriptor d = _descriptor(SHM_ALL_GATHER, SHM_SUM)
         cdef char *input = self._check(inp, &d)
-        cdef char *output = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
+        cdef char *output = self._check_out(
+            "all_gather_single", out, inp, inp.numel() * self.world_size
+        )
         return self._collective(&d, inp, input, out, output, async_op)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
-        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`. Errors as all_reduce."""
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
+        Errors as all_reduce.
+        """
         cdef shm_descriptor d = _descriptor(SHM_REDUCE_SCATTER, _op_code(op))
         cdef char *input = self._check(inp, &d)
         if inp.numel() % self.world_size:
-            raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a multiple of {self.world_size} ranks")
-        cdef char *output = self._check_out("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
+            raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a "
+                             f"multiple of {self.world_size} ranks")
+        cdef char *output = self._check_out(
+            "reduce_scatter_single", out, inp, inp.numel() // self.world_size
+        )
         return self._collective(&d, inp, input, out, output, async_op)
 
     def barrier(self, *, bint async_op=False):
@@ -466,7 +528,9 @@ cdef class ShmCommunicator:
         return self._collective(&d, None, NULL, None, NULL, async_op)
 
     def check(self):
-        """See Communicator.check. Waits only after another rank has abandoned what was under way: until the ranks have met anew."""
+        """See Communicator.check. Waits only after another rank has abandoned what was under way:
+        until the ranks have met anew.
+        """
         self._check_usable()
         self._hear()
 
@@ -479,13 +543,19 @@ cdef class ShmCommunicator:
         self._realign(FastcommError(f"rank {self.rank} abandoned the collectives under way"))
         self._raise_deferred(None)
 
-    def bind_bucket(self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0):
-        """See Communicator.bind_bucket. There are no lanes: every core is busy with one bucket already."""
+    def bind_bucket(
+        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0
+    ):
+        """See Communicator.bind_bucket. There are no lanes: every core is busy with one bucket
+        already.
+        """
         keep_freed_memory()
         return ShmBucket(self, flat, views, offsets, wire_dtype, label)
 
     cdef bint is_in_a_bucket(self, const char *address) noexcept:
-        """Whether gradients have their places there, this bucket's or another's, which change at times of their own."""
+        """Whether gradients have their places there, this bucket's or another's, which change at
+        times of their own.
+        """
         cdef Range *candidate = self.ranges
         while candidate != NULL:
             if <size_t>(address - candidate.base) < candidate.nbytes:
@@ -496,9 +566,11 @@ cdef class ShmCommunicator:
     # -- the way of every collective --
 
     cdef char *_check(self, tensor, shm_descriptor *d) except NULL:
-        """Checks that the communicator can be used and can take the tensor; fills in its dtype, numel and place. Returns its address.
+        """Checks that the communicator can be used and can take the tensor; fills in its dtype,
+        numel and place. Returns its address.
 
-        On the way of every call, and most of the time that a small one takes: each line costs a tenth of the whole.
+        On the way of every call, and most of the time that a small one takes: each line costs a
+        tenth of the whole.
         """
         cdef Segment arena = <Segment>self.segments[self.rank]
         cdef char *data = NULL
@@ -531,24 +603,29 @@ cdef class ShmCommunicator:
 
     cdef int _check_usable(self) except -1:
         if self.generation != forks():
-            raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, and this process was forked from it: "
+            raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, "
+                                "and this process was forked from it: "
                                 "call fastcomm.init here, or start workers with the spawn method")
         if self.failure is not None:
             failure = type(self.failure)(*self.failure.args)
             self._raise_deferred(failure)
             raise failure
         if self.busy:
-            raise FastcommError("another thread is inside this communicator: give each thread its own, or let them take turns")
+            raise FastcommError("another thread is inside this communicator: give each thread its "
+                                "own, or let them take turns")
         return 0
 
-    cdef object _collective(self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op):
+    cdef object _collective(
+        self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
+    ):
         cdef ShmWork work
         cdef uint32_t seq
         cdef int posted = SHM_AGAIN, status = SHM_AGAIN
         if self.interruption is not None:
             self._hear()
         if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
-            # The short way of a blocking call: no Work, and one release of the GIL for posting and the first slice of waiting.
+            # The short way of a blocking call: no Work, and one release of the GIL for posting and
+            # the first slice of waiting.
             self.busy = True
             with nogil:
                 posted = shm_post(self.handle, d, input, output, NULL, 0, &seq)
@@ -588,7 +665,9 @@ cdef class ShmCommunicator:
             with nogil:  # gathers the pieces
                 status = shm_make_room(self.handle, SLICE_NS)
                 if status == SHM_OK:
-                    status = shm_post(self.handle, d, input, output, work.pieces, work.n_pieces, &work.seq)
+                    status = shm_post(
+                        self.handle, d, input, output, work.pieces, work.n_pieces, &work.seq
+                    )
             self._come_out()
             if status == SHM_OK:
                 break
@@ -632,7 +711,9 @@ cdef class ShmCommunicator:
             work.settle(MismatchError(self._mismatch_message(work.seq)))
         else:
             work.settle(self._first_failure(work.seq))
-            if not work.is_realigning:  # the caller hears of it in its next call that may raise; until then nothing more is posted
+            # the caller hears of it in its next call that may raise; until then nothing more is
+            # posted
+            if not work.is_realigning:
                 self.interruption = work.error
                 self.leaving += self._settle_all(work.error)
                 self.leaving.append(work)
@@ -641,7 +722,9 @@ cdef class ShmCommunicator:
         return True
 
     cdef int _hear(self) except -1:
-        """Raises what has interrupted this rank's collectives, if anything has. What is called from here on belongs to the next round."""
+        """Raises what has interrupted this rank's collectives, if anything has. What is called from
+        here on belongs to the next round.
+        """
         if self.interruption is None:
             return 0
         error, self.interruption = self.interruption, None
@@ -656,7 +739,8 @@ cdef class ShmCommunicator:
         if self.deferred is not None:
             self._raise_deferred(work.error)
         if work.error is not None:
-            raise type(work.error)(*work.error.args)  # it may be raised again, and each time adds to its traceback
+            # it may be raised again, and each time adds to its traceback
+            raise type(work.error)(*work.error.args)
         return 0
 
     cdef int _raise_deferred(self, cause) except -1:
@@ -666,7 +750,9 @@ cdef class ShmCommunicator:
         return 0
 
     cdef _realign(self, error):
-        """Ends what is under way on this rank with `error`, and meets what the peers have still posted, until all stand at one place."""
+        """Ends what is under way on this rank with `error`, and meets what the peers have still
+        posted, until all stand at one place.
+        """
         cdef shm_descriptor d = _descriptor(SHM_ABANDON, SHM_SUM)
         cdef ShmWork work
         self.leaving += self._settle_all(error)  # their tensors are in use until all ranks have met
@@ -685,7 +771,9 @@ cdef class ShmCommunicator:
         self.leaving = []
 
     cdef object _first_failure(self, uint32_t seq):
-        """Why collective `seq` was abandoned: an earlier one that did not match, and nobody has asked for yet, or the peers know."""
+        """Why collective `seq` was abandoned: an earlier one that did not match, and nobody has
+        asked for yet, or the peers know.
+        """
         cdef ShmWork work
         for work in sorted((work for work in self.works if work is not None), key=_seq_of):
             if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:
@@ -700,7 +788,9 @@ cdef class ShmCommunicator:
         return unfinished
 
     cdef int _between_slices(self, Patience *patience) except -1:
-        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock, which runs while nothing moves."""
+        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock, which runs
+        while nothing moves.
+        """
         self._look_at_signals()
         cdef double now = time.monotonic()
         cdef uint64_t progress
@@ -714,7 +804,9 @@ cdef class ShmCommunicator:
         return 0
 
     cdef int _look_at_signals(self) except -1:
-        """What a handler raises waits until the peers do not depend on this rank any more; the second one ends the communicator."""
+        """What a handler raises waits until the peers do not depend on this rank any more; the
+        second one ends the communicator.
+        """
         try:
             PyErr_CheckSignals()
         except BaseException as error:
@@ -725,14 +817,17 @@ cdef class ShmCommunicator:
             self.deferred, self.deferred_since = error, time.monotonic()
         if self.deferred is not None and time.monotonic() - self.deferred_since > NOTICE_S:
             self.deferred_since = float("inf")
-            print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) and ends a collective first, on which its "
+            print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) "
+                  "and ends a collective first, on which its "
                   "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
         return 0
 
     # -- when it goes wrong --
 
     cdef _give_up(self, kind, str message):
-        """The communicator is of no more use: tells the peers, and everybody on this rank who still waits."""
+        """The communicator is of no more use: tells the peers, and everybody on this rank who still
+        waits.
+        """
         cdef int culprit = shm_stalled_on(self.handle)
         if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
             culprit = shm_blamed_by(self.handle, culprit)
@@ -744,41 +839,63 @@ cdef class ShmCommunicator:
         if state == SHM_CLOSED:
             what = "closed its communicator"
         elif state == SHM_ABORTED:
-            what = "aborted its communicator" if blamed < 0 else f"gave up on rank {blamed} (pid {self.pids[blamed]})"
+            what = "aborted its communicator"
+            if blamed >= 0:
+                what = f"gave up on rank {blamed} (pid {self.pids[blamed]})"
         else:
             what = "died"
-        return f"rank {rank} (pid {self.pids[rank]}) {what}; {self._history(rank)}; {self._position()}"
+        return (
+            f"rank {rank} (pid {self.pids[rank]}) {what}; {self._history(rank)}; "
+            f"{self._position()}"
+        )
 
     cdef str _timeout_message(self):
         cdef uint32_t here = shm_posted(self.handle, self.rank)
-        late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here] or [shm_stalled_on(self.handle)]
+        late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here]
+        late = late or [shm_stalled_on(self.handle)]
         names = "; ".join(f"rank {r} (pid {self.pids[r]}): {self._history(r)}" for r in late)
         return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}"
 
     cdef str _mismatch_message(self, uint32_t seq):
-        wanted = "; ".join(f"rank {r}: {_name(shm_descriptor_of(self.handle, r, seq))}" for r in range(self.world_size))
+        wanted = "; ".join([
+            f"rank {r}: {_name(shm_descriptor_of(self.handle, r, seq))}"
+            for r in range(self.world_size)
+        ])
         return f"the ranks call different collectives (number {seq} on this communicator): {wanted}"
 
     cdef str _abandoned_message(self, uint32_t seq):
-        ranks = [r for r in range(self.world_size) if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON]
-        return f"rank {', '.join(map(str, ranks))} abandoned what was under way (an exception ended its backward?): skip this step"
+        ranks = [
+            r for r in range(self.world_size)
+            if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON
+        ]
+        return (
+            f"rank {', '.join(map(str, ranks))} abandoned what was under way (an exception ended "
+            "its backward?): skip this step"
+        )
 
     cdef str _history(self, int rank):
         cdef uint32_t last = shm_posted(self.handle, rank)
-        return f"the last collective it joined is number {last}, {_name(shm_descriptor_of(self.handle, rank, last))}" if last else \
-            "it has joined no collective yet"
+        if not last:
+            return "it has joined no collective yet"
+        name = _name(shm_descriptor_of(self.handle, rank, last))
+        return f"the last collective it joined is number {last}, {name}"
 
     cdef str _position(self):
         cdef uint32_t last = shm_posted(self.handle, self.rank)
-        return f"rank {self.rank} is at number {last}, {_name(shm_descriptor_of(self.handle, self.rank, last))}"
+        return (
+            f"rank {self.rank} is at number {last}, "
+            f"{_name(shm_descriptor_of(self.handle, self.rank, last))}"
+        )
 
 
 cdef int _refuse(tensor) except -1:
     """Says what is wrong with the tensor."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise ValueError(f"the shm transport takes dense tensors on the CPU; got {tensor.layout} on {tensor.device}")
+        raise ValueError(f"the shm transport takes dense tensors on the CPU; got {tensor.layout} "
+                         f"on {tensor.device}")
     if not tensor.is_contiguous():
-        raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are {tensor.stride()}")
+        raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its "
+                         f"strides are {tensor.stride()}")
     raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
 
 
@@ -812,10 +929,12 @@ cdef int _op_code(str op) except -1:
 
 
 def reduce_shards(list buffers, str op="sum"):
-    """Reduces n flat tensors of equal numel and dtype element by element and writes the result into every one of them.
+    """Reduces n flat tensors of equal numel and dtype element by element and writes the result into
+    every one of them.
 
-    One pass that reads n and writes n tensors, in this process alone: the arithmetic of all_reduce without its flags. The benchmarks
-    take it for the streaming bound of the machine. Raises ValueError or TypeError for tensors that do not fit together.
+    One pass that reads n and writes n tensors, in this process alone: the arithmetic of all_reduce
+    without its flags. The benchmarks take it for the streaming bound of the machine. Raises
+    ValueError or TypeError for tensors that do not fit together.
     """
     cdef const void *inputs[SHM_MAX_RANKS]
     cdef int code = _op_code(op), n = len(buffers)
@@ -825,8 +944,10 @@ def reduce_shards(list buffers, str op="sum"):
     if first.dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {first.dtype}")
     for i, buffer in enumerate(buffers):
-        if not (buffer.is_cpu and buffer.is_contiguous() and buffer.dtype is first.dtype and buffer.numel() == first.numel()):
-            raise ValueError("the tensors must be contiguous, on the CPU, and of one dtype and numel")
+        is_alike = buffer.dtype is first.dtype and buffer.numel() == first.numel()
+        if not (is_alike and buffer.is_cpu and buffer.is_contiguous()):
+            raise ValueError("the tensors must be contiguous, on the CPU, and of one dtype and "
+                             "numel")
         inputs[i] = <const void *><size_t>buffer.data_ptr()
     cdef int dtype = DTYPES[first.dtype]
     cdef size_t numel = first.numel()

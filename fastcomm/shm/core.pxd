@@ -7,7 +7,8 @@ cdef extern from "shm/reduce.h" nogil:
     enum:
         SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD
         SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8
-    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs, void *const *outputs, int n_outputs)
+    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
+                    void *const *outputs, int n_outputs)
 
 
 cdef extern from "shm/core.h" nogil:
@@ -30,7 +31,8 @@ cdef extern from "shm/core.h" nogil:
     struct shm_comm
 
     size_t shm_control_bytes()
-    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early)
+    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
+                            int yield_early)
     void shm_free_comm(shm_comm *comm)
     int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
                  const shm_piece *pieces, size_t n_pieces, uint32_t *seq)

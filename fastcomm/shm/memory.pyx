@@ -1,8 +1,9 @@
 # cython: language_level=3
-"""Segment and Block: memory files that all ranks of a host have mapped, and the tensors allocated in them.
+"""Segment and Block: memory files that all ranks of a host have mapped, and the tensors allocated
+in them.
 
-A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is sparse: it costs what is allocated in it.
-Also here: what malloc does with freed gradients.
+A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is
+sparse: it costs what is allocated in it. Also here: what malloc does with freed gradients.
 """
 
 import os
@@ -12,7 +13,8 @@ from fastcomm.errors import InitError
 
 from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
 from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, madvise, mmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE,
+    madvise, mmap,
     munmap,
 )
 from posix.unistd cimport close as close_fd
@@ -25,7 +27,9 @@ cdef extern from "sys/mman.h" nogil:
 
 
 cdef extern from "Python.h":
-    int PyBuffer_FillInfo(Py_buffer *view, object exporter, void *buf, Py_ssize_t nbytes, int readonly, int flags) except -1
+    int PyBuffer_FillInfo(
+        Py_buffer *view, object exporter, void *buf, Py_ssize_t nbytes, int readonly, int flags
+    ) except -1
 
 
 cdef size_t PAGE = 4096
@@ -36,7 +40,9 @@ cdef object own_segments = weakref.WeakSet()
 
 
 def _after_fork_in_child():
-    """A forked child gets memory of its own: what it writes to a gradient must not reach its parent, or the peers."""
+    """A forked child gets memory of its own: what it writes to a gradient must not reach its
+    parent, or the peers.
+    """
     for segment in list(own_segments):
         (<Segment>segment).make_private()
     own_segments.clear()  # they are ordinary memory now, as far as further forks are concerned
@@ -46,24 +52,30 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 cdef class Segment:
-    """One rank's memory file, mapped. Its owner allocates tensors from what lies behind the first `n_reserved` bytes.
+    """One rank's memory file, mapped. Its owner allocates tensors from what lies behind the first
+    `n_reserved` bytes.
 
-    A forked child does not see the segments of other ranks, and has a copy of its parent's own, page by page as either writes to it.
+    A forked child does not see the segments of other ranks, and has a copy of its parent's own,
+    page by page as either writes to it.
     """
 
     def __cinit__(self, int fd, size_t nbytes, size_t n_reserved, bint is_own):
         self.fd, self.generation = -1, forks()
-        # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map at such an address.
-        cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map
+        # at such an address.
+        cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         cdef void *base = MAP_FAILED
         cdef size_t slack
         if reserved != MAP_FAILED:
             slack = (HUGE_PAGE - <size_t>reserved % HUGE_PAGE) % HUGE_PAGE
-            base = mmap(<char *>reserved + slack, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0)
+            base = mmap(<char *>reserved + slack, nbytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0)
             munmap(reserved, slack)
             munmap(<char *>reserved + slack + nbytes, HUGE_PAGE - slack)
         if base == MAP_FAILED:
-            raise InitError(f"cannot map {nbytes >> 30} GiB of address space for a shared segment; is `ulimit -v` set?")
+            raise InitError(f"cannot map {nbytes >> 30} GiB of address space for a shared "
+                            "segment; is `ulimit -v` set?")
         self.base = <char *>base
         self.nbytes = nbytes
         madvise(base, nbytes, MADV_DONTDUMP)  # a core dump need not hold the whole arena
@@ -99,13 +111,16 @@ cdef class Segment:
             if offset + nbytes <= begin + size:
                 rest = [(begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)]
                 fewer = [*holes[:i], *(hole for hole in rest if hole[1]), *holes[i + 1:]]
-                if self.holes is not holes:  # what we allocated here made Python collect a tensor, which has given its memory back
+                # what we allocated here made Python collect a tensor, which has given its memory
+                # back
+                if self.holes is not holes:
                     return self.allocate(nbytes, alignment)
                 self.holes = fewer
                 if alignment == HUGE_PAGE:
                     _ask_for_huge_pages(self.base + <size_t>offset, nbytes)
                 return offset
-        raise MemoryError(f"no {nbytes} contiguous bytes left in the shared arena of {self.nbytes} bytes")
+        raise MemoryError(f"no {nbytes} contiguous bytes left in the shared arena of "
+                          f"{self.nbytes} bytes")
 
     cdef void release(self, size_t offset, size_t nbytes):
         """Gives the memory back to the system and merges the hole with its neighbours."""
@@ -124,7 +139,9 @@ cdef class Segment:
 
 
 cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
-    """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it is refused, small pages do."""
+    """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it
+    is refused, small pages do.
+    """
     cdef size_t offset = 0
     with nogil:  # zeroes the memory, which takes a while
         while offset + HUGE_PAGE <= nbytes:  # the rest keeps small pages
@@ -134,7 +151,9 @@ cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
 
 
 cdef class Block:
-    """Memory of one tensor. The tensor holds it through the buffer protocol; it goes back to the segment with the last reference."""
+    """Memory of one tensor. The tensor holds it through the buffer protocol; it goes back to the
+    segment with the last reference.
+    """
 
     def __cinit__(self, Segment segment, size_t nbytes):
         cdef size_t alignment = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
@@ -149,7 +168,8 @@ cdef class Block:
             self.segment.release(self.offset, self.nbytes)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.segment.base + self.offset, <Py_ssize_t>self.nbytes, 0, flags)
+        cdef void *base = self.segment.base + self.offset
+        PyBuffer_FillInfo(buffer, self, base, <Py_ssize_t>self.nbytes, 0, flags)
 
 
 cdef extern from *:
@@ -171,8 +191,10 @@ cdef extern from *:
 def keep_freed_memory():
     """Tells glibc's malloc to keep what is freed, up to 2 GiB, for the next allocation.
 
-    Gradients that are moved into a bucket are freed in the middle of backward. glibc would return their memory to the kernel and fault it
-    in again at the next step, which costs more than the whole reduction. Who has tuned malloc by its environment variables is left alone.
+    Gradients that are moved into a bucket are freed in the middle of backward. glibc would return
+    their memory to the kernel and fault it in again at the next step, which costs more than the
+    whole reduction. Who has tuned malloc by its environment variables is left alone.
     """
-    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+    tunables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
+    if not tunables & os.environ.keys():
         raise_thresholds()

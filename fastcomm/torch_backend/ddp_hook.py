@@ -1,8 +1,10 @@
-"""all_reduce_hook: fastcomm as the communication hook of torch's DistributedDataParallel, for those who keep DDP.
+"""all_reduce_hook: fastcomm as the communication hook of torch's DistributedDataParallel, for those
+who keep DDP.
 
     ddp.register_comm_hook(fastcomm.HookState(comm), fastcomm.all_reduce_hook)
 
-DDP gathers the gradients; the hook scales, casts and reduces. Works with all of DDP's options, on CPU and CUDA.
+DDP gathers the gradients; the hook scales, casts and reduces. Works with all of DDP's options, on
+CPU and CUDA.
 """
 
 # Not `from __future__ import annotations`: DDP compares the annotations of hooks with types.
@@ -24,9 +26,14 @@ class HookState:
     op: "mean", as DDP without a hook, or another op of the communicator.
     """
 
-    def __init__(self, comm: Communicator, *, wire_dtype: torch.dtype | None = None, op: str = "mean") -> None:
+    def __init__(
+        self, comm: Communicator, *, wire_dtype: torch.dtype | None = None, op: str = "mean"
+    ) -> None:
         if wire_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or torch.float32; got {wire_dtype!r}")
+            raise ValueError(
+                "wire_dtype must be torch.bfloat16, torch.float16 or torch.float32; got "
+                f"{wire_dtype!r}"
+            )
         self.comm = comm
         self.op = canonical_op(op)
         self.wire_dtype = wire_dtype
@@ -35,11 +42,15 @@ class HookState:
         self._stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
 
     def wire_of(self, index: int, buffer: Tensor) -> Tensor:
-        """What is reduced of DDP's bucket `index`: its buffer, or memory of ours in the wire dtype, kept from step to step."""
+        """What is reduced of DDP's bucket `index`: its buffer, or memory of ours in the wire dtype,
+        kept from step to step.
+        """
         if self.wire_dtype is None or self.wire_dtype == buffer.dtype:
             return buffer
         wire = self._wires.get(index)
-        if wire is None or wire.numel() != buffer.numel():  # DDP cuts its buckets anew after the first step
+        if (
+            wire is None or wire.numel() != buffer.numel()
+        ):  # DDP cuts its buckets anew after the first step
             wire = self._wires[index] = self.comm.empty(buffer.numel(), dtype=self.wire_dtype)
         return wire
 
@@ -52,13 +63,17 @@ class _Reduction:
         self._buffer = buffer
         self._wire = wire
         self._work = work
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
     def finish(self) -> None:
-        """Puts the result into DDP's buffer. On CUDA on a stream of its own, whose event the future takes with it; the host goes on."""
+        """Puts the result into DDP's buffer. On CUDA on a stream of its own, whose event the future
+        takes with it; the host goes on.
+        """
         try:
             with torch.cuda.stream(self._state._stream):  # None: no change
                 self._work.wait()
@@ -70,10 +85,12 @@ class _Reduction:
             raise
 
 
-def all_reduce_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+# type: ignore[name-defined]
+def all_reduce_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Reduces one bucket over state.comm. Raises what the communicator raises, out of backward().
 
-    Over shared memory nothing moves by itself: what is under way is carried on at every bucket and completed at the last one.
+    Over shared memory nothing moves by itself: what is under way is carried on at every bucket and
+    completed at the last one.
     """
     if bucket.index() == 0:
         state._under_way.clear()  # a backward that raised has left them behind
@@ -90,6 +107,8 @@ def all_reduce_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.
     assert work is not None  # for the type checker: async_op was asked for
     reduction = _Reduction(state, buffer, wire, work)
     state._under_way.append(reduction)
-    while state._under_way and (state._stream is not None or bucket.is_last() or state._under_way[0].is_completed()):
+    while state._under_way and (
+        state._stream is not None or bucket.is_last() or state._under_way[0].is_completed()
+    ):
         state._under_way.popleft().finish()
     return reduction.future

@@ -1,13 +1,15 @@
-"""The torch.distributed backend "fastcomm": `init_process_group("fastcomm")` after `import fastcomm`.
+"""The torch.distributed backend "fastcomm": `init_process_group("fastcomm")` after `import
+fastcomm`.
 
-A group owns a communicator for CPU tensors, over shared memory where its ranks share a host, hierarchical where they do not; one for CUDA
-tensors, made at the first of them; and torch's own engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes
-depends on what all ranks know alike: the kind of collective, its op, the tensor's dtype and device. docs/backend.md lists it. Sub-groups
-are groups of their own, and made the same way.
+A group owns a communicator for CPU tensors, over shared memory where its ranks share a host,
+hierarchical where they do not; one for CUDA tensors, made at the first of them; and torch's own
+engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes depends on what
+all ranks know alike: the kind of collective, its op, the tensor's dtype and device. docs/backend.md
+lists it. Sub-groups are groups of their own, and made the same way.
 """
 
-# mypy: disable-error-code="override, assignment, no-any-return"
-# torch calls these methods with lists and options; its stubs declare more forms, and do not declare the engines.
+# mypy: disable-error-code="override, assignment, no-any-return" torch calls these methods with
+# lists and options; its stubs declare more forms, and do not declare the engines.
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from fastcomm.torch_backend.work import (
 
 NAME = "fastcomm"
 
-# By hash: a ReduceOp's is the number of its op, and comparing two of them takes longer than a small all-reduce.
+# By hash: a ReduceOp's is the number of its op, and comparing two of them takes longer than a small
+# all-reduce.
 _OPS = {
     hash(op): name
     for op, name in (
@@ -66,17 +69,24 @@ _DONE = Finished([])
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """A group of torch.distributed. Made by init_process_group and new_group; ended by destroy_process_group.
+    """A group of torch.distributed. Made by init_process_group and new_group; ended by
+    destroy_process_group.
 
-    Its collectives raise FastcommError and its children on the fast path, torch's errors on the other, and ValueError or TypeError for
-    tensors that do not fit together. Threads may share it; the ranks still have to call the same collectives in the same order.
+    Its collectives raise FastcommError and its children on the fast path, torch's errors on the
+    other, and ValueError or TypeError for tensors that do not fit together. Threads may share it;
+    the ranks still have to call the same collectives in the same order.
     """
 
     def __init__(self, options: Any) -> None:
-        """options: torch's _DistributedBackendOptions. Collective. Raises InitError where a rank is missing, and names it."""
+        """options: torch's _DistributedBackendOptions. Collective. Raises InitError where a rank is
+        missing, and names it.
+        """
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        # Ranks may begin again on a store that has outlived a group of the same name: what stood there then is not for this one.
-        self._store: Store = rendezvous.own_part(options.store, f"{options.group_id} of {options.global_ranks_in_group}")
+        # Ranks may begin again on a store that has outlived a group of the same name: what stood
+        # there then is not for this one.
+        self._store: Store = rendezvous.own_part(
+            options.store, f"{options.group_id} of {options.global_ranks_in_group}"
+        )
         self._timeout: timedelta = options.timeout
         # Rank r of this group is rank members[r] of all.
         self._members: list[int] = options.global_ranks_in_group or list(range(self.size()))
@@ -108,10 +118,14 @@ class ProcessGroup(dist.ProcessGroup):
         return SharedCommunicator(comm), Peers(pids)
 
     def _register_engines(self, options: Any) -> None:
-        """Gives the base class what does the rest. The type says which of them is the default; each device has one."""
+        """Gives the base class what does the rest. The type says which of them is the default; each
+        device has one.
+        """
         types = dist.ProcessGroup.BackendType
         self._nccl_engine: Any = None
-        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank(), self.size(), timeout=self._timeout)
+        gloo = dist.ProcessGroupGloo(
+            PrefixStore("gloo", self._store), self.rank(), self.size(), timeout=self._timeout
+        )
         gloo.options.global_ranks_in_group = options.global_ranks_in_group
         gloo.options.group_name = options.group_id
         gloo._set_sequence_number_for_group()
@@ -123,7 +137,9 @@ class ProcessGroup(dist.ProcessGroup):
             nccl_options._timeout = self._timeout
             nccl_options.global_ranks_in_group = options.global_ranks_in_group
             nccl_options.group_name = options.group_id
-            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), self.rank(), self.size(), nccl_options)
+            nccl = dist.ProcessGroupNCCL(
+                PrefixStore("nccl", self._store), self.rank(), self.size(), nccl_options
+            )
             nccl._set_sequence_number_for_group()
             self._nccl_engine = nccl
             self._register_backend(torch.device("cuda"), types.NCCL, nccl)
@@ -134,7 +150,9 @@ class ProcessGroup(dist.ProcessGroup):
     # -- the end --
 
     def shutdown(self) -> None:
-        """Called by destroy_process_group. Not collective: peers that still wait for this rank get PeerLostError."""
+        """Called by destroy_process_group. Not collective: peers that still wait for this rank get
+        PeerLostError.
+        """
         for shared in self._communicators():
             shared.close()
         super().shutdown()
@@ -159,13 +177,19 @@ class ProcessGroup(dist.ProcessGroup):
         return self._nccl_on(tensor.device) if tensor.is_cuda else None
 
     def _mover(self, tensor: Tensor) -> SharedCommunicator | None:
-        """As _transport, for what is moved and not reduced: across hosts Gloo is as good at that, and asks nobody first."""
+        """As _transport, for what is moved and not reduced: across hosts Gloo is as good at that,
+        and asks nobody first.
+        """
         return None if tensor.is_cpu and self._cpu.is_group else self._transport(tensor)
 
     def _nccl_on(self, device: torch.device) -> SharedCommunicator:
         with self._nccl_lock:
             if self._nccl is None:
-                device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+                device = (
+                    device
+                    if device.index is not None
+                    else torch.device("cuda", torch.cuda.current_device())
+                )
                 self._nccl, _ = self._connect("cuda", device)
             return self._nccl
 
@@ -229,7 +253,9 @@ class ProcessGroup(dist.ProcessGroup):
             shared.comm.all_reduce(tensor, op)
         return _DONE
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _ALL_REDUCE_COALESCED) -> c10d.Work:
+    def allreduce_coalesced(
+        self, tensors: list[Tensor], opts: Any = _ALL_REDUCE_COALESCED
+    ) -> c10d.Work:
         self._count()
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, tensors))
@@ -237,7 +263,9 @@ class ProcessGroup(dist.ProcessGroup):
             return self._by_engine("allreduce_coalesced", tensors[0], tensors, opts)
         return self._all_reduce(shared, tensors, op, opts)
 
-    def _all_reduce(self, shared: SharedCommunicator, tensors: list[Tensor], op: str, opts: Any) -> c10d.Work:
+    def _all_reduce(
+        self, shared: SharedCommunicator, tensors: list[Tensor], op: str, opts: Any
+    ) -> c10d.Work:
         flats = [tensor.contiguous() for tensor in tensors]
         calls = [partial(shared.comm.all_reduce, flat, op) for flat in flats]
         return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), _is_async(opts))
@@ -250,22 +278,35 @@ class ProcessGroup(dist.ProcessGroup):
             return self._by_engine("broadcast", tensor, tensors, opts)
         flat = tensor.contiguous()
         places = [] if opts.rootRank == self.rank() else [(tensor, flat)]
-        return shared.run([partial(shared.comm.broadcast, flat, opts.rootRank)], tensors, places, _is_async(opts))
+        return shared.run(
+            [partial(shared.comm.broadcast, flat, opts.rootRank)], tensors, places, _is_async(opts)
+        )
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER) -> c10d.Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER
+    ) -> c10d.Work:
         self._count()
         tensor = inputs[0]
         shared = self._mover(tensor)
         if shared is None or len(inputs) != 1 or not self._are_alike(outputs[0], tensor):
             return self._by_engine("allgather", tensor, outputs, inputs, opts)
         rows = tensor.new_empty((self.size(), tensor.numel()))
-        places = [(place, row.view(place.shape)) for place, row in zip(outputs[0], rows, strict=True)]
-        return shared.run([partial(shared.comm.all_gather_single, rows, tensor.contiguous())], outputs, places, _is_async(opts))
+        places = [
+            (place, row.view(place.shape)) for place, row in zip(outputs[0], rows, strict=True)
+        ]
+        return shared.run(
+            [partial(shared.comm.all_gather_single, rows, tensor.contiguous())],
+            outputs,
+            places,
+            _is_async(opts),
+        )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = _ALL_GATHER) -> c10d.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_GATHER) -> c10d.Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_GATHER
+    ) -> c10d.Work:
         self._count()
         shared = _common(map(self._mover, inputs))
         if shared is None:
@@ -273,10 +314,15 @@ class ProcessGroup(dist.ProcessGroup):
             works = [self._by_engine("_allgather_base", inp, out, inp, opts) for out, inp in pairs]
             return _last_of(works)
         flats = [output.contiguous() for output in outputs]
-        calls = [partial(shared.comm.all_gather_single, flat, inp.contiguous()) for flat, inp in zip(flats, inputs, strict=True)]
+        calls = [
+            partial(shared.comm.all_gather_single, flat, inp.contiguous())
+            for flat, inp in zip(flats, inputs, strict=True)
+        ]
         return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER
+    ) -> c10d.Work:
         output = outputs[0]
         is_reducible = hash(opts.reduceOp) in _OPS and self._transport(output) is not None
         if not is_reducible or len(outputs) != 1 or not self._are_alike(inputs[0], output):
@@ -285,10 +331,14 @@ class ProcessGroup(dist.ProcessGroup):
         whole = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
         return self._reduce_scatter_base(output, whole, opts)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+    def _reduce_scatter_base(
+        self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER
+    ) -> c10d.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER) -> c10d.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER
+    ) -> c10d.Work:
         self._count()
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, inputs))
@@ -298,7 +348,10 @@ class ProcessGroup(dist.ProcessGroup):
             call = partial(self._by_engine, "_reduce_scatter_base")
             return _last_of([call(inp, out, inp, opts) for out, inp in pairs])
         flats = [output.contiguous() for output in outputs]
-        calls = [partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op) for flat, inp in zip(flats, inputs, strict=True)]
+        calls = [
+            partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op)
+            for flat, inp in zip(flats, inputs, strict=True)
+        ]
         return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))
 
     def barrier(self, opts: Any = _BARRIER) -> c10d.Work:
@@ -359,16 +412,25 @@ class ProcessGroup(dist.ProcessGroup):
         sizes = output_split_sizes, input_split_sizes
         return self._by_engine("alltoall_base", input, output, input, *sizes, opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_TO_ALL) -> c10d.Work:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_TO_ALL
+    ) -> c10d.Work:
         self._count()
         if not inputs[0].is_cpu:
             return self._by_engine("alltoall", inputs[0], outputs, inputs, opts)
         # Gloo knows no lists.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
-        sizes, input_sizes = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
+        sizes, input_sizes = (
+            [tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)
+        )
         output = flat.new_empty(sum(sizes))
         self._by_engine("alltoall_base", flat, output, flat, sizes, input_sizes, opts).wait()
-        put_all([(tensor, part.view(tensor.shape)) for tensor, part in zip(outputs, output.split(sizes), strict=True)])
+        put_all(
+            [
+                (tensor, part.view(tensor.shape))
+                for tensor, part in zip(outputs, output.split(sizes), strict=True)
+            ]
+        )
         return Finished(outputs)
 
     def monitored_barrier(
@@ -397,7 +459,9 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def _is_async(opts: Any) -> bool:
-    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every Work."""
+    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every
+    Work.
+    """
     return getattr(opts, "asyncOp", True)
 
 

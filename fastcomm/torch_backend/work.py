@@ -1,4 +1,6 @@
-"""The communicators of a process group, which threads share, and torch's Works and Futures of the collectives they carry out."""
+"""The communicators of a process group, which threads share, and torch's Works and Futures of the
+collectives they carry out.
+"""
 
 # mypy: disable-error-code="assignment, override, no-any-return"
 # torch calls these methods with more than its stubs declare.
@@ -27,7 +29,8 @@ from fastcomm.group.communicator import GroupCommunicator
 from fastcomm.shm.communicator import ShmCommunicator
 
 _POLL_S = 50e-6
-# How long a collective under way may lie before this rank goes on with it by itself: long against a collective, short against a step.
+# How long a collective under way may lie before this rank goes on with it by itself: long against a
+# collective, short against a step.
 _PROGRESS_S = 1e-3
 # How long a poll waits for its turn: long against a turn of the thread that makes progress.
 _TURN_S = 1e-3
@@ -52,20 +55,26 @@ class CallCounter:
 
 
 class SharedCommunicator:
-    """A communicator whose callers take turns. Each call of `run` is a collective, or several that were coalesced."""
+    """A communicator whose callers take turns. Each call of `run` is a collective, or several that
+    were coalesced.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.lock = threading.Lock()
-        # A GroupCommunicator has a thread of its own that does the work, and takes any number of callers.
+        # A GroupCommunicator has a thread of its own that does the work, and takes any number of
+        # callers.
         self.is_group = isinstance(comm, GroupCommunicator)
         self.turn: AbstractContextManager[object] = nullcontext() if self.is_group else self.lock
         self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
         self._progress = _Progress(self.lock)
 
-    def run(self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool) -> c10d.Work:
-        """Calls the communicator's collectives. value: returned by Work.result(). places: pairs of where the caller wants something, and
-        where it is afterwards."""
+    def run(
+        self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool
+    ) -> c10d.Work:
+        """Calls the communicator's collectives. value: returned by Work.result(). places: pairs of
+        where the caller wants something, and where it is afterwards.
+        """
         if not is_async:
             with self.turn:
                 for call in calls:
@@ -186,14 +195,18 @@ class Finished(BackendWork):
 class UnderWay(BackendWork):
     """Collectives under way."""
 
-    def __init__(self, shared: SharedCommunicator, works: list[Work], value: list[Any], places: Places) -> None:
+    def __init__(
+        self, shared: SharedCommunicator, works: list[Work], value: list[Any], places: Places
+    ) -> None:
         super().__init__()
         self._shared, self._works, self._value, self._places = shared, works, value, places
         self._is_over = False  # and the results are in place
         self._in_place: torch.cuda.Event | None = None  # for other streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises what ended the collectives, or TimeoutError after `timeout`, if that is given and comes before the group's."""
+        """Raises what ended the collectives, or TimeoutError after `timeout`, if that is given and
+        comes before the group's.
+        """
         if timeout is not None and timeout > timedelta(0):
             self._poll(timeout.total_seconds())
             self._finish()  # nobody is waited for any more, neither a rank nor another thread
@@ -219,7 +232,8 @@ class UnderWay(BackendWork):
         while not self.is_completed():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the backend 'fastcomm', which goes on: wait "
+                    f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the "
+                    "backend 'fastcomm', which goes on: wait "
                     "again, or with a longer timeout"
                 )
             time.sleep(_POLL_S)
@@ -253,9 +267,12 @@ class UnderWay(BackendWork):
         return self._value
 
     def get_future(self) -> Future[list[Any]]:
-        """On the CPU it is complete, so that what is chained to it runs at once, in the caller's thread and in the same order on all
-        ranks, which may well be further collectives. DDP chains none: across hosts it gets a future that completes when the result has
-        come. On CUDA the future is complete on a stream of its own, so that the caller's is not held up before it waits."""
+        """On the CPU it is complete, so that what is chained to it runs at once, in the caller's
+        thread and in the same order on all ranks, which may well be further collectives. DDP chains
+        none: across hosts it gets a future that completes when the result has come. On CUDA the
+        future is complete on a stream of its own, so that the caller's is not held up before it
+        waits.
+        """
         if self._shared.side_stream is not None:
             with torch.cuda.stream(self._shared.side_stream):  # the future holds an event of it
                 self.wait()
@@ -264,8 +281,12 @@ class UnderWay(BackendWork):
             return future
         if self._shared.is_group and _is_called_by_autograd():
             begun: Future[None] = Future()
-            future = begun.then(lambda _: self.result())  # raises in there, where torch's C++ notices
-            threading.Thread(target=begun.set_result, args=(None,), name="fastcomm-future", daemon=True).start()
+            future = begun.then(
+                lambda _: self.result()
+            )  # raises in there, where torch's C++ notices
+            threading.Thread(
+                target=begun.set_result, args=(None,), name="fastcomm-future", daemon=True
+            ).start()
             return future
         return Finished(self.result()).get_future()
 
@@ -279,8 +300,10 @@ def _is_called_by_autograd() -> bool:
 
 
 class _Progress:
-    """Goes on with collectives that nobody waits for yet, from a thread of its own: peers that do wait for them may not depend on what
-    this rank's caller does in between. Idle, and without a thread, as long as callers are quick."""
+    """Goes on with collectives that nobody waits for yet, from a thread of its own: peers that do
+    wait for them may not depend on what this rank's caller does in between. Idle, and without a
+    thread, as long as callers are quick.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock

@@ -1,17 +1,19 @@
-/* Gathers the tensors of one bucket into its flat buffer, times a scale, in the dtype that goes over the wire:
+/* Gathers the tensors of one bucket into its flat buffer, times a scale, in the dtype that goes
+ * over the wire:
  *
  *     flatten_<grad>_<wire>_<capacity>(pointers, tiles, n_tiles, flat, scale)
  *
- * One launch whatever the number of tensors up to `capacity`. The tensors may be the flat buffer's own, to be scaled in place, where the
- * dtypes are the same. */
+ * One launch whatever the number of tensors up to `capacity`. The tensors may be the flat buffer's
+ * own, to be scaled in place, where the dtypes are the same. */
 #include "multi_tensor.cuh"
 
-/* Block: 32 * MT_WARPS threads. Grid: any; a warp takes every n-th tile, so a few blocks per multiprocessor are enough for all tiles.
- * Tensors and `flat` need the alignment of their elements; 16-byte loads and stores where a tensor and its place in `flat` are aligned
- * alike (layout.py pads, allocators align). Moves numel * (sizeof(Grad) + sizeof(Wire)) bytes: bandwidth-bound. */
+/* Block: 32 * MT_WARPS threads. Grid: any; a warp takes every n-th tile, so a few blocks per
+ * multiprocessor are enough for all tiles. Tensors and `flat` need the alignment of their elements;
+ * 16-byte loads and stores where a tensor and its place in `flat` are aligned alike (layout.py
+ * pads, allocators align). Moves numel * (sizeof(Grad) + sizeof(Wire)) bytes: bandwidth-bound. */
 template <class Grad, class Wire, int CAPACITY>
-MT_INLINE void flatten_lane(mt_place place, const mt_pointers<CAPACITY> &pointers, const mt_tile *tiles, uint32_t n_tiles, void *flat,
-                            double scale) {
+MT_INLINE void flatten_lane(mt_place place, const mt_pointers<CAPACITY> &pointers,
+                            const mt_tile *tiles, uint32_t n_tiles, void *flat, double scale) {
     mt_copying<Grad, Wire> action = {(mt_wide<Grad, Wire>)scale};
     mt_tile tile;
     for (mt_tile_walk walk(place, tiles, n_tiles); walk.advance(tile);) {
@@ -20,8 +22,9 @@ MT_INLINE void flatten_lane(mt_place place, const mt_pointers<CAPACITY> &pointer
     }
 }
 
-#define FLATTEN(GRAD, WIRE, CAPACITY)                                                                                                      \
-    MT_KERNEL(flatten_##GRAD##_##WIRE##_##CAPACITY, (flatten_lane<GRAD, WIRE, CAPACITY>),                                                  \
-              (const __grid_constant__ mt_pointers<CAPACITY> pointers, const mt_tile *tiles, uint32_t n_tiles, void *flat, double scale),  \
+#define FLATTEN(GRAD, WIRE, CAPACITY)                                                              \
+    MT_KERNEL(flatten_##GRAD##_##WIRE##_##CAPACITY, (flatten_lane<GRAD, WIRE, CAPACITY>),          \
+              (const __grid_constant__ mt_pointers<CAPACITY> pointers, const mt_tile *tiles,       \
+               uint32_t n_tiles, void *flat, double scale),                                        \
               (mt_here(), pointers, tiles, n_tiles, flat, scale))
 MT_PAIRS(FLATTEN)

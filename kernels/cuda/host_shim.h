@@ -1,8 +1,10 @@
-/* The kernels on the host: the parts of multi_tensor.cuh that are the device's own, in plain C++. Only for tests, which thus run the index
- * arithmetic and the conversions of the device where there is none, and under sanitizers.
+/* The kernels on the host: the parts of multi_tensor.cuh that are the device's own, in plain C++.
+ * Only for tests, which thus run the index arithmetic and the conversions of the device where there
+ * is none, and under sanitizers.
  *
- * A kernel becomes a function of the same name, (n_blocks, n_threads, parameters), with the parameters as cuLaunchKernel takes them: the
- * addresses of the arguments. It runs one lane after the other. */
+ * A kernel becomes a function of the same name, (n_blocks, n_threads, parameters), with the
+ * parameters as cuLaunchKernel takes them: the addresses of the arguments. It runs one lane after
+ * the other. */
 #ifndef FASTCOMM_HOST_SHIM_H
 #define FASTCOMM_HOST_SHIM_H
 
@@ -32,15 +34,18 @@ MT_INLINE uint32_t mt_bits_of_float(float value) {
 
 MT_INLINE float mt_float_of_half(uint16_t half) {
     const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
-    /* As the bits of a float the exponent is too small by the difference of the biases, 112, for subnormals as well. */
+    /* As the bits of a float the exponent is too small by the difference of the biases, 112, for
+     * subnormals as well. */
     const uint32_t finite = mt_bits_of_float(mt_float_of_bits(magnitude << 13) * 0x1p112f);
     return mt_float_of_bits((magnitude < 0x7c00u ? finite : magnitude << 13 | 0x7f800000u) | sign);
 }
 
-template <unsigned MANTISSA, unsigned BIAS> uint32_t mt_round(uint32_t magnitude); /* in multi_tensor.cuh */
+template <unsigned MANTISSA, unsigned BIAS>
+uint32_t mt_round(uint32_t magnitude); /* in multi_tensor.cuh */
 
 MT_INLINE uint16_t mt_half_of_float(float value) {
-    const uint32_t bits = mt_bits_of_float(value), magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
+    const uint32_t bits = mt_bits_of_float(value), magnitude = bits & 0x7fffffffu,
+                   sign = bits >> 16 & 0x8000u;
     if (magnitude > 0x7f800000u) {
         return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
     }
@@ -48,7 +53,8 @@ MT_INLINE uint16_t mt_half_of_float(float value) {
     return (uint16_t)(sign | (rounded < 0x7c00u ? rounded : 0x7c00u));
 }
 
-/* The two bytes of a bfloat16 are the first two of the float. A NaN stays one when its other bits are dropped. */
+/* The two bytes of a bfloat16 are the first two of the float. A NaN stays one when its other bits
+ * are dropped. */
 MT_INLINE uint16_t mt_brain_of_float(float value) {
     const uint32_t bits = mt_bits_of_float(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -58,7 +64,8 @@ MT_INLINE uint16_t mt_brain_of_float(float value) {
 }
 
 /* The lanes of all warps that have a tile, in order. */
-template <class Run> void mt_for_each_lane(unsigned n_blocks, unsigned n_threads, uint32_t n_tiles, Run run) {
+template <class Run>
+void mt_for_each_lane(unsigned n_blocks, unsigned n_threads, uint32_t n_tiles, Run run) {
     const unsigned warps_of_block = n_threads / 32;
     for (unsigned block = 0; block < n_blocks; block++) {
         for (unsigned thread = 0; thread < n_threads; thread++) {
@@ -75,7 +82,8 @@ inline void mt_add(mt_stats &sum, const mt_stats &other) {
     sum.n_nonfinite += other.n_nonfinite;
 }
 
-/* Adds the shares of a block's threads in the order in which the device does: a tree in each warp, then one over the warps. */
+/* Adds the shares of a block's threads in the order in which the device does: a tree in each warp,
+ * then one over the warps. */
 inline mt_stats mt_add_block(std::vector<mt_stats> shares) {
     mt_stats of_warp[32] = {};
     for (size_t first = 0; first < shares.size(); first += 32) {
@@ -95,7 +103,8 @@ inline mt_stats mt_add_block(std::vector<mt_stats> shares) {
 }
 
 /* The ticket is left as the last block on the device leaves it. */
-inline void mt_publish(const std::vector<std::vector<mt_stats>> &shares, mt_stats *stats, uint32_t *ticket) {
+inline void mt_publish(const std::vector<std::vector<mt_stats>> &shares, mt_stats *stats,
+                       uint32_t *ticket) {
     const size_t n_threads = shares[0].size();
     std::vector<mt_stats> sums(n_threads);
     for (size_t block = 0; block < shares.size(); block++) {
@@ -107,35 +116,40 @@ inline void mt_publish(const std::vector<std::vector<mt_stats>> &shares, mt_stat
 }
 
 template <class... Parameters, size_t... I>
-void mt_launch(void (*lane)(mt_place, Parameters...), unsigned n_blocks, unsigned n_threads, void **parameters, std::index_sequence<I...>) {
+void mt_launch(void (*lane)(mt_place, Parameters...), unsigned n_blocks, unsigned n_threads,
+               void **parameters, std::index_sequence<I...>) {
     const uint32_t n_tiles = *(uint32_t *)parameters[2];
-    mt_for_each_lane(n_blocks, n_threads, n_tiles,
-                     [&](unsigned, unsigned, mt_place place) { lane(place, *(std::remove_reference_t<Parameters> *)parameters[I]...); });
+    mt_for_each_lane(n_blocks, n_threads, n_tiles, [&](unsigned, unsigned, mt_place place) {
+        lane(place, *(std::remove_reference_t<Parameters> *)parameters[I]...);
+    });
 }
 
 /* Of a kernel whose lanes return their shares the parameters end with where the statistics go. */
 template <class... Parameters, size_t... I>
-void mt_launch(mt_stats (*lane)(mt_place, Parameters...), unsigned n_blocks, unsigned n_threads, void **parameters,
-               std::index_sequence<I...>) {
+void mt_launch(mt_stats (*lane)(mt_place, Parameters...), unsigned n_blocks, unsigned n_threads,
+               void **parameters, std::index_sequence<I...>) {
     const uint32_t n_tiles = *(uint32_t *)parameters[2];
     mt_stats *const stats = *(mt_stats **)parameters[sizeof...(Parameters)];
     std::vector<std::vector<mt_stats>> shares(n_blocks, std::vector<mt_stats>(n_threads));
-    mt_for_each_lane(n_blocks, n_threads, n_tiles, [&](unsigned block, unsigned thread, mt_place place) {
-        shares[block][thread] = lane(place, *(std::remove_reference_t<Parameters> *)parameters[I]...);
-    });
+    mt_for_each_lane(n_blocks, n_threads, n_tiles,
+                     [&](unsigned block, unsigned thread, mt_place place) {
+                         shares[block][thread] =
+                             lane(place, *(std::remove_reference_t<Parameters> *)parameters[I]...);
+                     });
     if (stats) {
         mt_publish(shares, stats, *(uint32_t **)parameters[sizeof...(Parameters) + 1]);
     }
 }
 
 template <class Share, class... Parameters>
-void mt_launch(Share (*lane)(mt_place, Parameters...), unsigned n_blocks, unsigned n_threads, void **parameters) {
+void mt_launch(Share (*lane)(mt_place, Parameters...), unsigned n_blocks, unsigned n_threads,
+               void **parameters) {
     mt_launch(lane, n_blocks, n_threads, parameters, std::index_sequence_for<Parameters...>());
 }
 
-#define MT_KERNEL(NAME, LANE, PARAMETERS, ARGUMENTS)                                                                                       \
-    extern "C" void NAME(unsigned n_blocks, unsigned n_threads, void **parameters) {                                                       \
-        mt_launch(LANE, n_blocks, n_threads, parameters);                                                                                  \
+#define MT_KERNEL(NAME, LANE, PARAMETERS, ARGUMENTS)                                               \
+    extern "C" void NAME(unsigned n_blocks, unsigned n_threads, void **parameters) {               \
+        mt_launch(LANE, n_blocks, n_threads, parameters);                                          \
     }
 #define MT_KERNEL_WITH_STATS MT_KERNEL
 

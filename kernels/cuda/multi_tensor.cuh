@@ -1,9 +1,11 @@
-/* What the multi-tensor kernels (flatten.cu, unflatten.cu) have in common: the dtypes and their conversions, how a warp walks through
- * its tiles, how statistics are gathered, and what makes a kernel of a function. Nothing here needs a header of CUDA, so that NVRTC
- * compiles it with this folder alone, and a plain C++ compiler through host_shim.h (-DFASTCOMM_HOST).
+/* What the multi-tensor kernels (flatten.cu, unflatten.cu) have in common: the dtypes and their
+ * conversions, how a warp walks through its tiles, how statistics are gathered, and what makes a
+ * kernel of a function. Nothing here needs a header of CUDA, so that NVRTC compiles it with this
+ * folder alone, and a plain C++ compiler through host_shim.h (-DFASTCOMM_HOST).
  *
- * A kernel is a function of one lane that does not synchronise (`..._lane`), compiled alike for the device and for the host, and a frame
- * around it: MT_KERNEL, which launches the lanes and, where the lanes return a share, adds the shares up. */
+ * A kernel is a function of one lane that does not synchronise (`..._lane`), compiled alike for the
+ * device and for the host, and a frame around it: MT_KERNEL, which launches the lanes and, where
+ * the lanes return a share, adds the shares up. */
 #ifndef FASTCOMM_MULTI_TENSOR_CUH
 #define FASTCOMM_MULTI_TENSOR_CUH
 
@@ -33,7 +35,8 @@ template <int CAPACITY> struct mt_pointers {
     void *tensor[CAPACITY];
 };
 
-/* ---- dtypes: as they lie in memory, and the conversions to the type that is calculated with and back ---- */
+/* ---- dtypes: as they lie in memory, and the conversions to the type that is calculated with and
+ * back ---- */
 
 typedef float f32;
 typedef double f64;
@@ -50,17 +53,23 @@ struct e5m2 {
     uint8_t bits;
 };
 
-/* What a gradient and its image in the flat buffer may be: X(GRAD, WIRE, CAPACITY). For each there is a kernel in both directions, and for
- * each capacity, the number of tensors that a launch takes at most. */
-#define MT_PAIRS_OF_F32(X, N) X(f32, f32, N) X(f32, f16, N) X(f32, bf16, N) X(f32, f64, N) X(f32, e4m3, N) X(f32, e5m2, N)
-#define MT_PAIRS_OF_F16(X, N) X(f16, f16, N) X(f16, f32, N) X(f16, bf16, N) X(f16, e4m3, N) X(f16, e5m2, N)
-#define MT_PAIRS_OF_BF16(X, N) X(bf16, bf16, N) X(bf16, f32, N) X(bf16, f16, N) X(bf16, e4m3, N) X(bf16, e5m2, N)
+/* What a gradient and its image in the flat buffer may be: X(GRAD, WIRE, CAPACITY). For each there
+ * is a kernel in both directions, and for each capacity, the number of tensors that a launch takes
+ * at most. */
+#define MT_PAIRS_OF_F32(X, N)                                                                      \
+    X(f32, f32, N) X(f32, f16, N) X(f32, bf16, N) X(f32, f64, N) X(f32, e4m3, N) X(f32, e5m2, N)
+#define MT_PAIRS_OF_F16(X, N)                                                                      \
+    X(f16, f16, N) X(f16, f32, N) X(f16, bf16, N) X(f16, e4m3, N) X(f16, e5m2, N)
+#define MT_PAIRS_OF_BF16(X, N)                                                                     \
+    X(bf16, bf16, N) X(bf16, f32, N) X(bf16, f16, N) X(bf16, e4m3, N) X(bf16, e5m2, N)
 #define MT_PAIRS_OF_F64(X, N) X(f64, f64, N) X(f64, f32, N) X(f64, f16, N) X(f64, bf16, N)
-#define MT_PAIRS_OF_ALL(X, N) MT_PAIRS_OF_F32(X, N) MT_PAIRS_OF_F16(X, N) MT_PAIRS_OF_BF16(X, N) MT_PAIRS_OF_F64(X, N)
+#define MT_PAIRS_OF_ALL(X, N)                                                                      \
+    MT_PAIRS_OF_F32(X, N) MT_PAIRS_OF_F16(X, N) MT_PAIRS_OF_BF16(X, N) MT_PAIRS_OF_F64(X, N)
 #define MT_PAIRS(X) MT_PAIRS_OF_ALL(X, 448) MT_PAIRS_OF_ALL(X, 4000)
 #define MT_GRADS_OF_ALL(X, N) X(f32, N) X(f16, N) X(bf16, N) X(f64, N)
 #define MT_GRADS(X) MT_GRADS_OF_ALL(X, 448) MT_GRADS_OF_ALL(X, 4000)
-static_assert(MT_SMALL == 448 && MT_LARGE == 4000, "the names of the kernels end with the capacities of multi_tensor.h");
+static_assert(MT_SMALL == 448 && MT_LARGE == 4000,
+              "the names of the kernels end with the capacities of multi_tensor.h");
 
 #ifndef FASTCOMM_HOST /* but in host_shim.h */
 MT_INLINE float mt_float_of_bits(uint32_t bits) {
@@ -98,7 +107,8 @@ MT_INLINE float mt_widen(f16 x) {
 MT_INLINE float mt_widen(bf16 x) {
     return mt_float_of_bits((uint32_t)x.bits << 16);
 }
-/* As the first bits of a float the exponent is too small by the difference of the biases, 120, for subnormals as well. */
+/* As the first bits of a float the exponent is too small by the difference of the biases, 120, for
+ * subnormals as well. */
 MT_INLINE float mt_widen(e4m3 x) {
     const uint32_t magnitude = x.bits & 0x7fu, sign = (uint32_t)(x.bits & 0x80u) << 24;
     const float value = mt_float_of_bits(magnitude << 20) * 0x1p120f;
@@ -108,19 +118,24 @@ MT_INLINE float mt_widen(e5m2 x) { /* the first byte of a half */
     return mt_float_of_half((uint16_t)(x.bits << 8));
 }
 
-/* Rounds the magnitude of a float to nearest even in a format with `MANTISSA` bits after the point and this bias. What is above the
- * largest number comes out as a larger code. */
+/* Rounds the magnitude of a float to nearest even in a format with `MANTISSA` bits after the point
+ * and this bias. What is above the largest number comes out as a larger code. */
 template <unsigned MANTISSA, unsigned BIAS> MT_INLINE uint32_t mt_round(uint32_t magnitude) {
     constexpr uint32_t dropped = 23 - MANTISSA, first_normal = (128 - BIAS) << 23;
     /* The sum with a power of two whose last place is the unit of the subnormals. */
     constexpr uint32_t unit_in_last_place = (128 - BIAS - MANTISSA + 23) << 23;
     if (magnitude < first_normal) {
-        return mt_bits_of_float(mt_float_of_bits(magnitude) + mt_float_of_bits(unit_in_last_place)) - unit_in_last_place;
+        return mt_bits_of_float(mt_float_of_bits(magnitude) +
+                                mt_float_of_bits(unit_in_last_place)) -
+               unit_in_last_place;
     }
-    return (magnitude - ((127 - BIAS) << 23) + (1u << (dropped - 1)) - 1 + (magnitude >> dropped & 1u)) >> dropped;
+    return (magnitude - ((127 - BIAS) << 23) + (1u << (dropped - 1)) - 1 +
+            (magnitude >> dropped & 1u)) >>
+           dropped;
 }
 
-/* Eight-bit floats as torch makes them: e4m3 saturates, of infinity too; e5m2 overflows to infinity; NaN stays NaN. */
+/* Eight-bit floats as torch makes them: e4m3 saturates, of infinity too; e5m2 overflows to
+ * infinity; NaN stays NaN. */
 MT_INLINE uint8_t mt_round_to_byte(uint32_t rounded, uint32_t bits, uint32_t largest) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t code = magnitude > 0x7f800000u ? 0x7fu : rounded < largest ? rounded : largest;
@@ -151,7 +166,8 @@ template <class T> MT_INLINE void mt_narrow(double value, T &x) {
     mt_narrow((float)value, x);
 }
 
-/* To be calculated with where one side is `A` and the other `B`: float, or double if one of them is. */
+/* To be calculated with where one side is `A` and the other `B`: float, or double if one of them
+ * is. */
 template <class A, class B> using mt_wide = decltype(mt_widen(A()) + mt_widen(B()));
 
 template <class In, class Out> MT_INLINE void mt_cast(In x, mt_wide<In, Out> scale, Out &y) {
@@ -171,7 +187,8 @@ template <class T, unsigned WIDTH> struct alignas(sizeof(T) * WIDTH) mt_pack {
     T element[WIDTH];
 };
 
-/* A lane's part of the statistics. The squares of a tile's elements are added in float, unless they are wider; the tiles in double. */
+/* A lane's part of the statistics. The squares of a tile's elements are added in float, unless they
+ * are wider; the tiles in double. */
 template <class T> struct mt_sums {
     mt_wide<T, T> of_tile = 0;
     double square_sum = 0;
@@ -180,7 +197,8 @@ template <class T> struct mt_sums {
     MT_INLINE void add(T x) {
         const auto value = mt_widen(x);
         of_tile += value * value;
-        /* NaN for infinity and NaN. Not the difference from itself: fused with the multiplication that made `value`, it is not 0. */
+        /* NaN for infinity and NaN. Not the difference from itself: fused with the multiplication
+         * that made `value`, it is not 0. */
         n_nonfinite += value * 0 != 0;
     }
     MT_INLINE void end_tile() {
@@ -230,7 +248,8 @@ template <class In, class Out> struct mt_copying_and_summing {
 
 /* ---- how a warp walks through a tile ---- */
 
-/* A lane's next N packs of WIDTH elements, or the first n_left of them: all are loaded before the first is stored. */
+/* A lane's next N packs of WIDTH elements, or the first n_left of them: all are loaded before the
+ * first is stored. */
 template <unsigned WIDTH, unsigned N, class In, class Out, class Action>
 MT_INLINE void mt_take_packs(const In *in, Out *out, uint32_t n_left, Action &action) {
     mt_pack<In, WIDTH> packs[N] = {};
@@ -248,10 +267,12 @@ MT_INLINE void mt_take_packs(const In *in, Out *out, uint32_t n_left, Action &ac
     }
 }
 
-/* Packs of WIDTH elements, the first to lane 0, the second to lane 1. With four of 16 bytes in flight per lane, the 24 warps that a
- * multiprocessor has at least (MT_LAUNCH_BOUNDS) have 48 KiB, several times what it takes to hide the latency of memory. */
+/* Packs of WIDTH elements, the first to lane 0, the second to lane 1. With four of 16 bytes in
+ * flight per lane, the 24 warps that a multiprocessor has at least (MT_LAUNCH_BOUNDS) have 48 KiB,
+ * several times what it takes to hide the latency of memory. */
 template <unsigned WIDTH, class In, class Out, class Action>
-MT_INLINE void mt_walk_packs(const In *in, Out *out, uint32_t n_packs, uint32_t lane, Action &action) {
+MT_INLINE void mt_walk_packs(const In *in, Out *out, uint32_t n_packs, uint32_t lane,
+                             Action &action) {
     constexpr uint32_t N = WIDTH == 1 ? 8 : 4;
     uint32_t n_left = (n_packs + 31 - lane) / 32;
     in += lane * WIDTH;
@@ -265,12 +286,14 @@ MT_INLINE void mt_walk_packs(const In *in, Out *out, uint32_t n_packs, uint32_t 
     mt_take_packs<WIDTH, N>(in, out, n_left, action);
 }
 
-/* A tile whose two sides are aligned alike goes in packs of 16 bytes (of the wider dtype), but for the elements before the first aligned
- * one and after the last pack: less than 16 each, which take half a warp each. A tile that is not so goes element by element. */
+/* A tile whose two sides are aligned alike goes in packs of 16 bytes (of the wider dtype), but for
+ * the elements before the first aligned one and after the last pack: less than 16 each, which take
+ * half a warp each. A tile that is not so goes element by element. */
 template <class In, class Out, class Action>
 MT_INLINE void mt_walk_tile(const In *in, Out *out, uint32_t numel, uint32_t lane, Action &action) {
     constexpr uint32_t WIDTH = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
-    const uint32_t past_in = (size_t)in / sizeof(In) % WIDTH, past_out = (size_t)out / sizeof(Out) % WIDTH;
+    const uint32_t past_in = (size_t)in / sizeof(In) % WIDTH,
+                   past_out = (size_t)out / sizeof(Out) % WIDTH;
     const uint32_t head = (WIDTH - past_in) % WIDTH;
     if (past_in != past_out || head > numel) {
         mt_walk_packs<1>(in, out, numel, lane, action);
@@ -316,7 +339,8 @@ struct mt_tile_walk {
 
 MT_INLINE mt_place mt_here() {
     const unsigned warps_of_block = blockDim.x / 32;
-    return {threadIdx.x % 32, blockIdx.x * warps_of_block + threadIdx.x / 32, gridDim.x * warps_of_block};
+    return {threadIdx.x % 32, blockIdx.x * warps_of_block + threadIdx.x / 32,
+            gridDim.x * warps_of_block};
 }
 
 /* The sum over a warp is lane 0's. */
@@ -340,8 +364,9 @@ MT_INLINE mt_stats mt_add_block(mt_stats sum) {
     return mt_add_warp(lane < blockDim.x / 32 ? of_warp[lane] : mt_stats{0, 0});
 }
 
-/* Each block leaves its share; the last one to do so adds them, always in the same order. Its increment brings the ticket back to 0, as
- * the next launch needs it, also where a graph replays this one. */
+/* Each block leaves its share; the last one to do so adds them, always in the same order. Its
+ * increment brings the ticket back to 0, as the next launch needs it, also where a graph replays
+ * this one. */
 MT_INLINE void mt_publish(mt_stats share, mt_stats *stats, uint32_t *ticket) {
     __shared__ bool is_last;
     share = mt_add_block(share);
@@ -357,7 +382,8 @@ MT_INLINE void mt_publish(mt_stats share, mt_stats *stats, uint32_t *ticket) {
     }
     mt_stats sum = {0, 0};
     for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
-        const volatile mt_stats &other = stats[1 + block]; /* not from a cache that knows nothing of other blocks' stores */
+        const volatile mt_stats &other =
+            stats[1 + block]; /* not from a cache that knows nothing of other blocks' stores */
         sum.square_sum += other.square_sum;
         sum.n_nonfinite += other.n_nonfinite;
     }
@@ -367,20 +393,22 @@ MT_INLINE void mt_publish(mt_stats share, mt_stats *stats, uint32_t *ticket) {
     }
 }
 
-/* Three blocks per multiprocessor, as then no kernel needs more registers than there are (sm_80 to sm_100). Most have room for five. */
+/* Three blocks per multiprocessor, as then no kernel needs more registers than there are (sm_80 to
+ * sm_100). Most have room for five. */
 #define MT_LAUNCH_BOUNDS __launch_bounds__(32 * MT_WARPS, 3)
 
-/* Kernels without and with statistics: MT_KERNEL(name, lane, parameters, arguments), the arguments being mt_here() and parameters. */
-#define MT_KERNEL(NAME, LANE, PARAMETERS, ARGUMENTS)                                                                                       \
-    extern "C" __global__ void MT_LAUNCH_BOUNDS NAME PARAMETERS {                                                                          \
-        LANE ARGUMENTS;                                                                                                                    \
+/* Kernels without and with statistics: MT_KERNEL(name, lane, parameters, arguments), the arguments
+ * being mt_here() and parameters. */
+#define MT_KERNEL(NAME, LANE, PARAMETERS, ARGUMENTS)                                               \
+    extern "C" __global__ void MT_LAUNCH_BOUNDS NAME PARAMETERS {                                  \
+        LANE ARGUMENTS;                                                                            \
     }
-#define MT_KERNEL_WITH_STATS(NAME, LANE, PARAMETERS, ARGUMENTS)                                                                            \
-    extern "C" __global__ void MT_LAUNCH_BOUNDS NAME PARAMETERS {                                                                          \
-        const mt_stats share = LANE ARGUMENTS;                                                                                             \
-        if (stats) {                                                                                                                       \
-            mt_publish(share, stats, ticket);                                                                                              \
-        }                                                                                                                                  \
+#define MT_KERNEL_WITH_STATS(NAME, LANE, PARAMETERS, ARGUMENTS)                                    \
+    extern "C" __global__ void MT_LAUNCH_BOUNDS NAME PARAMETERS {                                  \
+        const mt_stats share = LANE ARGUMENTS;                                                     \
+        if (stats) {                                                                               \
+            mt_publish(share, stats, ticket);                                                      \
+        }                                                                                          \
     }
 #endif
 

@@ -1,14 +1,17 @@
 /* Collectives between the processes of one host over shared memory. Plain C11, no Python.
  *
- * Every rank owns one segment (a mapping all ranks share): a control area (flags, descriptors, mailboxes, staging) followed by an
- * arena from which tensors are allocated. A collective is posted (`shm_post`: what I want, my data is ready) and moved forward by
- * whoever calls `shm_wait`: there is no thread. All ranks post the same collectives in the same order; the descriptors they post are
- * compared before any data is touched, so ranks that disagree get SHM_MISMATCH, every one of them.
+ * Every rank owns one segment (a mapping all ranks share): a control area (flags, descriptors,
+ * mailboxes, staging) followed by an arena from which tensors are allocated. A collective is posted
+ * (`shm_post`: what I want, my data is ready) and moved forward by whoever calls `shm_wait`: there
+ * is no thread. All ranks post the same collectives in the same order; the descriptors they post
+ * are compared before any data is touched, so ranks that disagree get SHM_MISMATCH, every one of
+ * them.
  *
  * Three paths, chosen from the descriptors alone, so all ranks choose the same one:
- *   inline  the payload fits a mailbox: one flag round, every rank reduces all mailboxes by itself;
- *   direct  every rank's tensor lies in its arena: read the peers' memory in place, two flag rounds, one pass over the data;
- *   staged  any other tensor: chunks go through the staging area, pipelined.
+ * - inline: the payload fits a mailbox. One flag round; every rank reduces all mailboxes by itself.
+ * - direct: every rank's tensor lies in its arena. Every rank reads its peers' memory in place: two
+ *   flag rounds, one pass over the data.
+ * - staged: any other tensor. Chunks go through the staging area, pipelined.
  *
  * One thread at a time may call into a communicator. */
 #ifndef FASTCOMM_SHM_ALLREDUCE_H
@@ -29,7 +32,8 @@ enum {
 
 enum shm_status {
     SHM_OK = 0,
-    SHM_AGAIN = 1, /* not finished within the slice: call again (lets the caller look at signals and its deadline) */
+    SHM_AGAIN = 1, /* not finished within the slice: call again (lets the caller look at signals and
+                      its deadline) */
     SHM_MISMATCH = 2,
     SHM_PEER_LOST = 3, /* a peer died, aborted or closed; see shm_stalled_on */
     SHM_ABANDONED = 4, /* a rank met this collective with SHM_ABANDON: see there */
@@ -41,9 +45,10 @@ enum shm_kind {
     SHM_BROADCAST,
     SHM_ALL_GATHER,
     SHM_REDUCE_SCATTER,
-    /* "I cannot go on with what we were doing." Whatever the others have posted under the same number ends with SHM_ABANDONED on every
-     * rank. A rank that learns of it posts SHM_ABANDON in its turn, again and again, until all ranks have done so under one number
-     * (SHM_OK): then all are at the same place once more. */
+    /* "I cannot go on with what we were doing." Whatever the others have posted under the same
+     * number ends with SHM_ABANDONED on every rank. A rank that learns of it posts SHM_ABANDON in
+     * its turn, again and again, until all ranks have done so under one number (SHM_OK): then all
+     * are at the same place once more. */
     SHM_ABANDON,
 };
 
@@ -58,8 +63,9 @@ struct shm_descriptor {
 };
 #define SHM_PRIVATE UINT64_MAX
 
-/* A part of an all_reduce's input that lies elsewhere: elements [offset, offset + numel) of the tensor are to be taken from `source`.
- * Pieces are sorted by offset and do not overlap. The sources must stay alive until the collective is complete. */
+/* A part of an all_reduce's input that lies elsewhere: elements [offset, offset + numel) of the
+ * tensor are to be taken from `source`. Pieces are sorted by offset and do not overlap. The sources
+ * must stay alive until the collective is complete. */
 struct shm_piece {
     const void *source;
     uint64_t offset, numel;
@@ -69,26 +75,32 @@ struct shm_comm;
 
 size_t shm_control_bytes(void);
 
-/* `segments[r]` is where rank r's segment is mapped, `pidfds[r]` a pidfd of rank r (or -1: not watched). Both arrays are copied.
- * `yield_early` is for more ranks than cores. The segment of this rank must be zeroed. Returns NULL when out of memory. */
-struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early);
+/* `segments[r]` is where rank r's segment is mapped, `pidfds[r]` a pidfd of rank r (or -1: not
+ * watched). Both arrays are copied. `yield_early` is for more ranks than cores. The segment of this
+ * rank must be zeroed. Returns NULL when out of memory. */
+struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
+                               int yield_early);
 void shm_free_comm(struct shm_comm *comm);
 
-/* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and `output` may be the same.
- * Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING collectives are already under way: shm_make_room first. */
-int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input, void *output,
-             const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq);
+/* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
+ * `output` may be the same. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
+ * collectives are already under way: shm_make_room first. */
+int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
+             void *output, const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq);
 
-/* Moves collectives forward until `seq` is complete, or `slice_ns` have passed (SHM_AGAIN; 0 = never wait). */
+/* Moves collectives forward until `seq` is complete, or `slice_ns` have passed (SHM_AGAIN; 0 =
+ * never wait). */
 int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
 
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
 
-/* Grows whenever a collective moves forward on this rank: while it does, a deadline has not been missed. */
+/* Grows whenever a collective moves forward on this rank: while it does, a deadline has not been
+ * missed. */
 uint64_t shm_progress(const struct shm_comm *comm);
 
-/* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank `rank` last posted. */
+/* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank
+ * `rank` last posted. */
 int shm_stalled_on(const struct shm_comm *comm);
 uint32_t shm_posted(const struct shm_comm *comm, int rank);
 struct shm_descriptor shm_descriptor_of(const struct shm_comm *comm, int rank, uint32_t seq);
@@ -97,8 +109,8 @@ int shm_state_of(const struct shm_comm *comm, int rank);
 /* The rank that an aborted rank gave up on, or -1. */
 int shm_blamed_by(const struct shm_comm *comm, int rank);
 
-/* Tells the peers that this rank will post nothing more (SHM_CLOSED), or that it gave up (SHM_ABORTED), on rank `blames` or of its own
- * will (-1). */
+/* Tells the peers that this rank will post nothing more (SHM_CLOSED), or that it gave up
+ * (SHM_ABORTED), on rank `blames` or of its own will (-1). */
 void shm_set_state(struct shm_comm *comm, enum shm_state state, int blames);
 
 #endif

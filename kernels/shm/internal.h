@@ -1,5 +1,5 @@
-/* What protocol.c and paths.c (the three ways through it) share: the layout of a segment and the state of a
- * communicator. Not for users. */
+/* What protocol.c and paths.c (the three ways through it) share: the layout of a segment and the
+ * state of a communicator. Not for users. */
 #ifndef FASTCOMM_SHM_COMM_H
 #define FASTCOMM_SHM_COMM_H
 
@@ -20,10 +20,12 @@ struct slot {
 struct control {
     struct slot slots[SHM_RING];
     _Alignas(CACHE_LINE) struct shm_flag reduced;
-    _Alignas(CACHE_LINE) struct shm_flag staged_in;  /* chunks copied into staging_in, counted over all staged collectives */
-    _Alignas(CACHE_LINE) struct shm_flag staged_out; /* chunks whose part of this rank is reduced into staging_out */
-    _Alignas(CACHE_LINE) _Atomic int32_t state;      /* enum shm_state */
-    _Atomic int32_t blames;                          /* the rank it gave up on, plus one */
+    _Alignas(CACHE_LINE) struct shm_flag
+        staged_in; /* chunks copied into staging_in, counted over all staged collectives */
+    _Alignas(CACHE_LINE) struct shm_flag
+        staged_out; /* chunks whose part of this rank is reduced into staging_out */
+    _Alignas(CACHE_LINE) _Atomic int32_t state; /* enum shm_state */
+    _Atomic int32_t blames;                     /* the rank it gave up on, plus one */
     _Alignas(CACHE_LINE) char mailbox[SHM_RING][SHM_INLINE_BYTES];
     _Alignas(4096) char staging_in[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
     _Alignas(4096) char staging_out[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
@@ -58,7 +60,8 @@ struct shm_comm {
     uint32_t chunk;   /* number of chunks in all finished staged collectives */
     struct stall stall;
     struct collective ring[SHM_RING];
-    /* What the ranks wanted of a collective that failed, for the message: the peers reuse their slots. */
+    /* What the ranks wanted of a collective that failed, for the message: the peers reuse their
+     * slots. */
     struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
     struct pollfd pidfds[SHM_MAX_RANKS];
     char *segments[SHM_MAX_RANKS];
@@ -80,7 +83,8 @@ static inline uint64_t min64(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
-/* The part of `numel` elements that `rank` reduces. Parts begin on cache lines, so no two ranks write the same line. */
+/* The part of `numel` elements that `rank` reduces. Parts begin on cache lines, so no two ranks
+ * write the same line. */
 static inline struct range shard_of(uint64_t numel, size_t itemsize, int rank, int world_size) {
     uint64_t per_line = CACHE_LINE / itemsize;
     uint64_t lines = (numel + per_line - 1) / per_line;
@@ -95,7 +99,9 @@ enum which_flag { REDUCED, STAGED_IN, STAGED_OUT };
 static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which, uint32_t target) {
     for (int r = 0; r < comm->world_size; r++) {
         struct control *control = control_of(comm, r);
-        struct shm_flag *flag = which == REDUCED ? &control->reduced : which == STAGED_IN ? &control->staged_in : &control->staged_out;
+        struct shm_flag *flag = which == REDUCED     ? &control->reduced
+                                : which == STAGED_IN ? &control->staged_in
+                                                     : &control->staged_out;
         if (!shm_reached(flag, target)) {
             comm->stall = (struct stall){flag, target, r};
             return false;
@@ -110,8 +116,8 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
 /* Copies the parts of the pieces inside `range` to where they belong in the tensor. */
 void shm_gather_pieces(const struct collective *c, struct range range);
 
-/* Each takes a collective that all ranks have posted through one path. The staged one may have to wait for the peers half-way: returns
- * whether it is through. */
+/* Each takes a collective that all ranks have posted through one path. The staged one may have to
+ * wait for the peers half-way: returns whether it is through. */
 void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
 void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
 bool shm_run_staged(struct shm_comm *comm, struct collective *c);

@@ -1,7 +1,8 @@
-/* The three ways a collective goes through shared memory: inline, direct, staged. See core.h for when each is taken. */
+/* The three ways a collective goes through shared memory: inline, direct, staged. See core.h for
+ * when each is taken. */
 #include "internal.h"
 
-/* ---- the inline path ---------------------------------------------------------------------------------------------------------- */
+/* ---- the inline path ---- */
 
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
     /* Every rank reads every mailbox, so with many ranks the direct path wins earlier. */
@@ -10,7 +11,8 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
            (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
 }
 
-static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const struct collective *c, size_t offset, size_t numel) {
+static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
+                             size_t offset, size_t numel) {
     const void *inputs[SHM_MAX_RANKS];
     for (int r = 0; r < comm->world_size; r++) {
         inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING] + offset;
@@ -28,7 +30,8 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct coll
         reduce_mailboxes(comm, seq, c, 0, d->numel);
         break;
     case SHM_REDUCE_SCATTER:
-        reduce_mailboxes(comm, seq, c, part * (size_t)comm->rank, d->numel / (uint64_t)comm->world_size);
+        reduce_mailboxes(comm, seq, c, part * (size_t)comm->rank,
+                         d->numel / (uint64_t)comm->world_size);
         break;
     case SHM_BROADCAST:
         if ((int)d->root != comm->rank) {
@@ -37,7 +40,8 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct coll
         break;
     case SHM_ALL_GATHER:
         for (int r = 0; r < comm->world_size; r++) {
-            memcpy(c->output + nbytes * (size_t)r, control_of(comm, r)->mailbox[seq % SHM_RING], nbytes);
+            memcpy(c->output + nbytes * (size_t)r, control_of(comm, r)->mailbox[seq % SHM_RING],
+                   nbytes);
         }
         break;
     default: /* a barrier moves nothing, nor does SHM_ABANDON */
@@ -45,7 +49,7 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct coll
     }
 }
 
-/* ---- the direct path ---------------------------------------------------------------------------------------------------------- */
+/* ---- the direct path ---- */
 
 static inline char *tensor_of(const struct shm_comm *comm, int rank, uint32_t seq) {
     return comm->segments[rank] + slot_of(comm, rank, seq)->descriptor.where;
@@ -64,8 +68,10 @@ void shm_gather_pieces(const struct collective *c, struct range range) {
     }
 }
 
-/* Reduces `range` of every rank's tensor into every rank's tensor, our own input being read at `own`. */
-static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct collective *c, struct range range, const char *own) {
+/* Reduces `range` of every rank's tensor into every rank's tensor, our own input being read at
+ * `own`. */
+static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
+                         struct range range, const char *own) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
     const void *inputs[SHM_MAX_RANKS];
     void *outputs[SHM_MAX_RANKS];
@@ -74,12 +80,15 @@ static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct
         inputs[r] = r == comm->rank ? own : outputs[r];
     }
     if (comm->world_size > 1 || inputs[0] != outputs[0]) {
-        shm_reduce(c->descriptor.dtype, c->descriptor.op, range.end - range.begin, inputs, comm->world_size, outputs, comm->world_size);
+        shm_reduce(c->descriptor.dtype, c->descriptor.op, range.end - range.begin, inputs,
+                   comm->world_size, outputs, comm->world_size);
     }
 }
 
-/* Our own shard is read straight from the pieces: it is never copied into the bucket before the reduction. */
-static void all_reduce_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
+/* Our own shard is read straight from the pieces: it is never copied into the bucket before the
+ * reduction. */
+static void all_reduce_direct(const struct shm_comm *comm, uint32_t seq,
+                              const struct collective *c) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
     struct range shard = shard_of(c->descriptor.numel, itemsize, comm->rank, comm->world_size);
     uint64_t at = shard.begin;
@@ -94,7 +103,8 @@ static void all_reduce_direct(const struct shm_comm *comm, uint32_t seq, const s
             reduce_range(comm, seq, c, (struct range){at, begin}, c->output + at * itemsize);
         }
         if (begin < end) {
-            reduce_range(comm, seq, c, (struct range){begin, end}, (const char *)piece->source + (begin - piece->offset) * itemsize);
+            reduce_range(comm, seq, c, (struct range){begin, end},
+                         (const char *)piece->source + (begin - piece->offset) * itemsize);
         }
         at = end > begin ? end : begin;
     }
@@ -112,7 +122,8 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct coll
         memcpy(c->output, tensor_of(comm, (int)d->root, seq), d->numel * itemsize);
     } else if (d->kind == SHM_ALL_GATHER) {
         for (int r = 0; r < comm->world_size; r++) {
-            memmove(c->output + d->numel * itemsize * (size_t)r, tensor_of(comm, r, seq), d->numel * itemsize);
+            memmove(c->output + d->numel * itemsize * (size_t)r, tensor_of(comm, r, seq),
+                    d->numel * itemsize);
         }
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         uint64_t numel = d->numel / (uint64_t)comm->world_size;
@@ -125,13 +136,16 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct coll
     }
 }
 
-/* ---- the staged path ---------------------------------------------------------------------------------------------------------- */
-/* A chunk passes three stages: `in` copies what the peers need into our staging area; `work`, once all ranks have copied in, reads
- * the peers' areas; `out`, once all ranks have worked, collects an all_reduce's results. The stages of neighbouring chunks overlap;
- * a chunk may enter only when the chunk SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read. */
+/* ---- the staged path ---- */
+/* A chunk passes three stages: `in` copies what the peers need into our staging area; `work`, once
+ * all ranks have copied in, reads the peers' areas; `out`, once all ranks have worked, collects an
+ * all_reduce's results. The stages of neighbouring chunks overlap; a chunk may enter only when the
+ * chunk SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read. */
 
 static uint64_t chunk_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
-    size_t parts = d->kind == SHM_REDUCE_SCATTER ? (size_t)comm->world_size : 1; /* one part of every rank's output in a slot */
+    size_t parts = d->kind == SHM_REDUCE_SCATTER
+                       ? (size_t)comm->world_size
+                       : 1; /* one part of every rank's output in a slot */
     size_t nbytes = SHM_STAGING_BYTES / parts / CACHE_LINE * CACHE_LINE;
     return nbytes / shm_dtype_size(d->dtype);
 }
@@ -145,7 +159,8 @@ static uint64_t n_chunks(const struct shm_comm *comm, const struct shm_descripto
     return (staged_numel(comm, d) + per_chunk - 1) / per_chunk;
 }
 
-static struct range chunk_range(const struct shm_comm *comm, const struct shm_descriptor *d, uint64_t index) {
+static struct range chunk_range(const struct shm_comm *comm, const struct shm_descriptor *d,
+                                uint64_t index) {
     uint64_t begin = index * chunk_numel(comm, d);
     return (struct range){begin, min64(begin + chunk_numel(comm, d), staged_numel(comm, d))};
 }
@@ -156,15 +171,18 @@ static void stage_in(struct shm_comm *comm, const struct collective *c, uint64_t
     struct range chunk = chunk_range(comm, d, index);
     uint64_t numel = chunk.end - chunk.begin;
     const char *input = c->input + chunk.begin * itemsize;
-    char *area = control_of(comm, comm->rank)->staging_in[(comm->chunk + index) % SHM_STAGING_SLOTS];
-    if (d->kind == SHM_ALL_REDUCE) { /* all but our own shard, which we reduce straight from the tensor */
+    char *area =
+        control_of(comm, comm->rank)->staging_in[(comm->chunk + index) % SHM_STAGING_SLOTS];
+    if (d->kind ==
+        SHM_ALL_REDUCE) { /* all but our own shard, which we reduce straight from the tensor */
         struct range own = shard_of(numel, itemsize, comm->rank, comm->world_size);
         memcpy(area, input, own.begin * itemsize);
         memcpy(area + own.end * itemsize, input + own.end * itemsize, (numel - own.end) * itemsize);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         size_t stride = staged_numel(comm, d) * itemsize;
         for (int r = 0; r < comm->world_size; r++) {
-            memcpy(area + chunk_numel(comm, d) * itemsize * (size_t)r, input + stride * (size_t)r, numel * itemsize);
+            memcpy(area + chunk_numel(comm, d) * itemsize * (size_t)r, input + stride * (size_t)r,
+                   numel * itemsize);
         }
     } else if (d->kind == SHM_ALL_GATHER || (int)d->root == comm->rank) {
         memcpy(area, input, numel * itemsize);
@@ -189,11 +207,14 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
             inputs[r] = (const char *)inputs[r] + own.begin * itemsize;
         }
         inputs[comm->rank] = output + own.begin * itemsize;
-        void *outputs[2] = {output + own.begin * itemsize, control_of(comm, comm->rank)->staging_out[slot]};
-        shm_reduce(d->dtype, d->op, own.end - own.begin, inputs, comm->world_size, outputs, comm->world_size > 1 ? 2 : 1);
+        void *outputs[2] = {output + own.begin * itemsize,
+                            control_of(comm, comm->rank)->staging_out[slot]};
+        shm_reduce(d->dtype, d->op, own.end - own.begin, inputs, comm->world_size, outputs,
+                   comm->world_size > 1 ? 2 : 1);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
-            inputs[r] = (const char *)inputs[r] + chunk_numel(comm, d) * itemsize * (size_t)comm->rank;
+            inputs[r] =
+                (const char *)inputs[r] + chunk_numel(comm, d) * itemsize * (size_t)comm->rank;
         }
         void *outputs[1] = {output};
         shm_reduce(d->dtype, d->op, numel, inputs, comm->world_size, outputs, 1);
@@ -218,8 +239,8 @@ static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_
     for (int r = 0; r < comm->world_size; r++) {
         if (r != comm->rank) {
             struct range theirs = shard_of(chunk.end - chunk.begin, itemsize, r, comm->world_size);
-            memcpy(c->output + (chunk.begin + theirs.begin) * itemsize, control_of(comm, r)->staging_out[slot],
-                   (theirs.end - theirs.begin) * itemsize);
+            memcpy(c->output + (chunk.begin + theirs.begin) * itemsize,
+                   control_of(comm, r)->staging_out[slot], (theirs.end - theirs.begin) * itemsize);
         }
     }
 }
@@ -227,11 +248,14 @@ static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_
 bool shm_run_staged(struct shm_comm *comm, struct collective *c) {
     uint64_t total = n_chunks(comm, &c->descriptor);
     for (;;) {
-        if (c->n_out < c->n_worked && shm_all_reached(comm, STAGED_OUT, comm->chunk + (uint32_t)c->n_out + 1)) {
+        if (c->n_out < c->n_worked &&
+            shm_all_reached(comm, STAGED_OUT, comm->chunk + (uint32_t)c->n_out + 1)) {
             stage_out(comm, c, c->n_out++);
-        } else if (c->n_in < total && c->n_in < c->n_out + SHM_STAGING_SLOTS && c->n_in < c->n_worked + 2) {
+        } else if (c->n_in < total && c->n_in < c->n_out + SHM_STAGING_SLOTS &&
+                   c->n_in < c->n_worked + 2) {
             stage_in(comm, c, c->n_in++);
-        } else if (c->n_worked < c->n_in && shm_all_reached(comm, STAGED_IN, comm->chunk + (uint32_t)c->n_worked + 1)) {
+        } else if (c->n_worked < c->n_in &&
+                   shm_all_reached(comm, STAGED_IN, comm->chunk + (uint32_t)c->n_worked + 1)) {
             stage_work(comm, c, c->n_worked++);
         } else if (c->n_out == total) {
             comm->chunk += (uint32_t)total;

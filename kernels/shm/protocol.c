@@ -1,15 +1,17 @@
 /* Collectives over shared memory, the protocol: see core.h for the contract.
  *
- * Every rank keeps a ring of SHM_RING descriptor slots. Posting collective number `seq` fills slot seq % SHM_RING and raises the
- * slot's own flag, so one cache line tells the peers both that we arrived and what we want. `reduced` says up to which number this
- * rank has finished reading its peers' memory; a slot, a mailbox or a tensor is reused only when all ranks have got that far.
+ * Every rank keeps a ring of SHM_RING descriptor slots. Posting collective number `seq` fills slot
+ * seq % SHM_RING and raises the slot's own flag, so one cache line tells the peers both that we
+ * arrived and what we want. `reduced` says up to which number this rank has finished reading its
+ * peers' memory; a slot, a mailbox or a tensor is reused only when all ranks have got that far.
  *
- * Reduction order is rank 0, 1, 2, ... for every element, so the result is bitwise the same on every rank and in every run. */
+ * Reduction order is rank 0, 1, 2, ... for every element, so the result is bitwise the same on
+ * every rank and in every run. */
 #include <stdlib.h>
 
 #include "internal.h"
 
-/* ---- moving collectives forward ----------------------------------------------------------------------------------------------- */
+/* ---- moving collectives forward ---- */
 
 static bool all_arrived(struct shm_comm *comm, uint32_t seq) {
     for (int r = 0; r < comm->world_size; r++) {
@@ -23,8 +25,8 @@ static bool all_arrived(struct shm_comm *comm, uint32_t seq) {
 }
 
 static bool same_collective(const struct shm_descriptor *a, const struct shm_descriptor *b) {
-    return a->kind == b->kind && a->op == b->op && a->dtype == b->dtype && a->root == b->root && a->numel == b->numel &&
-           a->label == b->label;
+    return a->kind == b->kind && a->op == b->op && a->dtype == b->dtype && a->root == b->root &&
+           a->numel == b->numel && a->label == b->label;
 }
 
 /* All ranks have arrived: compares what they want and chooses the path from it. */
@@ -44,13 +46,17 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
             comm->disagreed[seq % SHM_RING][r] = slot_of(comm, r, seq)->descriptor;
         }
     }
-    c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE : direct ? DIRECT : STAGED;
+    c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE
+              : direct                                           ? DIRECT
+                                                                 : STAGED;
     if (c->path == STAGED) {
-        shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype), comm->rank, comm->world_size));
+        shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype),
+                                      comm->rank, comm->world_size));
     }
 }
 
-/* Takes the oldest unfinished collective as far as it goes. Returns whether it is finished on this rank. */
+/* Takes the oldest unfinished collective as far as it goes. Returns whether it is finished on this
+ * rank. */
 static bool run_head(struct shm_comm *comm) {
     uint32_t seq = comm->head;
     struct collective *c = &comm->ring[seq % SHM_RING];
@@ -86,8 +92,8 @@ static bool is_settled(struct shm_comm *comm, uint32_t seq) {
     return true;
 }
 
-/* On the direct path the peers read and write our tensor until they are done. And who meets after SHM_ABANDON must leave no peer
- * behind that is still busy with what came before it. */
+/* On the direct path the peers read and write our tensor until they are done. And who meets after
+ * SHM_ABANDON must leave no peer behind that is still busy with what came before it. */
 static bool is_awaited_by_all(const struct collective *c) {
     return c->path == DIRECT || c->descriptor.kind == SHM_ABANDON;
 }
@@ -101,15 +107,18 @@ static bool is_complete(struct shm_comm *comm, uint32_t seq) {
     return c->status != SHM_OK || !is_awaited_by_all(c) || is_settled(comm, seq);
 }
 
-/* ---- peers that are gone -------------------------------------------------------------------------------------------------------- */
+/* ---- peers that are gone ---- */
 
-/* Whether we need `rank` for more than the mailbox it has filled: then it must have raised `reduced`, too. */
-static bool owes(struct shm_comm *comm, int rank, uint32_t seq, bool (*is_done)(struct shm_comm *, uint32_t)) {
+/* Whether we need `rank` for more than the mailbox it has filled: then it must have raised
+ * `reduced`, too. */
+static bool owes(struct shm_comm *comm, int rank, uint32_t seq,
+                 bool (*is_done)(struct shm_comm *, uint32_t)) {
     const struct shm_descriptor *d = &comm->ring[seq % SHM_RING].descriptor;
     if (!shm_reached(&slot_of(comm, rank, seq)->arrived, seq)) {
         return true;
     }
-    bool mailbox_is_enough = shm_fits_mailbox(d, comm->world_size) && d->kind != SHM_ABANDON && is_done == is_complete;
+    bool mailbox_is_enough =
+        shm_fits_mailbox(d, comm->world_size) && d->kind != SHM_ABANDON && is_done == is_complete;
     return !mailbox_is_enough && !shm_reached(&control_of(comm, rank)->reduced, seq);
 }
 
@@ -117,8 +126,10 @@ static bool is_dead(struct shm_comm *comm, int rank) {
     return comm->pidfds[rank].fd >= 0 && (comm->pidfds[rank].revents & POLLIN);
 }
 
-/* A peer that died, or gave up, and that collective `seq` still needs; -1 if there is none. The dead come first: they are the cause. */
-static int find_lost_peer(struct shm_comm *comm, uint32_t seq, bool (*is_done)(struct shm_comm *, uint32_t)) {
+/* A peer that died, or gave up, and that collective `seq` still needs; -1 if there is none. The
+ * dead come first: they are the cause. */
+static int find_lost_peer(struct shm_comm *comm, uint32_t seq,
+                          bool (*is_done)(struct shm_comm *, uint32_t)) {
     poll(comm->pidfds, (nfds_t)comm->world_size, 0);
     for (int r = 0; r < comm->world_size; r++) {
         if (is_dead(comm, r) && owes(comm, r, seq, is_done)) {
@@ -126,20 +137,22 @@ static int find_lost_peer(struct shm_comm *comm, uint32_t seq, bool (*is_done)(s
         }
     }
     for (int r = 0; r < comm->world_size; r++) {
-        if (r != comm->rank && atomic_load(&control_of(comm, r)->state) != SHM_ALIVE && owes(comm, r, seq, is_done)) {
+        if (r != comm->rank && atomic_load(&control_of(comm, r)->state) != SHM_ALIVE &&
+            owes(comm, r, seq, is_done)) {
             return r;
         }
     }
     return -1;
 }
 
-/* ---- the interface -------------------------------------------------------------------------------------------------------------- */
+/* ---- the interface ---- */
 
 size_t shm_control_bytes(void) {
     return sizeof(struct control);
 }
 
-struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds, int yield_early) {
+struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
+                               int yield_early) {
     struct shm_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) {
         return NULL;
@@ -159,19 +172,25 @@ void shm_free_comm(struct shm_comm *comm) {
     free(comm);
 }
 
-int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input, void *output,
-             const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq) {
+int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
+             void *output, const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq) {
     uint32_t number = comm->next;
     if (!is_settled(comm, number - SHM_RING)) {
         return SHM_AGAIN; /* the slot has not been read by everybody */
     }
     struct collective *c = &comm->ring[number % SHM_RING];
-    *c = (struct collective){.descriptor = *descriptor, .input = input, .output = output, .pieces = pieces, .n_pieces = n_pieces};
+    *c = (struct collective){.descriptor = *descriptor,
+                             .input = input,
+                             .output = output,
+                             .pieces = pieces,
+                             .n_pieces = n_pieces};
     size_t itemsize = shm_dtype_size(descriptor->dtype);
     if (shm_fits_mailbox(descriptor, comm->world_size)) {
         shm_gather_pieces(c, (struct range){0, descriptor->numel});
-        if (descriptor->numel > 0 && (descriptor->kind != SHM_BROADCAST || (int)descriptor->root == comm->rank)) {
-            memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input, descriptor->numel * itemsize);
+        if (descriptor->numel > 0 &&
+            (descriptor->kind != SHM_BROADCAST || (int)descriptor->root == comm->rank)) {
+            memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input,
+                   descriptor->numel * itemsize);
         }
     } else { /* our own shard is left to the reduction */
         struct range own = shard_of(descriptor->numel, itemsize, comm->rank, comm->world_size);
@@ -186,7 +205,8 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
     return SHM_OK;
 }
 
-static int wait_until(struct shm_comm *comm, bool (*is_done)(struct shm_comm *, uint32_t), uint32_t seq, uint64_t slice_ns) {
+static int wait_until(struct shm_comm *comm, bool (*is_done)(struct shm_comm *, uint32_t),
+                      uint32_t seq, uint64_t slice_ns) {
     struct shm_patience patience = {0};
     uint64_t end_ns = 0;
     while (!is_done(comm, seq)) {
@@ -222,7 +242,9 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
 
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
     int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
-    return status == SHM_MISMATCH || status == SHM_ABANDONED ? SHM_OK : status; /* whoever waits for that one hears of it */
+    return status == SHM_MISMATCH || status == SHM_ABANDONED
+               ? SHM_OK
+               : status; /* whoever waits for that one hears of it */
 }
 
 uint64_t shm_progress(const struct shm_comm *comm) {
@@ -236,7 +258,8 @@ int shm_stalled_on(const struct shm_comm *comm) {
 
 uint32_t shm_posted(const struct shm_comm *comm, int rank) {
     uint32_t last = comm->head - 1; /* everybody has posted that one, for we have finished it */
-    while (shm_reached(&slot_of(comm, rank, last + 1)->arrived, last + 1) && last + 1 - comm->head < SHM_RING) {
+    while (shm_reached(&slot_of(comm, rank, last + 1)->arrived, last + 1) &&
+           last + 1 - comm->head < SHM_RING) {
         last++;
     }
     return last;

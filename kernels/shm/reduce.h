@@ -1,4 +1,5 @@
-/* Element-wise reductions of n arrays into n arrays, in fixed order: the arithmetic under protocol.c. Plain C11. */
+/* Element-wise reductions of n arrays into n arrays, in fixed order: the arithmetic under
+ * protocol.c. Plain C11. */
 #ifndef FASTCOMM_SHM_REDUCE_H
 #define FASTCOMM_SHM_REDUCE_H
 
@@ -7,17 +8,28 @@
 
 enum shm_op { SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD };
 
-enum shm_dtype { SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8, SHM_DTYPES };
+enum shm_dtype {
+    SHM_FLOAT32,
+    SHM_FLOAT64,
+    SHM_FLOAT16,
+    SHM_BFLOAT16,
+    SHM_INT32,
+    SHM_INT64,
+    SHM_UINT8,
+    SHM_DTYPES
+};
 
 size_t shm_dtype_size(enum shm_dtype dtype);
 
-/* outputs[j][i] = reduce over r of inputs[r][i], for i < numel and every j. An output may be one of the inputs (same address), or
- * overlap none of them. float16 and bfloat16 accumulate in float32 and are rounded once; integer sums and products wrap around;
- * an integer mean is the exact one truncated towards zero; min and max propagate NaN. */
-void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs, int n_inputs, void *const *outputs,
-                int n_outputs);
+/* outputs[j][i] = reduce over r of inputs[r][i], for i < numel and every j. An output may be one of
+ * the inputs (same address), or overlap none of them. float16 and bfloat16 accumulate in float32
+ * and are rounded once; integer sums and products wrap around; an integer mean is the exact one
+ * truncated towards zero; min and max propagate NaN. */
+void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
+                int n_inputs, void *const *outputs, int n_outputs);
 
-/* memcpy for data that another core reads next: large copies do not pull the destination into this core's cache. */
+/* memcpy for data that another core reads next: large copies do not pull the destination into this
+ * core's cache. */
 void shm_copy(void *destination, const void *source, size_t nbytes);
 
 #endif

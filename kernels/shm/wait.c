@@ -1,5 +1,6 @@
-/* Waiting for flags. Spinning answers within a cache miss and is right while the peer runs on a core of its own; yielding gives the
- * core to a peer that shares it; sleeping leaves the machine to others when a peer is milliseconds away. */
+/* Waiting for flags. Spinning answers within a cache miss and is right while the peer runs on a
+ * core of its own; yielding gives the core to a peer that shares it; sleeping leaves the machine to
+ * others when a peer is milliseconds away. */
 #define _GNU_SOURCE
 #include "wait.h"
 
@@ -11,10 +12,11 @@
 
 enum {
     SPINS_PER_ROUND = 64,
-    SPIN_ROUNDS = 64,            /* about 50 us on current cores */
-    SPIN_ROUNDS_CROWDED = 1,     /* more ranks than cores: the peer cannot run while we spin */
-    YIELD_NS = 1000 * 1000,      /* then yield for 1 ms */
-    SLEEP_NS = 10 * 1000 * 1000, /* then sleep at most this long at a time, so that a dead peer is noticed */
+    SPIN_ROUNDS = 64,        /* about 50 us on current cores */
+    SPIN_ROUNDS_CROWDED = 1, /* more ranks than cores: the peer cannot run while we spin */
+    YIELD_NS = 1000 * 1000,  /* then yield for 1 ms */
+    SLEEP_NS = 10 * 1000 *
+        1000, /* then sleep at most this long at a time, so that a dead peer is noticed */
 };
 
 static inline void cpu_relax(void) {
@@ -32,7 +34,8 @@ uint64_t shm_now_ns(void) {
 }
 
 void shm_raise(struct shm_flag *flag, uint32_t value) {
-    /* Sequentially consistent on both sides: either the sleeper's futex call sees the new value, or we see the sleeper. */
+    /* Sequentially consistent on both sides: either the sleeper's futex call sees the new value, or
+     * we see the sleeper. */
     atomic_store(&flag->value, value);
     if (atomic_load(&flag->sleepers) != 0) {
         syscall(SYS_futex, &flag->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
@@ -49,7 +52,8 @@ static void sleep_on(struct shm_flag *flag, uint32_t target) {
     atomic_fetch_sub(&flag->sleepers, 1);
 }
 
-bool shm_back_off(struct shm_flag *flag, uint32_t target, struct shm_patience *patience, bool yield_early) {
+bool shm_back_off(struct shm_flag *flag, uint32_t target, struct shm_patience *patience,
+                  bool yield_early) {
     uint32_t spin_rounds = yield_early ? SPIN_ROUNDS_CROWDED : SPIN_ROUNDS;
     if (patience->rounds < spin_rounds) {
         patience->rounds++;

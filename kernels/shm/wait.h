@@ -1,4 +1,5 @@
-/* Flags in shared memory and how to wait for them: spin, then yield, then sleep on a futex. Plain C11, no Python. */
+/* Flags in shared memory and how to wait for them: spin, then yield, then sleep on a futex. Plain
+ * C11, no Python. */
 #ifndef FASTCOMM_SHM_WAIT_H
 #define FASTCOMM_SHM_WAIT_H
 
@@ -6,8 +7,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* A counter that one rank raises and the others wait for. It lives in shared memory, alone in its cache line or with the data it
- * announces. Zero is its initial state. Counters wrap around: compare with shm_reached only. */
+/* A counter that one rank raises and the others wait for. It lives in shared memory, alone in its
+ * cache line or with the data it announces. Zero is its initial state. Counters wrap around:
+ * compare with shm_reached only. */
 struct shm_flag {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
@@ -26,9 +28,11 @@ struct shm_patience {
     uint64_t yielding_since_ns;
 };
 
-/* Waits a little for `flag` to reach `target`, the longer the more often it is called. Returns true once it has begun to sleep in the
- * kernel: then a few milliseconds may have passed, and it is time to look whether the peers still live. */
-bool shm_back_off(struct shm_flag *flag, uint32_t target, struct shm_patience *patience, bool yield_early);
+/* Waits a little for `flag` to reach `target`, the longer the more often it is called. Returns true
+ * once it has begun to sleep in the kernel: then a few milliseconds may have passed, and it is time
+ * to look whether the peers still live. */
+bool shm_back_off(struct shm_flag *flag, uint32_t target, struct shm_patience *patience,
+                  bool yield_early);
 
 uint64_t shm_now_ns(void);
 

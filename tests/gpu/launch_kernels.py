@@ -1,5 +1,7 @@
-"""Launches every kernel on small inputs, for compute-sanitizer (see ci/gpu.sh): each pair of dtypes in both directions, with few tensors
-and with many, aligned and not, each in memory of its own so that a step beyond it is seen."""
+"""Launches every kernel on small inputs, for compute-sanitizer (see ci/gpu.sh): each pair of dtypes
+in both directions, with few tensors and with many, aligned and not, each in memory of its own so
+that a step beyond it is seen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FEW = [1, 7, 8, 33, 2047, 2048, 2049, 5000]
 MANY = [1 + i % 5 for i in range(449)]
 
 
-def launch(numels: list[int], tensors: list[torch.Tensor], flat: torch.Tensor, device: Device) -> None:
+def launch(
+    numels: list[int], tensors: list[torch.Tensor], flat: torch.Tensor, device: Device
+) -> None:
     offsets = [sum(numels[:i]) for i in range(len(numels))]
     multi_tensor = MultiTensor(numels, offsets, tensors[0].dtype, flat.dtype, device)
     multi_tensor.flatten(tensors, flat)
@@ -34,9 +38,14 @@ def main() -> int:
     n_launches = 0
     for dtype, wires in WIRE_DTYPES.items():
         for numels in (FEW, MANY):
-            tensors = [torch.ones(numel + i % 2, device=place, dtype=dtype)[i % 2 :] for i, numel in enumerate(numels)]
+            tensors = [
+                torch.ones(numel + i % 2, device=place, dtype=dtype)[i % 2 :]
+                for i, numel in enumerate(numels)
+            ]
             for wire in wires:
-                flat = torch.zeros(sum(numels) * wire.itemsize, dtype=torch.uint8, device=place).view(wire)
+                flat = torch.zeros(
+                    sum(numels) * wire.itemsize, dtype=torch.uint8, device=place
+                ).view(wire)
                 launch(numels, tensors, flat, device)
                 torch.cuda.synchronize()
                 n_launches += 4

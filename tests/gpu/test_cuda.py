@@ -1,6 +1,8 @@
-"""What only a GPU can show: the kernels on the device, whole steps in CUDA graphs, no synchronisation behind the user's back, AMP,
-compiled and checkpointed models, streams. One rank, whose reduced gradients must be the plain model's; and two and four ranks on one card,
-against a single process in float64 on the CPU."""
+"""What only a GPU can show: the kernels on the device, whole steps in CUDA graphs, no
+synchronisation behind the user's back, AMP, compiled and checkpointed models, streams. One rank,
+whose reduced gradients must be the plain model's; and two and four ranks on one card, against a
+single process in float64 on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import fastcomm
 from fastcomm.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run ci/gpu.sh where there is one")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: run ci/gpu.sh where there is one"
+)
 
 DEVICE = torch.device("cuda", 0)
 PAIRS = [(grad, wire) for grad, wires in WIRE_DTYPES.items() for wire in wires]
@@ -39,7 +43,9 @@ def comm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def new_communicator(folder: Any) -> Any:
-    return fastcomm.init("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device=DEVICE)
+    return fastcomm.init(
+        "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device=DEVICE
+    )
 
 
 def closes(comm: Any) -> bool:
@@ -55,7 +61,9 @@ def closes(comm: Any) -> bool:
 def mlp() -> nn.Sequential:
     """Wider than models.mlp, so that several buckets and tiles are at work."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)).to(DEVICE)
+    return nn.Sequential(
+        nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)
+    ).to(DEVICE)
 
 
 def inputs() -> Tensor:
@@ -71,12 +79,20 @@ MANY_BUCKETS = {"bucket_cap_mb": 0.1, "first_bucket_cap_mb": 0.01}
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameter.grad,
+            other.grad,
+            rtol=1e-5,
+            atol=1e-7,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameter, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def eventually(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
@@ -90,7 +106,9 @@ def eventually(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
 # Kernels
 
 
-def unaligned(numels: list[int], dtype: torch.dtype, fill: Callable[..., Tensor] = torch.randn) -> list[Tensor]:
+def unaligned(
+    numels: list[int], dtype: torch.dtype, fill: Callable[..., Tensor] = torch.randn
+) -> list[Tensor]:
     """Tensors every other one of which begins where it is not 16-byte aligned."""
     torch.manual_seed(0)
     return [fill(numel + i % 2, device=DEVICE).to(dtype)[i % 2 :] for i, numel in enumerate(numels)]
@@ -136,7 +154,9 @@ def test_any_number_of_tensors_is_flattened(comm, n_tensors):
     numels = [1 + i % 97 for i in range(n_tensors)]
     tensors, offsets = unaligned(numels, torch.float32), offsets_of(numels)
     flat = torch.zeros(offsets[-1] + numels[-1], device=DEVICE)
-    MultiTensor(numels, offsets, torch.float32, torch.float32, comm.cuda).flatten(tensors, flat, 0.5)
+    MultiTensor(numels, offsets, torch.float32, torch.float32, comm.cuda).flatten(
+        tensors, flat, 0.5
+    )
     expected = torch.zeros_like(flat)
     for tensor, offset in zip(tensors, offsets, strict=True):
         expected[offset : offset + tensor.numel()] = 0.5 * tensor
@@ -174,7 +194,11 @@ def train(model: nn.Module, steps: int, *, in_step: Callable[[], object] = lambd
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, MANY_BUCKETS, {**MANY_BUCKETS, "streams": 2}], ids=["one bucket", "many buckets", "two streams"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, MANY_BUCKETS, {**MANY_BUCKETS, "streams": 2}],
+    ids=["one bucket", "many buckets", "two streams"],
+)
 def test_a_reducer_of_one_rank_changes_nothing(comm, options):
     model, plain = mlp(), mlp()
     fastcomm.Reducer(comm, **options).attach(model)
@@ -183,7 +207,9 @@ def test_a_reducer_of_one_rank_changes_nothing(comm, options):
     assert_same_parameters(model, plain)
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=ids)
+@pytest.mark.parametrize(
+    "wire", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=ids
+)
 def test_a_wire_dtype_of_one_rank_is_one_cast_there_and_back(comm, wire):
     model, plain = mlp(), mlp()
     fastcomm.Reducer(comm, wire_dtype=wire, **MANY_BUCKETS).attach(model)
@@ -194,7 +220,9 @@ def test_a_wire_dtype_of_one_rank_is_one_cast_there_and_back(comm, wire):
 
 
 def capture_step(model: nn.Module, x: Tensor) -> torch.cuda.CUDAGraph:
-    """A whole step, after the warm-up every capture asks for. The model has made STEPS steps then."""
+    """A whole step, after the warm-up every capture asks for. The model has made STEPS steps
+    then.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -215,7 +243,9 @@ def capture_step(model: nn.Module, x: Tensor) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("options", [{}, {**MANY_BUCKETS, "wire_dtype": torch.bfloat16}], ids=["views", "bfloat16 wire"])
+@pytest.mark.parametrize(
+    "options", [{}, {**MANY_BUCKETS, "wire_dtype": torch.bfloat16}], ids=["views", "bfloat16 wire"]
+)
 def test_a_captured_training_step_gives_the_parameters_of_eager_ones(comm, options):
     captured, eager = mlp(), mlp()
     fastcomm.Reducer(comm, **options).attach(captured)
@@ -261,12 +291,18 @@ def test_close_refuses_while_a_graph_lives_and_works_after(tmp_path):
 
 @pytest.fixture
 def no_synchronisation() -> Iterator[Callable[[], None]]:
-    """Called, it makes every synchronisation of torch's with the device an error until the test ends."""
+    """Called, it makes every synchronisation of torch's with the device an error until the test
+    ends.
+    """
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", [{}, {**MANY_BUCKETS, "wire_dtype": torch.float16}], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**MANY_BUCKETS, "wire_dtype": torch.float16}],
+    ids=["one bucket", "many buckets"],
+)
 def test_a_step_does_not_synchronise(comm, no_synchronisation, options):
     model, x = mlp(), inputs()
     fastcomm.Reducer(comm, **options).attach(model)
@@ -279,7 +315,9 @@ def test_a_step_does_not_synchronise(comm, no_synchronisation, options):
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": torch.bfloat16}], ids=["a pass of its own", "on the way"])
+@pytest.mark.parametrize(
+    "options", [{}, {"wire_dtype": torch.bfloat16}], ids=["a pass of its own", "on the way"]
+)
 def test_norm_and_clipping_are_torchs_without_synchronising(comm, no_synchronisation, options):
     model, x = mlp(), inputs()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS, **options).attach(model)
@@ -336,7 +374,11 @@ def test_nonfinite_gradients_are_counted_on_the_device(comm):
     x[0, 0] = float("inf")
     model.zero_grad()
     loss_of(model, x).backward()
-    assert reducer.nonfinite_count() == sum(int((~p.grad.isfinite()).sum()) for p in model.parameters()) > 0
+    assert (
+        reducer.nonfinite_count()
+        == sum(int((~p.grad.isfinite()).sum()) for p in model.parameters())
+        > 0
+    )
 
 
 # Models of other kinds
@@ -372,7 +414,9 @@ def test_a_checkpointed_model_is_reduced(comm, use_reentrant):
     for _ in range(2):
         for one in (model, plain):
             one.zero_grad()
-            loss_of(one, inputs().requires_grad_()).backward()  # reentrant checkpoints want an input with a gradient
+            loss_of(
+                one, inputs().requires_grad_()
+            ).backward()  # reentrant checkpoints want an input with a gradient
         assert_same_gradients(model, plain)
 
 
@@ -443,7 +487,10 @@ def oracle(world_size: int, steps: int) -> nn.Module:
     for step in range(steps):
         optimizer.zero_grad()
         with torch.device("cpu"):
-            losses = [F.mse_loss(model(x.double()), y.double()) for x, y in (batch(rank, step) for rank in range(world_size))]
+            losses = [
+                F.mse_loss(model(x.double()), y.double())
+                for x, y in (batch(rank, step) for rank in range(world_size))
+            ]
         (sum(losses) / world_size).backward()
         optimizer.step()
     return model
@@ -452,7 +499,9 @@ def oracle(world_size: int, steps: int) -> nn.Module:
 def train_on_ranks(comm: Any, steps: int, **options: Any) -> nn.Module:
     model = small().float().to(comm.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001, **options).attach(model)
+    fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001, **options).attach(
+        model
+    )
     for step in range(steps):
         with torch.device("cpu"):
             x, y = batch(comm.rank, step)
@@ -463,7 +512,12 @@ def train_on_ranks(comm: Any, steps: int, **options: Any) -> nn.Module:
 
 
 # A parameter's relative and absolute error after STEPS steps: a few roundings of what travels.
-TOLERANCES = {None: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float16: (2e-3, 2e-3), torch.float8_e5m2: (0.2, 0.2)}
+TOLERANCES = {
+    None: (1e-5, 1e-6),
+    torch.bfloat16: (2e-2, 2e-2),
+    torch.float16: (2e-3, 2e-3),
+    torch.float8_e5m2: (0.2, 0.2),
+}
 
 
 @pytest.mark.usefixtures("over_nccl")
@@ -472,7 +526,9 @@ TOLERANCES = {None: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float16: (
 def test_ranks_that_share_a_card_train_as_one_process_does(comm, wire):
     model = train_on_ranks(comm, STEPS, wire_dtype=wire)
     rtol, atol = TOLERANCES[wire]
-    for parameter, exact in zip(model.parameters(), oracle(comm.world_size, STEPS).parameters(), strict=True):
+    for parameter, exact in zip(
+        model.parameters(), oracle(comm.world_size, STEPS).parameters(), strict=True
+    ):
         torch.testing.assert_close(parameter, exact, rtol=rtol, atol=atol)
 
 
@@ -480,7 +536,9 @@ def test_ranks_that_share_a_card_train_as_one_process_does(comm, wire):
 @on_ranks(2)
 def test_two_streams_of_two_ranks_that_share_a_card_do_not_block_each_other(comm):
     model = train_on_ranks(comm, STEPS, streams=2)
-    for parameter, exact in zip(model.parameters(), oracle(comm.world_size, STEPS).parameters(), strict=True):
+    for parameter, exact in zip(
+        model.parameters(), oracle(comm.world_size, STEPS).parameters(), strict=True
+    ):
         torch.testing.assert_close(parameter, exact, rtol=1e-5, atol=1e-6)
 
 

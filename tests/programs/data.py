@@ -106,7 +106,8 @@ class Backward(_Compact):
 class Fail(_Compact):
     """A step that is no good on the ranks of `failing`, a bit each: backward raises there before it
     comes to layer `at`, or, with `at` None, the rank calls comm.abandon(). All ranks skip it. Under
-    no_sync(), nobody else hears of it, and those ranks go on with the gradients they have."""
+    no_sync(), nobody else hears of it, and those ranks go on with the gradients they have.
+    """
 
     routes: tuple[Route, ...]
     failing: int

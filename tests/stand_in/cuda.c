@@ -1,6 +1,8 @@
-/* A stand-in for libcuda.so.1, which tests load through FASTCOMM_CUDA_LIBRARY: host memory plays device memory, and a stream is done with
- * a call when the call returns. It checks what the driver checks (handles, contexts, what a capture forbids), keeps a log, fails on order,
- * and runs the kernels that the host shim exports (FASTCOMM_STAND_IN_KERNELS). It records no graphs: what is captured runs at once. */
+/* A stand-in for libcuda.so.1, which tests load through FASTCOMM_CUDA_LIBRARY: host memory plays
+ * device memory, and a stream is done with a call when the call returns. It checks what the driver
+ * checks (handles, contexts, what a capture forbids), keeps a log, fails on order, and runs the
+ * kernels that the host shim exports (FASTCOMM_STAND_IN_KERNELS). It records no graphs: what is
+ * captured runs at once. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -80,12 +82,17 @@ static const struct {
     ERROR(CUDA_ERROR_NOT_READY, "device not ready"),
     ERROR(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered"),
     ERROR(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure"),
-    ERROR(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "system has unsupported display driver / cuda driver combination"),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"),
+    ERROR(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH,
+          "system has unsupported display driver / cuda driver combination"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+          "operation not permitted when stream is capturing"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+          "operation failed due to a previous error during capture"),
     ERROR(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "capturing stream has unjoined work"),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "dependency created on uncaptured work in another stream"),
-    ERROR(CUDA_ERROR_CAPTURED_EVENT, "operation not permitted on an event last recorded in a capturing stream"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+          "dependency created on uncaptured work in another stream"),
+    ERROR(CUDA_ERROR_CAPTURED_EVENT,
+          "operation not permitted on an event last recorded in a capturing stream"),
     ERROR(CUDA_ERROR_UNKNOWN, "unknown error"),
 #undef ERROR
 };
@@ -176,7 +183,9 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
         return result;
     }
     *module = calloc(1, sizeof **module);
-    return *module == NULL ? CUDA_ERROR_OUT_OF_MEMORY : image == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    return *module == NULL ? CUDA_ERROR_OUT_OF_MEMORY
+           : image == NULL ? CUDA_ERROR_INVALID_VALUE
+                           : CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule module) {
@@ -226,23 +235,28 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *handle, CUmodule module, const c
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunction function, int block_size, size_t shared_nbytes) {
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunction function,
+                                                            int block_size, size_t shared_nbytes) {
     CUresult result = ready(DRIVER, stand_in_asked("cuOccupancyMaxActiveBlocksPerMultiprocessor"));
     *count = block_size > 0 && shared_nbytes == 0 ? THREADS_PER_MULTIPROCESSOR / block_size : 0;
     return result == CUDA_SUCCESS && function == NULL ? CUDA_ERROR_INVALID_HANDLE : result;
 }
 
 /* The kernels of the shim know one dimension, no shared memory, and parameters by address. */
-EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                               unsigned block_z, unsigned shared_nbytes, CUstream stream, void **parameters, void **extra) {
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
+                               unsigned grid_z, unsigned block_x, unsigned block_y,
+                               unsigned block_z, unsigned shared_nbytes, CUstream stream,
+                               void **parameters, void **extra) {
     if (function == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    CUresult result = ready(DRIVER, stand_in_called("cuLaunchKernel %s stream=0x%zx", function->name, number_of(stream)));
+    CUresult result = ready(DRIVER, stand_in_called("cuLaunchKernel %s stream=0x%zx",
+                                                    function->name, number_of(stream)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
-    bool is_flat = grid_y == 1 && grid_z == 1 && block_y == 1 && block_z == 1 && shared_nbytes == 0 && extra == NULL;
+    bool is_flat = grid_y == 1 && grid_z == 1 && block_y == 1 && block_z == 1 &&
+                   shared_nbytes == 0 && extra == NULL;
     if (!is_flat || grid_x == 0 || block_x == 0 || block_x > THREADS_PER_BLOCK) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -288,18 +302,23 @@ static CUresult copy(void *to, const void *from, size_t nbytes, CUstream stream,
     return result;
 }
 
-EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t nbytes, CUstream stream) {
-    int fault = stand_in_called("cuMemcpyHtoDAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
+EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t nbytes,
+                                     CUstream stream) {
+    int fault =
+        stand_in_called("cuMemcpyHtoDAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
     return copy((void *)(uintptr_t)to, from, nbytes, stream, fault);
 }
 
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
-    int fault = stand_in_called("cuMemcpyDtoHAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
+    int fault =
+        stand_in_called("cuMemcpyDtoHAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
     return copy(to, (const void *)(uintptr_t)from, nbytes, stream, fault);
 }
 
-EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
-    int fault = stand_in_called("cuMemsetD8Async nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes,
+                                CUstream stream) {
+    int fault =
+        stand_in_called("cuMemsetD8Async nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
     CUresult result = ready(DRIVER, fault);
     if (result == CUDA_SUCCESS) {
         result = put_work_into(stream);

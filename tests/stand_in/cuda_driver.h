@@ -1,5 +1,5 @@
-/* The stand-in for the CUDA driver in its parts: the driver, its device, modules and memory (cuda.c); streams, events and captures
- * (cuda_streams.c); what graphs own (cuda_graphs.c). */
+/* The stand-in for the CUDA driver in its parts: the driver, its device, modules and memory
+ * (cuda.c); streams, events and captures (cuda_streams.c); what graphs own (cuda_graphs.c). */
 #ifndef FASTCOMM_STAND_IN_CUDA_DRIVER_H
 #define FASTCOMM_STAND_IN_CUDA_DRIVER_H
 
@@ -34,8 +34,16 @@ typedef enum {
 } CUresult;
 
 typedef enum { CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16 } CUdevice_attribute;
-typedef enum { CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_STREAM_CAPTURE_STATUS_INVALIDATED } CUstreamCaptureStatus;
-typedef enum { CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CU_STREAM_CAPTURE_MODE_RELAXED } CUstreamCaptureMode;
+typedef enum {
+    CU_STREAM_CAPTURE_STATUS_NONE,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE,
+    CU_STREAM_CAPTURE_STATUS_INVALIDATED
+} CUstreamCaptureStatus;
+typedef enum {
+    CU_STREAM_CAPTURE_MODE_GLOBAL,
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+    CU_STREAM_CAPTURE_MODE_RELAXED
+} CUstreamCaptureMode;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
@@ -49,14 +57,18 @@ typedef void (*CUhostFn)(void *);
 
 /* ---- for tests ---- */
 
-/* Begins a capture on the NULL stream by this thread, as torch.cuda.graph(capture_error_mode="global") (1) or "thread_local" (2) would, or
- * ends it (0). Streams that were created join when they wait for an event of the capture. Returns what cuStreamEndCapture would. */
+/* Begins a capture on the NULL stream by this thread, as
+ * torch.cuda.graph(capture_error_mode="global") (1) or "thread_local" (2) would, or ends it (0).
+ * Streams that were created join when they wait for an event of the capture. Returns what
+ * cuStreamEndCapture would. */
 EXPORT CUresult stand_in_capture(int mode);
 
-/* Destroys every graph there is, with the objects that only graphs hold: as if the owner of each had let go. */
+/* Destroys every graph there is, with the objects that only graphs hold: as if the owner of each
+ * had let go. */
 EXPORT void stand_in_destroy_graphs(void);
 
-/* While set, no recorded event is ever reached: a query says "not ready", and a synchronisation blocks. */
+/* While set, no recorded event is ever reached: a query says "not ready", and a synchronisation
+ * blocks. */
 EXPORT void stand_in_hold_events(int hold);
 
 EXPORT size_t stand_in_live_streams(void);
@@ -64,14 +76,16 @@ EXPORT size_t stand_in_live_events(void);
 
 /* ---- between the parts ---- */
 
-/* What a call needs before it looks at its arguments: cuInit, or also a current context. Gives its fault, if it has one. */
+/* What a call needs before it looks at its arguments: cuInit, or also a current context. Gives its
+ * fault, if it has one. */
 enum needs { DRIVER, CONTEXT };
 CUresult ready(enum needs needs, int fault);
 
 /* A launch or a copy comes into the stream. */
 CUresult put_work_into(CUstream stream);
 
-/* Whether this thread may now make a call that a capture would not notice. Where it may not, the capture is spoilt. */
+/* Whether this thread may now make a call that a capture would not notice. Where it may not, the
+ * capture is spoilt. */
 CUresult may_be_unsafe(void);
 
 /* Streams and events are small numbers. */

@@ -1,4 +1,5 @@
-/* What graphs own in the stand-in for the CUDA driver. It records no graphs, but what a program ties to their lives works. */
+/* What graphs own in the stand-in for the CUDA driver. It records no graphs, but what a program
+ * ties to their lives works. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -17,7 +18,8 @@ struct CUuserObject_st {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static CUuserObject objects;
 
-EXPORT CUresult cuUserObjectCreate(CUuserObject *object, void *pointer, CUhostFn destroy, unsigned n_references, unsigned flags) {
+EXPORT CUresult cuUserObjectCreate(CUuserObject *object, void *pointer, CUhostFn destroy,
+                                   unsigned n_references, unsigned flags) {
     CUresult result = ready(DRIVER, stand_in_called("cuUserObjectCreate"));
     if (result != CUDA_SUCCESS || n_references == 0 || flags != CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
@@ -33,8 +35,10 @@ EXPORT CUresult cuUserObjectCreate(CUuserObject *object, void *pointer, CUhostFn
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned count, unsigned flags) {
-    CUresult result = ready(DRIVER, stand_in_called("cuGraphRetainUserObject graph=%zu", number_of(graph)));
+EXPORT CUresult cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned count,
+                                        unsigned flags) {
+    CUresult result =
+        ready(DRIVER, stand_in_called("cuGraphRetainUserObject graph=%zu", number_of(graph)));
     if (result != CUDA_SUCCESS || graph == NULL) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
     }

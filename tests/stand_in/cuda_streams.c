@@ -1,5 +1,6 @@
-/* Streams and events of the stand-in for the CUDA driver, and what a capture forbids. A stream has nothing to do, so all that is kept is
- * who waits for whom. None of their numbers is used twice, so that the use of a destroyed one is found. */
+/* Streams and events of the stand-in for the CUDA driver, and what a capture forbids. A stream has
+ * nothing to do, so all that is kept is who waits for whom. None of their numbers is used twice, so
+ * that the use of a destroyed one is found. */
 #define _GNU_SOURCE
 #include <pthread.h>
 
@@ -93,14 +94,17 @@ static CUresult invalidate(CUresult reason) {
     return reason;
 }
 
-/* Whether the calling thread may make a call that a capture would not notice: the rules of cuThreadExchangeStreamCaptureMode. */
+/* Whether the calling thread may make a call that a capture would not notice: the rules of
+ * cuThreadExchangeStreamCaptureMode. */
 static CUresult allowed_during_capture(void) {
     if (capture.mode == NO_CAPTURE || thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) {
         return CUDA_SUCCESS;
     }
     bool is_ours = pthread_equal(capture.thread, pthread_self());
-    bool minds_others = thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && capture.mode == GLOBAL_CAPTURE;
-    return is_ours || minds_others ? invalidate(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) : CUDA_SUCCESS;
+    bool minds_others =
+        thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && capture.mode == GLOBAL_CAPTURE;
+    return is_ours || minds_others ? invalidate(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+                                   : CUDA_SUCCESS;
 }
 
 static CUresult put_into(struct stream *stream) {
@@ -175,7 +179,8 @@ static void set_live(bool *live) {
 
 EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) {
     size_t number = take_number(&n_streams);
-    int fault = stand_in_called("cuStreamCreateWithPriority stream=0x%zx flags=%u priority=%d", number, flags, priority);
+    int fault = stand_in_called("cuStreamCreateWithPriority stream=0x%zx flags=%u priority=%d",
+                                number, flags, priority);
     CUresult result = ready(CONTEXT, fault);
     if (result != CUDA_SUCCESS || number == 0) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_OUT_OF_MEMORY;
@@ -186,7 +191,8 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int
 }
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
-    CUresult result = ready(DRIVER, stand_in_called("cuStreamDestroy stream=0x%zx", number_of(handle)));
+    CUresult result =
+        ready(DRIVER, stand_in_called("cuStreamDestroy stream=0x%zx", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -206,9 +212,11 @@ static CUresult wait_while_events_are_held(void) {
     return CUDA_SUCCESS;
 }
 
-/* A stream that captures cannot be waited for at all, other streams only by threads that the capture does not concern. */
+/* A stream that captures cannot be waited for at all, other streams only by threads that the
+ * capture does not concern. */
 EXPORT CUresult cuStreamSynchronize(CUstream handle) {
-    CUresult result = ready(DRIVER, stand_in_called("cuStreamSynchronize stream=0x%zx", number_of(handle)));
+    CUresult result =
+        ready(DRIVER, stand_in_called("cuStreamSynchronize stream=0x%zx", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -217,7 +225,8 @@ EXPORT CUresult cuStreamSynchronize(CUstream handle) {
     if (stream == NULL) {
         result = CUDA_ERROR_INVALID_HANDLE;
     } else {
-        result = is_capturing(stream) ? invalidate(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) : allowed_during_capture();
+        result = is_capturing(stream) ? invalidate(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+                                      : allowed_during_capture();
     }
     if (result == CUDA_SUCCESS) {
         wait_while_events_are_held();
@@ -245,10 +254,12 @@ static CUstreamCaptureStatus status_of(const struct stream *stream) {
     if (!is_capturing(stream)) {
         return CU_STREAM_CAPTURE_STATUS_NONE;
     }
-    return capture.invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    return capture.invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                               : CU_STREAM_CAPTURE_STATUS_ACTIVE;
 }
 
-static CUresult ask_for_capture(CUstream handle, CUstreamCaptureStatus *status, unsigned long long *number) {
+static CUresult ask_for_capture(CUstream handle, CUstreamCaptureStatus *status,
+                                unsigned long long *number) {
     pthread_mutex_lock(&mutex);
     const struct stream *stream = stream_of(handle);
     *status = stream != NULL ? status_of(stream) : CU_STREAM_CAPTURE_STATUS_NONE;
@@ -264,12 +275,15 @@ EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *stat
 }
 
 /* The graph of a capture has the capture's number. Nobody asks for what it depends on. */
-EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status, unsigned long long *identifier, CUgraph *graph,
+EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status,
+                                          unsigned long long *identifier, CUgraph *graph,
                                           const void *dependencies, size_t *n_dependencies) {
     unsigned long long number;
     CUresult result = ready(DRIVER, stand_in_asked("cuStreamGetCaptureInfo"));
     if (result == CUDA_SUCCESS) {
-        result = dependencies == NULL && n_dependencies == NULL ? ask_for_capture(stream, status, &number) : CUDA_ERROR_INVALID_VALUE;
+        result = dependencies == NULL && n_dependencies == NULL
+                     ? ask_for_capture(stream, status, &number)
+                     : CUDA_ERROR_INVALID_VALUE;
     }
     if (result == CUDA_SUCCESS && *status == CU_STREAM_CAPTURE_STATUS_ACTIVE) {
         if (identifier != NULL) {
@@ -297,7 +311,8 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
     size_t number = take_number(&n_events);
-    CUresult result = ready(CONTEXT, stand_in_called("cuEventCreate event=%zu flags=%u", number, flags));
+    CUresult result =
+        ready(CONTEXT, stand_in_called("cuEventCreate event=%zu flags=%u", number, flags));
     if (result != CUDA_SUCCESS || number == 0) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -336,7 +351,8 @@ static CUresult record(struct event *event, CUstream handle) {
 }
 
 EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream) {
-    int fault = stand_in_called("cuEventRecord event=%zu stream=0x%zx", number_of(handle), number_of(stream));
+    int fault = stand_in_called("cuEventRecord event=%zu stream=0x%zx", number_of(handle),
+                                number_of(stream));
     CUresult result = ready(DRIVER, fault);
     if (result != CUDA_SUCCESS) {
         return result;
@@ -347,7 +363,8 @@ EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream) {
     return result;
 }
 
-/* An event of a capture takes the waiting stream into the capture; no other event may be waited for there. */
+/* An event of a capture takes the waiting stream into the capture; no other event may be waited for
+ * there. */
 static CUresult wait_for_event(struct stream *stream, const struct event *event) {
     if (stream == NULL || event == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
@@ -373,7 +390,8 @@ static CUresult wait_for_event(struct stream *stream, const struct event *event)
 
 EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     (void)flags; /* 0: the other one only matters to graphs */
-    int fault = stand_in_called("cuStreamWaitEvent stream=0x%zx event=%zu", number_of(stream), number_of(event));
+    int fault = stand_in_called("cuStreamWaitEvent stream=0x%zx event=%zu", number_of(stream),
+                                number_of(event));
     CUresult result = ready(DRIVER, fault);
     if (result != CUDA_SUCCESS) {
         return result;
@@ -384,7 +402,8 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags
     return result;
 }
 
-/* Whether the host may ask for this event at all. One recorded in a capture is never reached: only its replays are. */
+/* Whether the host may ask for this event at all. One recorded in a capture is never reached: only
+ * its replays are. */
 static CUresult observable(const struct event *event) {
     if (event == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
@@ -408,7 +427,8 @@ EXPORT CUresult cuEventQuery(CUevent handle) {
 }
 
 EXPORT CUresult cuEventSynchronize(CUevent handle) {
-    CUresult result = ready(DRIVER, stand_in_called("cuEventSynchronize event=%zu", number_of(handle)));
+    CUresult result =
+        ready(DRIVER, stand_in_called("cuEventSynchronize event=%zu", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }

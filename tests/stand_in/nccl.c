@@ -1,10 +1,11 @@
-/* A stand-in for libnccl.so.2, which tests load through FASTCOMM_NCCL_LIBRARY: communicators of the processes of one host whose
- * collectives work, on host memory, and are over when the call returns, whatever the stream. It keeps a log and fails, hangs or stays in
- * progress on order.
+/* A stand-in for libnccl.so.2, which tests load through FASTCOMM_NCCL_LIBRARY: communicators of the
+ * processes of one host whose collectives work, on host memory, and are over when the call returns,
+ * whatever the stream. It keeps a log and fails, hangs or stays in progress on order.
  *
- * As with NCCL, ranks that do not ask for the same, and ranks whose peers are gone, wait until somebody aborts; the waiting call then
- * returns ncclInternalError. Unlike NCCL it finds every use of a communicator that is gone, and two threads in one communicator.
- * A communicator that asks not to block forms by itself: ncclCommGetAsyncError says when. Its collectives block all the same. */
+ * As with NCCL, ranks that do not ask for the same, and ranks whose peers are gone, wait until
+ * somebody aborts; the waiting call then returns ncclInternalError. Unlike NCCL it finds every use
+ * of a communicator that is gone, and two threads in one communicator. A communicator that asks not
+ * to block forms by itself: ncclCommGetAsyncError says when. Its collectives block all the same. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
@@ -12,7 +13,8 @@
 
 #include "nccl_calls.h"
 
-/* Compiled with -DTOO_OLD, it is a library of before 2.18, for whatever looks at the version or for these functions. */
+/* Compiled with -DTOO_OLD, it is a library of before 2.18, for whatever looks at the version or for
+ * these functions. */
 #ifdef TOO_OLD
 #define SINCE_2_18
 #define VERSION 21701
@@ -83,7 +85,8 @@ static int version(void) {
     return version;
 }
 
-/* A communicator that has arrived in its world, where others may be missing. One call, the caller's, is inside. */
+/* A communicator that has arrived in its world, where others may be missing. One call, the
+ * caller's, is inside. */
 static ncclComm_t arrive(const struct address *address, int rank, int n_ranks) {
     ncclComm_t comm = calloc(1, sizeof *comm);
     struct world *world = comm != NULL ? world_join(address, rank, n_ranks) : NULL;
@@ -98,7 +101,8 @@ static ncclComm_t arrive(const struct address *address, int rank, int n_ranks) {
     return comm;
 }
 
-/* Waits for the other ranks. The caller is inside no longer; the communicator is gone unless this succeeds. */
+/* Waits for the other ranks. The caller is inside no longer; the communicator is gone unless this
+ * succeeds. */
 static ncclResult_t form(ncclComm_t *comm, const char *function) {
     ncclComm_t formed = *comm;
     bool has_met = world_wait(formed->world), agrees = has_met && world_agrees(formed->world);
@@ -131,11 +135,14 @@ static ncclResult_t check_config(const ncclConfig_t *config, int n_ranks, int ra
     if (config->magic != CONFIG_MAGIC) {
         return fail(ncclInvalidArgument, function, "the config's magic is not 0xcafebeef");
     }
-    return config->version > 0 ? ncclSuccess : fail(ncclInvalidArgument, function, "the config has no version");
+    return config->version > 0 ? ncclSuccess
+                               : fail(ncclInvalidArgument, function, "the config has no version");
 }
 
-/* In a group it is executed at once all the same: groups that make communicators are for several devices of one process. */
-SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+/* In a group it is executed at once all the same: groups that make communicators are for several
+ * devices of one process. */
+SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, ncclUniqueId id,
+                                               int rank, ncclConfig_t *config) {
     const char *function = "ncclCommInitRankConfig";
     int fault = stand_in_called("ncclCommInitRankConfig rank=%d world_size=%d", rank, n_ranks);
     ncclResult_t result = begin_without_comm(function, fault);
@@ -151,7 +158,8 @@ SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, nc
     memcpy(&address, &id, sizeof address);
     *comm = arrive(&address, rank, n_ranks);
     if (*comm == NULL) {
-        return fail(ncclSystemError, function, "nobody is at the unique id's address, or this rank has been there");
+        return fail(ncclSystemError, function,
+                    "nobody is at the unique id's address, or this rank has been there");
     }
     if (!is_stuck && (config == NULL || config->blocking != 0)) {
         return form(comm, function);
@@ -163,7 +171,8 @@ SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, nc
     return ncclInProgress;
 }
 
-/* What each rank tells the others when they split. Every rank offers a world; the first of a color gives it. */
+/* What each rank tells the others when they split. Every rank offers a world; the first of a color
+ * gives it. */
 struct split {
     int color, key;
     struct address address;
@@ -196,10 +205,12 @@ static ncclComm_t arrive_in_part(ncclComm_t parent, const struct split *ours) {
     return arrive(&leader.address, rank, n_ranks);
 }
 
-SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *comm, ncclConfig_t *config) {
+SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *comm,
+                                      ncclConfig_t *config) {
     (void)config;
     *comm = NULL;
-    ncclResult_t result = begin_round(parent, "ncclCommSplit", stand_in_called("ncclCommSplit color=%d key=%d", color, key));
+    ncclResult_t result = begin_round(parent, "ncclCommSplit",
+                                      stand_in_called("ncclCommSplit color=%d key=%d", color, key));
     if (result != ncclSuccess) {
         return result;
     }
@@ -216,7 +227,9 @@ SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncc
     if (result != ncclSuccess || color == NO_COLOR) {
         return has_memory ? result : fail(ncclSystemError, "ncclCommSplit", "no shared memory");
     }
-    return *comm != NULL ? form(comm, "ncclCommSplit") : fail(ncclSystemError, "ncclCommSplit", "the first rank of the color is gone");
+    return *comm != NULL
+               ? form(comm, "ncclCommSplit")
+               : fail(ncclSystemError, "ncclCommSplit", "the first rank of the color is gone");
 }
 
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
@@ -235,14 +248,17 @@ EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     ncclResult_t result = begin(comm, "ncclCommDestroy", fault);
     if (result == ncclSuccess) {
         leave(comm);
-        result = dispose(comm) ? ncclSuccess : fail(ncclInternalError, "ncclCommDestroy", "aborted");
+        result =
+            dispose(comm) ? ncclSuccess : fail(ncclInternalError, "ncclCommDestroy", "aborted");
     }
     return result;
 }
 
-/* Ends what is under way, as an abort does, but the communicator stays, to be destroyed or aborted. */
+/* Ends what is under way, as an abort does, but the communicator stays, to be destroyed or aborted.
+ */
 EXPORT ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
-    ncclResult_t result = begin(comm, "ncclCommRevoke", stand_in_called("ncclCommRevoke flags=%d", flags));
+    ncclResult_t result =
+        begin(comm, "ncclCommRevoke", stand_in_called("ncclCommRevoke flags=%d", flags));
     if (result == ncclSuccess) {
         world_abandon(comm->world);
         leave(comm);
@@ -265,7 +281,8 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
-    ncclResult_t result = begin(comm, "ncclCommGetAsyncError", stand_in_asked("ncclCommGetAsyncError"));
+    ncclResult_t result =
+        begin(comm, "ncclCommGetAsyncError", stand_in_asked("ncclCommGetAsyncError"));
     if (result != ncclSuccess) {
         return result;
     }
@@ -287,7 +304,8 @@ static int device_of(ncclComm_t comm) {
     return 0;
 }
 
-static ncclResult_t ask(ncclComm_t comm, const char *function, int (*fact_of)(ncclComm_t), int *fact) {
+static ncclResult_t ask(ncclComm_t comm, const char *function, int (*fact_of)(ncclComm_t),
+                        int *fact) {
     ncclResult_t result = begin(comm, function, stand_in_asked(function));
     if (result == ncclSuccess) {
         *fact = fact_of(comm);

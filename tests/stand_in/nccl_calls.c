@@ -1,5 +1,5 @@
-/* What every call of the stand-in for NCCL begins with: the orders of tests, and whether the communicator is alive. Keeps the list of those
- * that are, and the last error. */
+/* What every call of the stand-in for NCCL begins with: the orders of tests, and whether the
+ * communicator is alive. Keeps the list of those that are, and the last error. */
 #define _GNU_SOURCE
 #include "nccl_calls.h"
 
@@ -85,7 +85,8 @@ ncclResult_t begin_without_comm(const char *function, int fault) {
     return is_ordered(in_progress, function) ? ncclInProgress : ncclSuccess;
 }
 
-/* Called with the mutex held. The place in the list of communicators, which holds NULL if it is not there. */
+/* Called with the mutex held. The place in the list of communicators, which holds NULL if it is not
+ * there. */
 static ncclComm_t *link_to(ncclComm_t comm) {
     ncclComm_t *link = &comms;
     while (*link != NULL && *link != comm) {
@@ -111,7 +112,9 @@ ncclResult_t enter(ncclComm_t comm, const char *function) {
         comm->n_inside++;
     }
     pthread_mutex_unlock(&nccl_mutex);
-    return is_live ? ncclSuccess : fail(ncclInvalidArgument, function, "the communicator was destroyed or aborted");
+    return is_live
+               ? ncclSuccess
+               : fail(ncclInvalidArgument, function, "the communicator was destroyed or aborted");
 }
 
 void get_stuck(ncclComm_t comm) {
@@ -121,7 +124,8 @@ void get_stuck(ncclComm_t comm) {
 }
 
 ncclResult_t begin(ncclComm_t comm, const char *function, int fault) {
-    ncclResult_t result = fault != 0 ? fail((ncclResult_t)fault, function, "told to fail") : enter(comm, function);
+    ncclResult_t result =
+        fault != 0 ? fail((ncclResult_t)fault, function, "told to fail") : enter(comm, function);
     if (result != ncclSuccess) {
         return result;
     }
@@ -151,8 +155,9 @@ ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault) {
         return ncclSuccess;
     }
     leave(comm);
-    return is_forming ? fail(ncclInvalidArgument, function, "the communicator is still in progress")
-                      : fail(ncclInvalidUsage, function, "another thread is using the communicator");
+    return is_forming
+               ? fail(ncclInvalidArgument, function, "the communicator is still in progress")
+               : fail(ncclInvalidUsage, function, "another thread is using the communicator");
 }
 
 ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done) {
@@ -175,7 +180,8 @@ void add_comm(ncclComm_t comm) {
 
 bool dispose(ncclComm_t comm) {
     pthread_mutex_lock(&nccl_mutex);
-    /* It is looked up again after every wait: a destruction that waits for a blocked call may be overtaken by an abort. */
+    /* It is looked up again after every wait: a destruction that waits for a blocked call may be
+     * overtaken by an abort. */
     while (*link_to(comm) != NULL && comm->n_inside > 0) {
         pthread_cond_wait(&somebody_left, &nccl_mutex);
     }
@@ -205,5 +211,7 @@ ncclResult_t state_of(ncclComm_t comm) {
         state = ncclInProgress;
     }
     pthread_mutex_unlock(&nccl_mutex);
-    return disagrees ? fail(state, "ncclCommInitRankConfig", "the ranks have different versions of NCCL") : state;
+    return disagrees
+               ? fail(state, "ncclCommInitRankConfig", "the ranks have different versions of NCCL")
+               : state;
 }

@@ -1,5 +1,6 @@
-/* The stand-in for NCCL in its parts: the library and its communicators (nccl.c), the orders and checks that every call begins with
- * (nccl_calls.c), collectives and groups (nccl_collectives.c), memory (nccl_memory.c). */
+/* The stand-in for NCCL in its parts: the library and its communicators (nccl.c), the orders and
+ * checks that every call begins with (nccl_calls.c), collectives and groups (nccl_collectives.c),
+ * memory (nccl_memory.c). */
 #ifndef FASTCOMM_STAND_IN_NCCL_CALLS_H
 #define FASTCOMM_STAND_IN_NCCL_CALLS_H
 
@@ -39,10 +40,12 @@ typedef struct {
 /* What ncclCommGetAsyncError reports from now on, for every communicator. */
 EXPORT void stand_in_async_error(int code);
 
-/* Calls of this function block until their communicator is aborted; where they have none, or make or abort it, for ever. NULL heals it. */
+/* Calls of this function block until their communicator is aborted; where they have none, or make
+ * or abort it, for ever. NULL heals it. */
 EXPORT int stand_in_hang(const char *function);
 
-/* Calls of this function return ncclInProgress and do nothing; ncclCommGetAsyncError goes on saying so. NULL heals it. */
+/* Calls of this function return ncclInProgress and do nothing; ncclCommGetAsyncError goes on saying
+ * so. NULL heals it. */
 EXPORT int stand_in_in_progress(const char *function);
 
 EXPORT int stand_in_live_comms(void);
@@ -77,7 +80,8 @@ ncclResult_t begin(ncclComm_t comm, const char *function, int fault);
 ncclResult_t enter(ncclComm_t comm, const char *function);
 void leave(ncclComm_t comm);
 
-/* The same for calls that talk to the other ranks: the communicator must have been formed, and no other thread may be in one. */
+/* The same for calls that talk to the other ranks: the communicator must have been formed, and no
+ * other thread may be in one. */
 ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault);
 ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done);
 

@@ -30,10 +30,11 @@ static void inputs_at(const struct world *world, int n_ranks, size_t offset, con
     }
 }
 
-/* The collectives, a part of at most a slot at a time: `done` elements are over, `n` follow. What is lent is a copy, so that the output
- * may be written as soon as the round is over. */
+/* The collectives, a part of at most a slot at a time: `done` elements are over, `n` follow. What
+ * is lent is a copy, so that the output may be written as soon as the round is over. */
 
-static bool all_reduce_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+static bool all_reduce_part(const struct operation *o, const struct intent *intent, size_t done,
+                            size_t n) {
     struct world *world = o->comm->world;
     size_t nbytes = dtype_nbytes(o->dtype);
     if (!world_round(world, intent, (const char *)o->input + done * nbytes, n * nbytes)) {
@@ -45,35 +46,41 @@ static bool all_reduce_part(const struct operation *o, const struct intent *inte
     return true;
 }
 
-static bool broadcast_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+static bool broadcast_part(const struct operation *o, const struct intent *intent, size_t done,
+                           size_t n) {
     struct world *world = o->comm->world;
     size_t nbytes = dtype_nbytes(o->dtype);
     bool is_root = o->comm->rank == o->root;
-    if (!world_round(world, intent, is_root ? (const char *)o->input + done * nbytes : NULL, is_root ? n * nbytes : 0)) {
+    if (!world_round(world, intent, is_root ? (const char *)o->input + done * nbytes : NULL,
+                     is_root ? n * nbytes : 0)) {
         return false;
     }
     memcpy((char *)o->output + done * nbytes, world_slot(world, o->root), n * nbytes);
     return true;
 }
 
-static bool all_gather_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+static bool all_gather_part(const struct operation *o, const struct intent *intent, size_t done,
+                            size_t n) {
     struct world *world = o->comm->world;
     size_t nbytes = dtype_nbytes(o->dtype);
     if (!world_round(world, intent, (const char *)o->input + done * nbytes, n * nbytes)) {
         return false;
     }
     for (int r = 0; r < o->comm->n_ranks; r++) {
-        memcpy((char *)o->output + ((size_t)r * o->count + done) * nbytes, world_slot(world, r), n * nbytes);
+        memcpy((char *)o->output + ((size_t)r * o->count + done) * nbytes, world_slot(world, r),
+               n * nbytes);
     }
     return true;
 }
 
-static bool reduce_scatter_part(const struct operation *o, const struct intent *intent, size_t done, size_t n) {
+static bool reduce_scatter_part(const struct operation *o, const struct intent *intent, size_t done,
+                                size_t n) {
     struct world *world = o->comm->world;
     size_t nbytes = dtype_nbytes(o->dtype);
     char *lent = world_next_slot(world);
     for (int r = 0; r < o->comm->n_ranks; r++) {
-        memcpy(lent + (size_t)r * n * nbytes, (const char *)o->input + ((size_t)r * o->count + done) * nbytes, n * nbytes);
+        memcpy(lent + (size_t)r * n * nbytes,
+               (const char *)o->input + ((size_t)r * o->count + done) * nbytes, n * nbytes);
     }
     if (!world_round(world, intent, NULL, 0)) {
         return false;
@@ -100,7 +107,11 @@ static ncclResult_t run(const struct operation *o) {
     if (result != ncclSuccess) {
         return result;
     }
-    const struct intent intent = {.kind = (int32_t)o->kind, .count = o->count, .dtype = o->dtype, .op = o->op, .root = o->root};
+    const struct intent intent = {.kind = (int32_t)o->kind,
+                                  .count = o->count,
+                                  .dtype = o->dtype,
+                                  .op = o->op,
+                                  .root = o->root};
     size_t pieces = o->kind == REDUCE_SCATTER ? (size_t)o->comm->n_ranks : 1;
     size_t most = SLOT_BYTES / pieces / dtype_nbytes(o->dtype);
     bool is_done = true;
@@ -137,28 +148,37 @@ static ncclResult_t launch(const struct operation o, int fault) {
     return group_depth > 0 ? put_in_queue(&o) : run(&o);
 }
 
-EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count, ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
+EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
+                                  ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
                                   cudaStream_t stream) {
-    int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype, op, (size_t)stream);
+    int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype,
+                                op, (size_t)stream);
     return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm}, fault);
 }
 
-EXPORT ncclResult_t ncclBroadcast(const void *input, void *output, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
+EXPORT ncclResult_t ncclBroadcast(const void *input, void *output, size_t count,
+                                  ncclDataType_t dtype, int root, ncclComm_t comm,
                                   cudaStream_t stream) {
-    int fault = stand_in_called("ncclBroadcast numel=%zu dtype=%d root=%d stream=0x%zx", count, dtype, root, (size_t)stream);
-    return launch((struct operation){BROADCAST, input, output, count, dtype, SUM, root, comm}, fault);
+    int fault = stand_in_called("ncclBroadcast numel=%zu dtype=%d root=%d stream=0x%zx", count,
+                                dtype, root, (size_t)stream);
+    return launch((struct operation){BROADCAST, input, output, count, dtype, SUM, root, comm},
+                  fault);
 }
 
-EXPORT ncclResult_t ncclAllGather(const void *input, void *output, size_t count, ncclDataType_t dtype, ncclComm_t comm,
-                                  cudaStream_t stream) {
-    int fault = stand_in_called("ncclAllGather numel=%zu dtype=%d stream=0x%zx", count, dtype, (size_t)stream);
+EXPORT ncclResult_t ncclAllGather(const void *input, void *output, size_t count,
+                                  ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream) {
+    int fault = stand_in_called("ncclAllGather numel=%zu dtype=%d stream=0x%zx", count, dtype,
+                                (size_t)stream);
     return launch((struct operation){ALL_GATHER, input, output, count, dtype, SUM, 0, comm}, fault);
 }
 
-EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t count, ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
+EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t count,
+                                      ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
                                       cudaStream_t stream) {
-    int fault = stand_in_called("ncclReduceScatter numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype, op, (size_t)stream);
-    return launch((struct operation){REDUCE_SCATTER, input, output, count, dtype, op, 0, comm}, fault);
+    int fault = stand_in_called("ncclReduceScatter numel=%zu dtype=%d op=%d stream=0x%zx", count,
+                                dtype, op, (size_t)stream);
+    return launch((struct operation){REDUCE_SCATTER, input, output, count, dtype, op, 0, comm},
+                  fault);
 }
 
 /* ---- groups ---- */
@@ -169,8 +189,9 @@ EXPORT ncclResult_t ncclGroupStart(void) {
     return result;
 }
 
-/* Between communicators a group has no order: the ranks may have queued for them in different ones. So each communicator's operations are
- * brought together, in the order of something all ranks know. Stable, as within a communicator the order does matter. */
+/* Between communicators a group has no order: the ranks may have queued for them in different ones.
+ * So each communicator's operations are brought together, in the order of something all ranks know.
+ * Stable, as within a communicator the order does matter. */
 static void sort_by_communicator(struct operation *operations, size_t n) {
     for (size_t i = 1; i < n; i++) {
         const struct operation o = operations[i];

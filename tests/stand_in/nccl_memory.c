@@ -16,12 +16,14 @@ struct registration {
 static struct registration *registrations;
 
 EXPORT ncclResult_t ncclMemAlloc(void **address, size_t nbytes) {
-    ncclResult_t result = begin_without_comm("ncclMemAlloc", stand_in_called("ncclMemAlloc nbytes=%zu", nbytes));
+    ncclResult_t result =
+        begin_without_comm("ncclMemAlloc", stand_in_called("ncclMemAlloc nbytes=%zu", nbytes));
     if (result != ncclSuccess) {
         return result;
     }
     *address = stand_in_allocate(nbytes, ALIGNMENT);
-    return *address != NULL ? ncclSuccess : fail(ncclUnhandledCudaError, "ncclMemAlloc", "out of memory");
+    return *address != NULL ? ncclSuccess
+                            : fail(ncclUnhandledCudaError, "ncclMemAlloc", "out of memory");
 }
 
 static bool is_registered(const char *address) {
@@ -42,14 +44,17 @@ EXPORT ncclResult_t ncclMemFree(void *address) {
     if (is_registered(address)) {
         return fail(ncclInvalidUsage, "ncclMemFree", "the memory is still registered");
     }
-    return stand_in_release(address) ? ncclSuccess : fail(ncclInvalidArgument, "ncclMemFree", "not memory of ncclMemAlloc");
+    return stand_in_release(address)
+               ? ncclSuccess
+               : fail(ncclInvalidArgument, "ncclMemFree", "not memory of ncclMemAlloc");
 }
 
 static struct registration *add_registration(ncclComm_t comm, const void *buffer) {
     struct registration *registration = malloc(sizeof *registration);
     if (registration != NULL) {
         pthread_mutex_lock(&nccl_mutex);
-        *registration = (struct registration){.next = registrations, .comm = comm, .buffer = buffer};
+        *registration =
+            (struct registration){.next = registrations, .comm = comm, .buffer = buffer};
         registrations = registration;
         pthread_mutex_unlock(&nccl_mutex);
     }
@@ -70,7 +75,8 @@ void forget_registrations(ncclComm_t comm) {
     pthread_mutex_unlock(&nccl_mutex);
 }
 
-static ncclResult_t remove_registration(ncclComm_t comm, const struct registration *registration, const char *function) {
+static ncclResult_t remove_registration(ncclComm_t comm, const struct registration *registration,
+                                        const char *function) {
     pthread_mutex_lock(&nccl_mutex);
     struct registration **link = &registrations;
     while (*link != NULL && (*link != registration || (*link)->comm != comm)) {
@@ -82,11 +88,15 @@ static ncclResult_t remove_registration(ncclComm_t comm, const struct registrati
     }
     pthread_mutex_unlock(&nccl_mutex);
     free(found);
-    return found != NULL ? ncclSuccess : fail(ncclInvalidArgument, function, "not registered with this communicator");
+    return found != NULL
+               ? ncclSuccess
+               : fail(ncclInvalidArgument, function, "not registered with this communicator");
 }
 
-EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t nbytes, void **handle) {
-    ncclResult_t result = begin(comm, "ncclCommRegister", stand_in_called("ncclCommRegister nbytes=%zu", nbytes));
+EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t nbytes,
+                                     void **handle) {
+    ncclResult_t result =
+        begin(comm, "ncclCommRegister", stand_in_called("ncclCommRegister nbytes=%zu", nbytes));
     if (result != ncclSuccess) {
         return result;
     }
@@ -95,7 +105,8 @@ EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t
     return *handle != NULL ? ncclSuccess : fail(ncclSystemError, "ncclCommRegister", "no memory");
 }
 
-static ncclResult_t deregister(ncclComm_t comm, const struct registration *registration, const char *function, int fault) {
+static ncclResult_t deregister(ncclComm_t comm, const struct registration *registration,
+                               const char *function, int fault) {
     ncclResult_t result = begin(comm, function, fault);
     if (result == ncclSuccess) {
         result = remove_registration(comm, registration, function);
@@ -108,9 +119,12 @@ EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
     return deregister(comm, handle, "ncclCommDeregister", stand_in_called("ncclCommDeregister"));
 }
 
-EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t nbytes, ncclWindow_t *window, int flags) {
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t nbytes,
+                                           ncclWindow_t *window, int flags) {
     const char *function = "ncclCommWindowRegister";
-    ncclResult_t result = begin_round(comm, function, stand_in_called("ncclCommWindowRegister nbytes=%zu flags=%d", nbytes, flags));
+    ncclResult_t result =
+        begin_round(comm, function,
+                    stand_in_called("ncclCommWindowRegister nbytes=%zu flags=%d", nbytes, flags));
     if (result != ncclSuccess) {
         return result;
     }
@@ -119,9 +133,12 @@ EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t
     bool is_done = !is_aligned || world_round(comm->world, &intent, NULL, 0);
     *window = is_aligned && is_done ? add_registration(comm, buffer) : NULL;
     result = end_round(comm, function, is_done);
-    return is_aligned ? result : fail(ncclInvalidArgument, function, "the buffer is not aligned to 4096 bytes");
+    return is_aligned
+               ? result
+               : fail(ncclInvalidArgument, function, "the buffer is not aligned to 4096 bytes");
 }
 
 EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
-    return deregister(comm, window, "ncclCommWindowDeregister", stand_in_called("ncclCommWindowDeregister"));
+    return deregister(comm, window, "ncclCommWindowDeregister",
+                      stand_in_called("ncclCommWindowDeregister"));
 }

@@ -9,8 +9,8 @@ enum { SUM, PROD, MAX, MIN, N_OPS /* the average, 4, is left out: fastcomm never
 /* 0 for a dtype that does not exist. */
 size_t dtype_nbytes(int dtype);
 
-/* Input after input, so that every rank that does it gets the same bits. 8- and 16-bit floats are added as floats and rounded once. The
- * output may be one of the inputs. */
+/* Input after input, so that every rank that does it gets the same bits. 8- and 16-bit floats are
+ * added as floats and rounded once. The output may be one of the inputs. */
 void reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs, void *output);
 
 #endif

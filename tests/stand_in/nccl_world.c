@@ -1,5 +1,5 @@
-/* Rounds over shared memory. There are two sets of slots, used in turn: a rank that begins round k + 2 knows that all have begun round
- * k + 1, and so have read what was lent in round k. */
+/* Rounds over shared memory. There are two sets of slots, used in turn: a rank that begins round k
+ * + 2 knows that all have begun round k + 1, and so have read what was lent in round k. */
 #define _GNU_SOURCE
 #include "nccl_world.h"
 
@@ -22,7 +22,8 @@
 enum {
     SPINS = 2000,                /* about 50 us, if every rank has a core */
     YIELDS = 200,                /* about as long again, if it has not */
-    SLEEP_NS = 10 * 1000 * 1000, /* then sleep; not for ever, in case that a rank died between its arrival and its knock */
+    SLEEP_NS = 10 * 1000 * 1000, /* then sleep; not for ever, in case that a rank died between its
+                                    arrival and its knock */
     PAUSE_NS = 1000 * 1000,
 };
 
@@ -43,22 +44,27 @@ struct world {
     struct arena *arena;
     uint32_t round;
     int rank, n_ranks;
-    atomic_int descriptor; /* of the memory, where this process made it and it is still open; else -1 */
-    bool crowded;          /* more ranks than cores: whom we wait for may need ours */
+    atomic_int
+        descriptor; /* of the memory, where this process made it and it is still open; else -1 */
+    bool crowded;   /* more ranks than cores: whom we wait for may need ours */
     atomic_bool abandoned;
 };
 
 /* ---- meeting ---- */
 
 static struct arena *map(int descriptor) {
-    void *memory = mmap(NULL, sizeof(struct arena), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    void *memory =
+        mmap(NULL, sizeof(struct arena), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     return memory != MAP_FAILED ? memory : NULL;
 }
 
 bool world_create(struct address *address) {
-    *address = (struct address){.pid = getpid(), .descriptor = memfd_create("fastcomm-stand-in", MFD_CLOEXEC)};
+    *address = (struct address){.pid = getpid(),
+                                .descriptor = memfd_create("fastcomm-stand-in", MFD_CLOEXEC)};
     bool is_random = getrandom(&address->key, sizeof address->key, 0) == sizeof address->key;
-    struct arena *arena = is_random && ftruncate(address->descriptor, sizeof *arena) == 0 ? map(address->descriptor) : NULL;
+    struct arena *arena = is_random && ftruncate(address->descriptor, sizeof *arena) == 0
+                              ? map(address->descriptor)
+                              : NULL;
     if (arena == NULL) {
         world_discard(address);
         return false;
@@ -77,10 +83,12 @@ void world_discard(const struct address *address) {
 static struct arena *find(const struct address *address) {
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", address->pid, address->descriptor);
-    /* The descriptor may have been closed since, and be another file now, hence the looks at size and key. */
+    /* The descriptor may have been closed since, and be another file now, hence the looks at size
+     * and key. */
     int descriptor = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
     struct stat status;
-    bool fits = descriptor >= 0 && fstat(descriptor, &status) == 0 && (size_t)status.st_size == sizeof(struct arena);
+    bool fits = descriptor >= 0 && fstat(descriptor, &status) == 0 &&
+                (size_t)status.st_size == sizeof(struct arena);
     struct arena *arena = fits ? map(descriptor) : NULL;
     if (descriptor >= 0) {
         close(descriptor);
@@ -130,7 +138,8 @@ uint64_t world_key(const struct world *world) {
 
 /* ---- rounds ---- */
 
-static long futex(_Atomic uint32_t *word, int operation, uint32_t value, const struct timespec *timeout) {
+static long futex(_Atomic uint32_t *word, int operation, uint32_t value,
+                  const struct timespec *timeout) {
     return syscall(SYS_futex, word, operation, value, timeout, NULL, 0);
 }
 
@@ -145,7 +154,8 @@ char *world_next_slot(struct world *world) {
     return world->arena->slots[(world->round + 1) % 2][world->rank];
 }
 
-void world_begin_round(struct world *world, const struct intent *intent, const void *input, size_t nbytes) {
+void world_begin_round(struct world *world, const struct intent *intent, const void *input,
+                       size_t nbytes) {
     if (nbytes > 0) {
         memcpy(world_next_slot(world), input, nbytes);
     }
@@ -201,7 +211,8 @@ bool world_agrees(const struct world *world) {
     return true;
 }
 
-bool world_round(struct world *world, const struct intent *intent, const void *input, size_t nbytes) {
+bool world_round(struct world *world, const struct intent *intent, const void *input,
+                 size_t nbytes) {
     if (world->abandoned) {
         return false;
     }

@@ -1,5 +1,6 @@
-/* How the ranks of the stand-in for NCCL meet: memory that they share, and rounds in which each says what it is doing and lends some bytes
- * to the others. The memory is a memfd, so nothing is left behind, whoever is killed when. */
+/* How the ranks of the stand-in for NCCL meet: memory that they share, and rounds in which each
+ * says what it is doing and lends some bytes to the others. The memory is a memfd, so nothing is
+ * left behind, whoever is killed when. */
 #ifndef FASTCOMM_STAND_IN_NCCL_WORLD_H
 #define FASTCOMM_STAND_IN_NCCL_WORLD_H
 
@@ -9,7 +10,8 @@
 
 enum {
     MAX_RANKS = 16,
-    SLOT_BYTES = 1 << 18, /* what a rank can lend in a round: a part of a core's second-level cache */
+    SLOT_BYTES = 1
+        << 18, /* what a rank can lend in a round: a part of a core's second-level cache */
 };
 
 /* Where a world is to be found: the rest of a unique id is zeros. */
@@ -35,21 +37,26 @@ void world_discard(const struct address *address);
 struct world *world_join(const struct address *address, int rank, int n_ranks);
 void world_leave(struct world *world);
 
-/* A round: say what you do and lend `nbytes`, at most SLOT_BYTES; wait until all have; read. What was lent can be read until this rank
- * begins its next round. */
-void world_begin_round(struct world *world, const struct intent *intent, const void *input, size_t nbytes);
+/* A round: say what you do and lend `nbytes`, at most SLOT_BYTES; wait until all have; read. What
+ * was lent can be read until this rank begins its next round. */
+void world_begin_round(struct world *world, const struct intent *intent, const void *input,
+                       size_t nbytes);
 bool world_has_met(struct world *world);
 /* False if the world was abandoned meanwhile. */
 bool world_wait(struct world *world);
 /* Whether all ranks do the same. */
 bool world_agrees(const struct world *world);
-/* Begins a round and waits for its end. Ranks that do not agree wait for ever, that is until they abandon the world. */
-bool world_round(struct world *world, const struct intent *intent, const void *input, size_t nbytes);
+/* Begins a round and waits for its end. Ranks that do not agree wait for ever, that is until they
+ * abandon the world. */
+bool world_round(struct world *world, const struct intent *intent, const void *input,
+                 size_t nbytes);
 const char *world_slot(const struct world *world, int rank);
-/* For a rank that lends several pieces: its own slot of the round to come, to be filled before the round begins. */
+/* For a rank that lends several pieces: its own slot of the round to come, to be filled before the
+ * round begins. */
 char *world_next_slot(struct world *world);
 
-/* Ends the waiting of this rank, now and from now on: it begins no more rounds. The other ranks do not learn of it. */
+/* Ends the waiting of this rank, now and from now on: it begins no more rounds. The other ranks do
+ * not learn of it. */
 void world_abandon(struct world *world);
 void world_wait_until_abandoned(struct world *world);
 

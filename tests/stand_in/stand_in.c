@@ -11,7 +11,8 @@
 #include <string.h>
 
 enum {
-    LOG_BYTES = 1 << 22, /* a rank that lives through a whole test-suite forgets its oldest calls, half a log at a time */
+    LOG_BYTES = 1 << 22, /* a rank that lives through a whole test-suite forgets its oldest calls,
+                            half a log at a time */
     LINE_BYTES = 256,
     NAME_BYTES = 64,
     MAX_FAULTS = 32,
@@ -37,7 +38,8 @@ static struct allocation *allocations;
 /* ---- the log ---- */
 
 static void forget_older_half(void) {
-    const char *kept = (const char *)memchr(log_text + log_length / 2, '\n', log_length - log_length / 2) + 1;
+    const char *kept =
+        (const char *)memchr(log_text + log_length / 2, '\n', log_length - log_length / 2) + 1;
     log_length -= (size_t)(kept - log_text);
     memmove(log_text, kept, log_length);
 }
@@ -76,8 +78,10 @@ bool stand_in_has(const char *function) {
     char versioned[NAME_BYTES + 3];
     snprintf(versioned, sizeof versioned, "%s_v2", function);
     Dl_info self;
-    void *library = dladdr(faults, &self) != 0 ? dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD) : NULL;
-    bool found = library != NULL && (dlsym(library, function) != NULL || dlsym(library, versioned) != NULL);
+    void *library =
+        dladdr(faults, &self) != 0 ? dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    bool found =
+        library != NULL && (dlsym(library, function) != NULL || dlsym(library, versioned) != NULL);
     if (library != NULL) {
         dlclose(library);
     }
@@ -145,7 +149,8 @@ void stand_in_faults_from(const char *variable) {
     while (orders != NULL && *orders != '\0') {
         char function[NAME_BYTES];
         int code, length;
-        if (sscanf(orders, "%63[^=,]=%d%n", function, &code, &length) != 2 || stand_in_fail(function, code, 0) != 0) {
+        if (sscanf(orders, "%63[^=,]=%d%n", function, &code, &length) != 2 ||
+            stand_in_fail(function, code, 0) != 0) {
             fprintf(stderr, "%s: cannot make sense of \"%s\"\n", variable, orders);
             abort();
         }
@@ -158,9 +163,11 @@ void stand_in_faults_from(const char *variable) {
 
 void *stand_in_allocate(size_t nbytes, size_t alignment) {
     struct allocation *allocation = malloc(sizeof *allocation);
-    /* The C library wants a multiple of the alignment; at least one, so that every allocation has an address of its own. */
+    /* The C library wants a multiple of the alignment; at least one, so that every allocation has
+     * an address of its own. */
     size_t room = (nbytes / alignment + 1) * alignment;
-    void *address = allocation != NULL && nbytes < SIZE_MAX / 2 ? aligned_alloc(alignment, room) : NULL;
+    void *address =
+        allocation != NULL && nbytes < SIZE_MAX / 2 ? aligned_alloc(alignment, room) : NULL;
     if (address == NULL) {
         free(allocation);
         return NULL;
