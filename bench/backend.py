@@ -240,7 +240,6 @@ class Methods:
                 end - start for start, end in zip(stamps, stamps[1:], strict=False)
             )
 
-        # type: ignore[misc]
         return self.take_turns({peer: lambda peer=peer: turn(peer) for peer in PEERS}, rounds)
 
     def steps(self, model: str, rounds: int, steps: int) -> list[list[float]]:

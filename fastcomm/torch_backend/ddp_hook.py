@@ -85,8 +85,10 @@ class _Reduction:
             raise
 
 
-# type: ignore[name-defined]
-def all_reduce_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def all_reduce_hook(
+    state: HookState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """Reduces one bucket over state.comm. Raises what the communicator raises, out of backward().
 
     Over shared memory nothing moves by itself: what is under way is carried on at every bucket and

@@ -8,8 +8,9 @@ all ranks know alike: the kind of collective, its op, the tensor's dtype and dev
 lists it. Sub-groups are groups of their own, and made the same way.
 """
 
-# mypy: disable-error-code="override, assignment, no-any-return" torch calls these methods with
-# lists and options; its stubs declare more forms, and do not declare the engines.
+# mypy: disable-error-code="override, assignment, no-any-return"
+# torch calls these methods with lists and options; its stubs declare more forms, and do not declare
+# the engines.
 
 from __future__ import annotations
 
