@@ -34,7 +34,7 @@ all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml
 
 test: $(VENV)/.installed-dev
 	$(rebuild)
-	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile tests
+	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)
