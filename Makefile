@@ -1,5 +1,5 @@
 # make demo      two ranks train a small GPT (about a minute)
-# make test      the tests, several files side by side (WORKERS=3)
+# make test      the tests, or several files of them side by side: make test WORKERS=3
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
@@ -14,7 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 MINUTES ?= 10
 SEED ?= random
-WORKERS ?= 3
+WORKERS ?= 0
 python := $(VENV)/bin/python
 pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
     --constraint ci/constraints.txt

@@ -32,7 +32,7 @@ NOT_SOURCES = shutil.ignore_patterns(
 
 # Compiling the extension and importing torch in a fresh environment take longer than other tests
 # may.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def call(*command: str | Path, cwd: Path) -> str:

@@ -391,9 +391,9 @@ class Reducer(RoundFlags):
         self._raise_deferred()
         if self._has_callback:
             raise FastcommError(
-                "the gradients of this backward are not reduced yet: the reduction ends with "
-                "backward(). Call synchronize(), and step the "
-                "optimizer, after backward() and not in a hook inside it"
+                f"the gradient of parameter {self._buckets[0].names[0]} is not reduced yet: the "
+                "reduction ends with backward(). Call synchronize(), and step the optimizer, after "
+                "backward() and not in a hook inside it"
             )
         if not self._is_open:
             self.comm.check()

@@ -10,11 +10,11 @@ import zlib
 from typing import Any
 
 import torch
-from fastcomm import FastcommError, MismatchError
 from ranks import finish_together
 from reference import HALVES, reduced
 from torch import Tensor
 
+from fastcomm import FastcommError, MismatchError
 from programs.data import Call, CollectiveProgram, Round
 
 DONE_WITHIN_S = 20.0

@@ -11,12 +11,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import fastcomm
 import torch
-from fastcomm import FastcommError
 from ranks import finish_together
 from torch import Tensor
 
+import fastcomm
+from fastcomm import FastcommError
 from programs.data import (
     Backward,
     Clip,
