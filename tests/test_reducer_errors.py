@@ -72,11 +72,12 @@ def test_one_handler_may_abandon_after_any_exception(comm, buckets):
         except Exception as error:
             comm.abandon()
             heard[step] = type(error)
-    expected = {}
+    assert heard.keys() == UNLUCKY.keys()
     for step, (where, who) in UNLUCKY.items():
         own = ValueError if where == "forward" else RuntimeError
-        expected[step] = own if comm.rank in who else fastcomm.AbandonedError
-    assert heard == expected
+        is_certain = comm.rank in who and len(who) == 1  # else it may hear of another's first
+        allowed = {own} if is_certain else {own, fastcomm.AbandonedError}
+        assert heard[step] in (allowed if comm.rank in who else {fastcomm.AbandonedError}), step
     assert comm.n_abandoned == n_before + len(UNLUCKY)
 
 
