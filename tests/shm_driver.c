@@ -1,5 +1,5 @@
-/* Drives the shared-memory core (kernels/shm/*.c) without Python, so that it can run under the
- * sanitizers.
+/* Drives the shared-memory core (the C files of kernels/shm) without Python, so that it can run
+ * under the sanitizers.
  *
  *     shm_driver processes|threads full|quick
  *

@@ -69,4 +69,4 @@ def test_step_times_are_compared(output: str) -> None:
 
 
 def test_training_script_stays_short() -> None:
-    assert len((ROOT / "examples" / "train_gpt.py").read_text().splitlines()) < 150
+    assert len((ROOT / "examples" / "train_gpt.py").read_text().splitlines()) < 200
