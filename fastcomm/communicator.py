@@ -208,7 +208,7 @@ class Communicator(abc.ABC):
         every rank.
 
         On the others the next collective they wait for, or over NCCL the next call, raises
-        FastcommError, naming this rank. From then on all ranks stand at the same place and the
+        AbandonedError, naming this rank. From then on all ranks stand at the same place and the
         communicator is as good as new: over shared memory when this returns, over NCCL when the
         ranks have met anew, at their next collective. `n_abandoned` counts such events.
 

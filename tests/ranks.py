@@ -307,6 +307,14 @@ def finish_together(comm: Any) -> None:
         gloo().barrier().wait()
 
 
+def hear_of_it(comm: Any) -> None:
+    """For bodies, after a backward that fails on another rank. Over NCCL, where backward does not
+    wait, this raises the error."""
+    deadline = time.monotonic() + 20
+    while comm.backend == "nccl" and time.monotonic() < deadline:
+        comm.check()
+
+
 def torchrun_env(world_size: int) -> list[dict[str, str]]:
     """The variables torchrun would set for `world_size` ranks of one host, by rank."""
     with socket.socket() as probe:
