@@ -12,14 +12,14 @@ from setuptools.command.build_ext import build_ext
 
 
 def extension(name: str) -> Extension:
-    """fastcomm/<name>.pyx, and for the shared-memory communicator the C core. Rebuilt when one of
+    """fastcomm/<name>.pyx, with its part of the C core if it has one. Rebuilt when one of
     its sources or headers, or this file, is newer.
     """
     return Extension(
         f"fastcomm.{name}",
         sources=[
             f"fastcomm/{name.replace('.', '/')}.pyx",
-            *(CORE if name == "shm.communicator" else ()),
+            *CORE.get(name, ()),
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
@@ -44,12 +44,16 @@ def extension(name: str) -> Extension:
     )
 
 
-CORE = sorted(glob("kernels/shm/*.c"))
+CORE = {"shm.ring": sorted(glob("kernels/shm/*.c")), "shm.reduce": ["kernels/shm/reduce.c"]}
 EXTENSIONS = (
     *(
         "lifetime",
+        "flat_buffers",
         "reducer.gradient_hook",
         "shm.memory",
+        "shm.reduce",
+        "shm.ring",
+        "shm.bucket",
         "shm.communicator",
         "cuda.driver",
         "cuda.multi_tensor",

@@ -7,10 +7,8 @@ which a transport may fuse the gathering of gradients with the reduction.
 from __future__ import annotations
 
 import abc
-import bisect
 import pickle
 import sys
-import weakref
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,23 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastcomm.collective import OTHERS_GRADIENT
 from fastcomm.errors import AbandonedError, FastcommError
+from fastcomm.flat_buffers import inside
 
 C = TypeVar("C", bound="Communicator")
 
-OPS = ("sum", "mean", "min", "max", "prod")
 _ABANDONED = "_is_abandoned_by_fastcomm"  # an attribute of exceptions
-_ALIASES = {"avg": "mean", "product": "prod"}
-
-
-def canonical_op(op: str) -> str:
-    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are
-    accepted. Raises ValueError.
-    """
-    name = _ALIASES.get(op, op)
-    if name not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
-    return name
 
 
 class Work(abc.ABC):
@@ -131,9 +119,12 @@ class Communicator(abc.ABC):
     # n_abandoned after a reducer has abandoned a round by itself, until it has ended one; else -1
     left_in_backward: int
     backend: str  # "shm" | "nccl" | "group" | "hierarchical"
-    # work is ordered by streams; buckets then want to know on which ones their gradients were
-    # produced
-    has_streams: bool
+    # Capabilities, by which callers choose; they ask for no transport by its type.
+    has_streams: bool  # work is ordered by streams, on which buckets note their gradients
+    reduces_fp8: bool  # float8 is a wire_dtype
+    counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
+    progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
+    is_threadsafe: bool  # any number of threads may call it and wait at once
 
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
@@ -144,7 +135,7 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
         """Reduces `tensor` (contiguous; same numel and dtype on every rank) over all ranks, in
-        place. op: one of OPS, or "avg".
+        place. op: one of collective.OPS, or "avg".
         """
 
     @abc.abstractmethod
@@ -271,78 +262,10 @@ def _came_out_of_backward(error: BaseException | None) -> bool:
     return traceback is not None
 
 
-def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
-    """Integers as int64 rows whose sums over n ranks are exact, for `mean_of_addends`.
-
-    int64: a row of quotients by n and one of remainders, as the sum of n elements may overflow.
-    Other integers: one row. Shape (rows, *tensor.shape), in memory of its own.
-    """
-    if tensor.dtype != torch.int64:
-        return tensor.to(torch.int64, copy=True).unsqueeze(0)
-    quotients = torch.div(tensor, n, rounding_mode="trunc")
-    return torch.stack([quotients, tensor - quotients * n])
-
-
-def mean_of_addends(sums: Tensor, n: int) -> Tensor:
-    """The mean of integers over n ranks, truncated towards zero. sums: of `addends_of_mean`."""
-    carried = torch.div(sums[-1], n, rounding_mode="trunc")
-    if len(sums) == 1:
-        return carried
-    mean, rest = sums[0] + carried, sums[1] - carried * n
-    # Where the rest has the other sign, the exact mean lies nearer to zero.
-    sign = mean.sign()
-    return mean - torch.where(sign * rest < 0, sign, 0)
-
-
-def presence_values(op: str) -> tuple[float, float]:
-    """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks
-    is the first only if all put that.
-    """
-    return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
-
-
-class FlatBuffers:
-    """Where flat buffers lie, so that gradients can be recognised that lie in one.
-
-    By address: a view of a flat buffer may have a storage of its own.
-    """
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}  # by begin
-        self._order: tuple[list[int], list[int]] | None = None
-
-    def add(self, flat: Tensor, owner: object) -> None:
-        """Knows of `flat` as long as `owner`, its bucket, lives."""
-        begin = flat.data_ptr()
-        self._ends[begin] = begin + flat.nbytes
-        self._order = None
-        weakref.finalize(owner, self._remove, begin).atexit = False
-
-    def _remove(self, begin: int) -> None:
-        self._ends.pop(begin, None)
-        self._order = None
-
-    def inside(self, tensors: list[Tensor]) -> list[int]:
-        """Which of the tensors, by index, lie in one."""
-        while self._order is None:
-            known = self._ends.copy()
-            ranges = sorted(known.items())
-            order = [begin for begin, _ in ranges], [0, *(end for _, end in ranges)]
-            if known == self._ends:  # else a finalizer has run meanwhile
-                self._order = order
-        begins, ends = self._order
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return [i for i, one in enumerate(addresses) if one < ends[bisect.bisect(begins, one)]]
-
-
-# Of all communicators: to read a gradient that lies in a bucket of another one would be no better.
-flat_buffers = FlatBuffers()
-
-
 def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
     """BoundBucket.gather for transports that do not fuse it with the reduction.
 
-    The bucket has added its flat buffer to `flat_buffers`. Raises RuntimeError for a gradient that
+    The bucket holds a FlatBuffer. Raises RuntimeError for a gradient that
     does not fit its view, and FastcommError for one that lies in the place of another.
     """
     left: list[int] = []
@@ -363,14 +286,9 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
                 raise blame(error, i) from None
             moving.append(i)
             gradients.append(gradient)
-    for j in flat_buffers.inside(gradients):  # a tensor of the user's on our memory
+    for j in inside(gradients):  # a tensor of the user's on our memory
         if gradients[j].data_ptr() != views[moving[j]].data_ptr():
-            raise blame(
-                FastcommError(
-                    "lies in that of another one: clone gradients before you exchange them"
-                ),
-                moving[j],
-            )
+            raise blame(FastcommError(OTHERS_GRADIENT), moving[j])
         gradients[j] = gradients[j].clone()  # its strides may differ
     if moving:
         torch._foreach_copy_([views[i] for i in moving], gradients)

@@ -1,7 +1,9 @@
 # cython: language_level=3
-"""How to tell a forked child from the process that made a communicator."""
+"""Until when a communicator can be used: not in a forked child, and not after what has ended it."""
 
 import os
+
+from fastcomm.errors import FastcommError
 
 
 cdef int n_forks = 0
@@ -17,3 +19,34 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 cdef int forks() noexcept:
     return n_forks
+
+
+cdef class Lifetime:
+    """Of one communicator, in the process that makes this object."""
+
+    def __cinit__(self):
+        self.generation, self.pid = n_forks, os.getpid()
+
+    cpdef bint is_forked(self) noexcept:
+        """Whether this process was forked from that one."""
+        return self.generation != n_forks
+
+    def end(self, failure):
+        """From now on `failure` is what every call raises. The first one counts."""
+        if self.failure is None:
+            self.failure = failure
+
+    cpdef object refusal(self):
+        """Why the communicator cannot be used any more, as an error to raise; or None."""
+        if self.generation != n_forks:
+            return FastcommError(f"this communicator belongs to process {self.pid}, and this "
+                                 "process was forked from it: "
+                                 "call fastcomm.init here, or start workers with the spawn method")
+        return None if self.failure is None else again(self.failure)
+
+
+def again(error):
+    """The same error, to be raised once more: each time adds to an error's traceback."""
+    copy = type(error)(*error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy

@@ -23,7 +23,8 @@ from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.group.communicator import GroupCommunicator
 from fastcomm.group.hierarchical import HierarchicalCommunicator
 from fastcomm.nccl.communicator import NcclCommunicator
-from fastcomm.shm.communicator import MAX_RANKS, ShmCommunicator
+from fastcomm.shm.communicator import ShmCommunicator
+from fastcomm.shm.ring import MAX_RANKS
 
 BACKENDS = ("auto", "shm", "nccl", "group", "hierarchical")
 _POLL_S = 0.002

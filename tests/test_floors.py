@@ -15,7 +15,7 @@ PACKAGE = ROOT / "fastcomm"
 
 # From the ground up. Those of one floor do not import each other; inside a wing, modules may.
 FLOORS = (
-    ("errors", "collective", "lifetime"),
+    ("errors", "collective", "flat_buffers", "lifetime"),
     ("communicator", "cuda", "watchdog"),
     ("shm", "nccl", "group"),
     ("bootstrap", "launchers", "rendezvous"),
@@ -25,7 +25,7 @@ FLOORS = (
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 # By module: what it uses of its own floor.
-NEIGHBOURS = {"group.hierarchical": {"shm"}, "__main__": {"__init__"}}
+NEIGHBOURS = {"lifetime": {"errors"}, "group.hierarchical": {"shm"}, "__main__": {"__init__"}}
 
 # Cython's imports of our own modules: each one, with `cimport` read as `import`, is Python.
 CYTHON_IMPORT = re.compile(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reference import DTYPES, FLOATS, HALVES, INTEGERS, OPS, assert_same_bits, reduced, shards_of
 from stand_ins import compiled
 
-from fastcomm.shm.communicator import reduce_shards
+from fastcomm.shm.reduce import reduce_shards
 
 ROOT = Path(__file__).resolve().parent.parent
 

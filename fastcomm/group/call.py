@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import OPS, addends_of_mean, mean_of_addends
-
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
+from fastcomm.collective import (
+    CPU_DTYPES,
+    OPS,
+    addends_of_mean,
+    mean_of_addends,
+    sentence,
 )
+
 HALVES = (torch.float16, torch.bfloat16)
 KINDS = (
     "barrier",
@@ -52,7 +49,7 @@ class Call:
     label: int = 0
 
     def numbers(self) -> list[int]:
-        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), DTYPES, DTYPES, OPS, (), ())
+        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), CPU_DTYPES, CPU_DTYPES, OPS, (), ())
         return [
             choices.index(value) if choices else value
             for choices, value in zip(codes, astuple(self), strict=True)
@@ -61,21 +58,20 @@ class Call:
     @staticmethod
     def of(numbers: Sequence[int]) -> Call:
         kind, numel, dtype, wire, op, src, label = numbers
-        return Call(KINDS[kind], numel, DTYPES[dtype], DTYPES[wire], OPS[op], src, label)
+        return Call(KINDS[kind], numel, CPU_DTYPES[dtype], CPU_DTYPES[wire], OPS[op], src, label)
 
     def __str__(self) -> str:
         if self.kind in ("barrier", "abandon"):
             return self.kind
-        words = f"{self.kind} of {self.numel} {name_of(self.dtype)} elements"
-        if self.kind == "broadcast":
-            words += f" from rank {self.src}"
-        elif self.kind != "all_gather_single":
-            words += f", op {self.op}"
-        if self.wire != self.dtype:
-            words += f", wire {name_of(self.wire)}"
-        if self.label:
-            words += f" (bucket {self.label % 65536 - 1} of reducer {self.label // 65536})"
-        return words
+        return sentence(
+            self.kind,
+            self.numel,
+            self.dtype,
+            op=self.op if self.kind in ("all_reduce", "reduce_scatter_single") else None,
+            src=self.src if self.kind == "broadcast" else None,
+            wire=self.wire,
+            label=self.label,
+        )
 
 
 ABANDON = Call("abandon")
@@ -125,7 +121,3 @@ def cast(source: Tensor, target: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """What every backend moves, whatever dtypes it knows."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -31,7 +31,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastcomm.communicator import Communicator, canonical_op, is_abandoned_already
+from fastcomm.collective import (
+    CPU_DTYPES,
+    abandonment,
+    canonical_op,
+    check_numel,
+    check_out,
+    check_src,
+    mismatch,
+    own_abandonment,
+    refuse_dtype,
+    refuse_tensor,
+    share_of,
+)
+from fastcomm.communicator import Communicator, is_abandoned_already
 from fastcomm.errors import (
     AbandonedError,
     FastcommError,
@@ -40,9 +53,10 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-from fastcomm.group.call import ABANDON, DTYPES, Call, as_bytes, cast, name_of
+from fastcomm.group.call import ABANDON, Call, as_bytes, cast
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.work import GroupBucket, GroupWork, see_through
+from fastcomm.lifetime import Lifetime
 from fastcomm.watchdog import Notes, Watchdog, failure_note
 
 # how long the watchdog has to name the missing once a deadline has passed: longer than it asks
@@ -90,7 +104,8 @@ class GroupCommunicator(Communicator):
     """
 
     backend = "group"
-    has_streams = False
+    has_streams = reduces_fp8 = counts_nonfinite = False
+    progresses_itself = is_threadsafe = True
     epoch = 0  # for the watchdog: `number` goes on when the ranks meet anew
 
     def __init__(
@@ -127,7 +142,7 @@ class GroupCommunicator(Communicator):
         self._trouble: tuple[float, Exception] | None = (
             None  # the error that stopped the thread, and when
         )
-        self._failure: FastcommError | None = None
+        self.life = Lifetime()
         self._failed_at = 0.0
         # Wakes the thread, which then carries out the oldest of _works. Of works, as these keep the
         # communicator alive.
@@ -162,7 +177,7 @@ class GroupCommunicator(Communicator):
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__}: rank {self.rank} of "
-            f"{self.world_size}{', ended' if self._failure is not None else ''}>"
+            f"{self.world_size}{', ended' if self.life.failure is not None else ''}>"
         )
 
     # -- collectives -------------------------------------------------------------------------------
@@ -174,10 +189,9 @@ class GroupCommunicator(Communicator):
 
     def _check_empty(self, numel: int, dtype: torch.dtype) -> None:
         self._check_usable()
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be one of {', '.join(map(name_of, DTYPES))}; got {dtype}")
-        if numel < 0:
-            raise ValueError(f"numel must not be negative; got {numel}")
+        if dtype not in CPU_DTYPES:
+            refuse_dtype(dtype, CPU_DTYPES)
+        check_numel(numel)
 
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, async_op: bool = False
@@ -195,7 +209,7 @@ class GroupCommunicator(Communicator):
     ) -> GroupWork | None:
         """See Communicator.broadcast."""
         flat = self._check(tensor)
-        self._check_src(src)
+        check_src(src, self.world_size)
         call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
         return self._begin(
             GroupWork(self, call, functools.partial(self._exchange.broadcast, flat, src), flat),
@@ -205,17 +219,13 @@ class GroupCommunicator(Communicator):
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
         """See Communicator.broadcast_all. One collective, which no exception cuts into two."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
-        self._check_src(src)
+        check_src(src, self.world_size)
 
         def move(rows: Tensor | None) -> None:
             for flat in flats:
                 self._exchange.broadcast(flat, src)
 
         self._begin(GroupWork(self, Call("broadcast", sum(map(len, flats)), src=src), move), False)
-
-    def _check_src(self, src: int) -> None:
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
 
     def all_gather_single(
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
@@ -235,12 +245,8 @@ class GroupCommunicator(Communicator):
         """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)
         flat = self._check(inp)
-        if flat.numel() % self.world_size:
-            raise ValueError(
-                f"reduce_scatter_single: inp has {flat.numel()} elements, not a multiple of "
-                f"{self.world_size} ranks"
-            )
-        part = self._check_out("reduce_scatter_single", out, inp, flat.numel() // self.world_size)
+        numel = share_of("reduce_scatter_single", flat, self.world_size)
+        part = self._check_out("reduce_scatter_single", out, inp, numel)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
         return self._begin(
             GroupWork(
@@ -265,9 +271,8 @@ class GroupCommunicator(Communicator):
         lane: int = 0,
     ) -> GroupBucket:
         """See Communicator.bind_bucket. There are no lanes: the ranks share one network."""
-        if wire_dtype is not None and wire_dtype not in DTYPES:
-            names = ", ".join(map(name_of, DTYPES))
-            raise TypeError(f"wire_dtype must be one of {names}; got {wire_dtype}")
+        if wire_dtype is not None and wire_dtype not in CPU_DTYPES:
+            refuse_dtype(wire_dtype, CPU_DTYPES, "wire_dtype")
         reduce = self._bucket_reduction(flat, wire_dtype)
         wire = self._travels_as(flat.dtype, wire_dtype)
 
@@ -310,32 +315,15 @@ class GroupCommunicator(Communicator):
         one.
         """
         self._check_usable()
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"dtype must be one of {', '.join(map(name_of, DTYPES))}; got {tensor.dtype}"
-            )
-        if not tensor.is_cpu or tensor.is_sparse:
-            raise ValueError(
-                f"the {self.backend} transport takes dense tensors on the CPU; got "
-                f"{tensor.layout} on {tensor.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides "
-                f"are {tensor.stride()}"
-            )
-        if tensor.is_neg():  # what travels is what lies in memory
-            raise ValueError("the tensor has its negative bit set: pass tensor.resolve_neg()")
+        if not isinstance(tensor, Tensor) or not _is_dense_here(tensor):
+            refuse_tensor(tensor, self.backend, self.device)
+        if tensor.dtype not in CPU_DTYPES:
+            refuse_dtype(tensor.dtype, CPU_DTYPES)
         return tensor.detach().view(-1)
 
     def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
         flat = self._check(out)
-        if out.dtype != inp.dtype:
-            raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
-        if out.numel() != numel:
-            raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
+        check_out(name, out, inp, numel)
         return flat
 
     def _check_usable(self) -> None:
@@ -345,17 +333,7 @@ class GroupCommunicator(Communicator):
 
     def _refusal(self) -> FastcommError | None:
         """Why the communicator cannot be used any more."""
-        if self._is_forked():
-            return FastcommError(
-                f"this communicator belongs to process {self.pids[self.rank]}, and this process "
-                "was forked from it: "
-                "call fastcomm.init here, or start workers with the spawn method"
-            )
-        failure = self._failure
-        return None if failure is None else type(failure)(*failure.args)
-
-    def _is_forked(self) -> bool:
-        return bool(os.getpid() != self.pids[self.rank])
+        return self.life.refusal()
 
     # -- ends and new beginnings -------------------------------------------------------------------
 
@@ -411,9 +389,9 @@ class GroupCommunicator(Communicator):
 
     def abort(self) -> None:
         """See Communicator.abort."""
-        if self._is_forked():
+        if self.life.is_forked():
             return
-        if self._failure is None:
+        if self.life.failure is None:
             message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
             with contextlib.suppress(RuntimeError):
                 self._notes.write_once("failure", failure_note("PeerLostError", message))
@@ -421,9 +399,9 @@ class GroupCommunicator(Communicator):
 
     def close(self) -> None:
         """See Communicator.close. Peers that still wait for this rank get PeerLostError."""
-        if self._is_forked():
+        if self.life.is_forked():
             return
-        if self._failure is None:
+        if self.life.failure is None:
             with contextlib.suppress(RuntimeError):
                 self._notes.write(
                     f"closed/{self.rank}", json.dumps([self.epoch, self.number - bool(self._works)])
@@ -449,8 +427,8 @@ class GroupCommunicator(Communicator):
 
     def _append(self, work: GroupWork) -> None:
         """Under the lock."""
-        if self._failure is not None:
-            work.refuse(self._failure)
+        if self.life.failure is not None:
+            work.refuse(self.life.failure)
             return
         try:
             self._works.append(work)  # this call is what posts it
@@ -481,7 +459,7 @@ class GroupCommunicator(Communicator):
 
         Also makes up for what an exception out of a signal handler may have cut short.
         """
-        failure, works = self._failure, self._works
+        failure, works = self.life.failure, self._works
         if failure is not None and time.monotonic() - self._failed_at > INTERRUPTED_S:
             self._fail(failure)
         if works and self._current is None:
@@ -540,9 +518,7 @@ class GroupCommunicator(Communicator):
         """Under the lock."""
         older = self._works[: self._works.index(work)]
         if older:
-            self._settle(
-                older, FastcommError(f"rank {self.rank} abandoned the collectives under way")
-            )
+            self._settle(older, FastcommError(own_abandonment(self.rank)))
 
     def _perform(self, work: GroupWork) -> None:
         """Raises MismatchError when the ranks call different collectives."""
@@ -551,11 +527,7 @@ class GroupCommunicator(Communicator):
         if abandoning:
             self._meet_anew(calls, abandoning)
         elif any(call != calls[0] for call in calls):
-            wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-            raise MismatchError(
-                f"the ranks call different collectives (number {self.number} on this "
-                f"communicator): {wanted}"
-            )
+            raise MismatchError(mismatch(self.number, calls))
         elif work.move is not None:
             work.move(payloads)
 
@@ -575,11 +547,7 @@ class GroupCommunicator(Communicator):
             own = self._own_abandonment()
             meeting = self._current = own or GroupWork(self, ABANDON, _nothing)
             if own is None:
-                ranks = ", ".join(map(str, abandoning))
-                error = AbandonedError(
-                    f"rank {ranks} abandoned what was under way (an exception ended its "
-                    "backward?): skip this step"
-                )
+                error = AbandonedError(abandonment(abandoning))
                 self._interruption = Interruption(self._n_met, error, meeting)
                 self._settle(list(self._works), error)
             else:
@@ -645,9 +613,10 @@ class GroupCommunicator(Communicator):
     def _fail(self, error: FastcommError) -> None:
         """The communicator is of no more use: whoever waits hears of it. May be called again."""
         with self._lock:
-            if self._failure is None:
-                self._failed_at, self._failure = time.monotonic(), error
-            error = self._failure
+            if self.life.failure is None:
+                self._failed_at = time.monotonic()
+                self.life.end(error)
+            error = self.life.failure or error
             is_under_way = bool(self._unfinished())
         if is_under_way:
             self._break_connections()
@@ -694,6 +663,12 @@ class GroupCommunicator(Communicator):
 
 
 _NEVER_SENT = 2**30  # a tag
+
+
+def _is_dense_here(tensor: Tensor) -> bool:
+    """Whether what lies in memory, one element after the other, is what the tensor says."""
+    is_dense = tensor.is_cpu and tensor.layout is torch.strided
+    return is_dense and tensor.is_contiguous() and not tensor.is_neg()
 
 
 class _Watchdog(Watchdog):

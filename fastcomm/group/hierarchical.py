@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import addends_of_mean, mean_of_addends
+from fastcomm.collective import addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.group.call import HALVES, cast, reduce_rows
 from fastcomm.group.communicator import GRACE, Bootstrap, GroupCommunicator

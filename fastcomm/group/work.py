@@ -16,16 +16,17 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastcomm.collective import presence_values
 from fastcomm.communicator import (
     BoundBucket,
     BucketWork,
     copy_gradients,
-    flat_buffers,
-    presence_values,
 )
 from fastcomm.errors import FastcommError
+from fastcomm.flat_buffers import FlatBuffer
 from fastcomm.group.call import Call
 from fastcomm.group.exchange import CARRIED_NBYTES
+from fastcomm.lifetime import again
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: somebody who leans on Ctrl-C may end a few of them
@@ -146,9 +147,7 @@ class GroupWork(BucketWork):
             self._waiter.hear(error)
             if raised is not None:
                 raise raised from error
-            raise type(error)(
-                *error.args
-            )  # others may wait for the same, and each adds to its traceback
+            raise again(error)  # others may wait for the same
         if raised is not None:
             raise raised
 
@@ -183,7 +182,7 @@ class GroupBucket(BoundBucket):
     def __init__(
         self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], GroupWork]
     ) -> None:
-        flat_buffers.add(flat, self)
+        self._known = FlatBuffer(flat)
         self._views, self._work_of = views, work_of
         self._presence = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None

@@ -5,18 +5,19 @@ and back, launched in one call.
 
 import torch
 
-from fastcomm.communicator import BoundBucket, BucketWork, presence_values
+from fastcomm.collective import OTHERS_GRADIENT, presence_values
+from fastcomm.communicator import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
 cimport cython
 from libc.stdint cimport uint32_t
-from libc.stdlib cimport free, malloc
 
 from fastcomm.cuda.driver cimport CUcontext, CUstream, Event, check, driver
 from fastcomm.cuda.multi_tensor cimport MultiTensor
+from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.nccl.lane cimport ALL_REDUCE, Lane, Ticket
 from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
-from fastcomm.nccl.link cimport Link, Range
+from fastcomm.nccl.link cimport Link
 
 
 cdef int MAX_TOKENS = 16
@@ -53,7 +54,6 @@ cdef class NcclBucketWork:
         return present
 
 
-@cython.no_gc_clear  # __dealloc__ needs the communicator
 cdef class NcclBucket:
     """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of
     the host's per round.
@@ -68,7 +68,7 @@ cdef class NcclBucket:
     cdef list views, kept
     cdef MultiTensor gathering, scattering, measuring
     cdef size_t numel
-    cdef Range *range
+    cdef FlatBuffer known
     cdef int dtype
     cdef set streams  # on which gradients of this round were produced
     cdef CUstream awaited_on  # which stream was ordered after the last round, if one was
@@ -100,42 +100,12 @@ cdef class NcclBucket:
             if self.scattering is not None:
                 self.scattering.addresses[i] = self.gathering.addresses[i]
         comm._register(self.lane, wire, label)
-        self._claim_memory()
+        self.known = FlatBuffer(flat)
         comm.buckets.add(self)
 
     def register_memory(self):
         """Anew, with this rank's NCCL alone."""
         self.comm.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, False)
-
-    cdef int _claim_memory(self) except -1:
-        self.range = <Range *>malloc(sizeof(Range))
-        if self.range == NULL:
-            raise MemoryError("out of memory")
-        self.range[0] = Range(
-            <char *><size_t>self.flat.data_ptr(), self.flat.nbytes, self.comm.ranges
-        )
-        self.comm.ranges = self.range
-        return 0
-
-    def __dealloc__(self):
-        cdef Range **link
-        if self.range != NULL:
-            link = &self.comm.ranges
-            while link[0] != self.range:
-                link = &link[0].next
-            link[0] = self.range.next
-            free(self.range)
-
-    cdef bint _is_another_gradient(self, char *source) noexcept:
-        """Whether it lies in a flat buffer, this one or another bucket's, whose contents change at
-        times of their own.
-        """
-        cdef Range *candidate = self.comm.ranges
-        while candidate != NULL:
-            if <size_t>(source - candidate.base) < candidate.nbytes:
-                return True
-            candidate = candidate.next
-        return False
 
     def note_stream(self):
         """A gradient has been produced on the current stream."""
@@ -168,9 +138,8 @@ cdef class NcclBucket:
         """Notes where one gradient is, or moves it to its place if the launch cannot."""
         cdef char *source = <char *><size_t>gradient.data_ptr()
         cdef bint is_at_home = source == self.gathering.addresses[i]
-        if not is_at_home and self._is_another_gradient(source):
-            raise FastcommError("lies in that of another one: clone gradients before you exchange "
-                                "them")
+        if not is_at_home and is_in_a_flat_buffer(source):
+            raise FastcommError(OTHERS_GRADIENT)
         if gradient.dtype is not view.dtype or not _lies_alike(gradient, view) or gradient.is_neg():
             view.copy_(gradient.clone() if is_at_home else gradient)
         elif not is_at_home:

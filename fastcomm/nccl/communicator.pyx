@@ -9,7 +9,11 @@ each other is rendezvous.py's business: it arrives here as a `bootstrap`.
 
 import torch
 
-from fastcomm.communicator import Communicator, addends_of_mean, canonical_op, mean_of_addends
+from fastcomm.collective import (
+    addends_of_mean, canonical_op, check_numel, check_out, check_src, mean_of_addends,
+    refuse_tensor, share_of,
+)
+from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.nccl.bucket import NcclBucket
 
@@ -87,12 +91,13 @@ cdef class NcclCommunicator(Link):
     cdef object one  # a tensor for barrier()
 
     backend = "nccl"
-    has_streams = True
+    has_streams = reduces_fp8 = counts_nonfinite = progresses_itself = True
+    is_threadsafe = False
 
     def __repr__(self):
         return (
             f"<NcclCommunicator: rank {self.rank} of {self.world_size} on "
-            f"{self.device}{', ended' if self.failure else ''}>"
+            f"{self.device}{', ended' if self.life.failure else ''}>"
         )
 
     def __enter__(self):
@@ -116,8 +121,7 @@ cdef class NcclCommunicator(Link):
         """
         self._check_open()
         dtype_number(dtype)
-        if numel < 0:
-            raise ValueError(f"numel must not be negative; got {numel}")
+        check_numel(numel)
         if numel == 0 or nccl.mem_alloc == NULL:
             return torch.empty(numel, dtype=dtype, device=self.device)
         self._refuse_capture("empty()")
@@ -183,14 +187,14 @@ cdef class NcclCommunicator(Link):
         Errors as all_reduce.
         """
         self._check(tensor)
-        self._check_src(src)
+        check_src(src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
     def broadcast_all(self, list tensors, int src=0):
         """As broadcast, of many tensors of any dtype, in one launch."""
         for tensor in tensors:
             self._check(tensor)
-        self._check_src(src)
+        check_src(src, self.world_size)
         cdef Lane lane = self.lanes[0]
         cdef Ticket ticket = lane.ticket
         cdef CUcontext before = self.cuda.enter()
@@ -255,10 +259,8 @@ cdef class NcclCommunicator(Link):
         """
         op = canonical_op(op)
         self._check(inp)
-        if inp.numel() % self.world_size:
-            raise ValueError(f"reduce_scatter_single: inp has {inp.numel()} elements, not a "
-                             f"multiple of {self.world_size} ranks")
-        self._check_out("reduce_scatter_single", out, inp, inp.numel() // self.world_size)
+        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        self._check_out("reduce_scatter_single", out, inp, numel)
         if op == "mean" and not inp.is_floating_point():
             rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
             wide = torch.empty_like(rows[:, 0])
@@ -266,11 +268,6 @@ cdef class NcclCommunicator(Link):
             return self._collective(REDUCE_SCATTER, parts, wide, op, 0, async_op, out)
         scaled = self._scale(inp.detach().clone()) if op == "mean" else inp
         return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
-
-    cdef int _check_src(self, int src) except -1:
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"src must be a rank from 0 to {self.world_size - 1}; got {src}")
-        return 0
 
     cdef _scale(self, tensor):
         if tensor.dtype in FP8:
@@ -296,25 +293,16 @@ cdef class NcclCommunicator(Link):
     cdef int _check(self, tensor) except -1:
         self._check_usable()
         if not isinstance(tensor, TENSOR):
-            raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
+            refuse_tensor(tensor, self.backend, self.device)
         dtype_number(tensor.dtype)
-        if tensor.device != self.device or tensor.layout is not torch.strided:
-            raise ValueError(f"this communicator takes dense tensors on {self.device}; got "
-                             f"{tensor.layout} on {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, "
-                             f"its strides are {tensor.stride()}")
-        if tensor.is_neg():
-            raise ValueError("the tensor is a negated view of its memory: pass "
-                             "tensor.resolve_neg()")
+        is_here = tensor.device == self.device and tensor.layout is torch.strided
+        if not is_here or not tensor.is_contiguous() or tensor.is_neg():
+            refuse_tensor(tensor, self.backend, self.device)
         return 0
 
     cdef int _check_out(self, str name, out, inp, numel) except -1:
         self._check(out)
-        if out.dtype != inp.dtype:
-            raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
-        if out.numel() != numel:
-            raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
+        check_out(name, out, inp, numel)
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):

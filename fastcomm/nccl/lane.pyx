@@ -11,6 +11,7 @@ of a bucket.)
 import threading
 import time
 
+from fastcomm.collective import sentence
 from fastcomm.errors import InitError, TimeoutError
 
 from libc.string cimport memcpy
@@ -38,17 +39,10 @@ cdef class Ticket:
     def describe(self):
         if self.kind == MEETING:
             return KIND_NAMES[MEETING]
-        words = (
-            f"{KIND_NAMES[self.kind]} of {self.numel} {str(self.dtype).removeprefix('torch.')} "
-            "elements"
+        return sentence(
+            KIND_NAMES[self.kind], self.numel, self.dtype, op=self.op,
+            src=self.root if self.kind == BROADCAST else None, label=self.label,
         )
-        if self.kind == BROADCAST:
-            words += f" from rank {self.root}"
-        if self.op:
-            words += f", op {self.op}"
-        if self.label:
-            words += f" (bucket {self.label % 65536 - 1} of reducer {self.label // 65536})"
-        return words
 
 
 cdef class Lane:

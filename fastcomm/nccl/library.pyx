@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch  # first of all: its CUDA builds bring NCCL with them
 
+from fastcomm.collective import refuse_dtype
 from fastcomm.errors import InitError, NcclError
 
 from libc.string cimport memset
@@ -222,9 +223,7 @@ cdef int dtype_number(dtype) except -1:
     """Raises TypeError for what this NCCL cannot reduce."""
     number = DTYPES.get(dtype)
     if number is None:
-        raise TypeError(f"dtype must be one of "
-                        f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}; got "
-                        f"{dtype}")
+        refuse_dtype(dtype, DTYPES)
     if number >= DTYPES[torch.float8_e4m3fn] and version < FIRST_WITH_FP8:
         raise TypeError(f"{dtype} needs NCCL 2.24 or newer; this is {version_text(version)}")
     return number

@@ -1,15 +1,9 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.cuda.driver cimport CUcontext, CUstream, Device, Event
+from fastcomm.lifetime cimport Lifetime
 from fastcomm.nccl.lane cimport Lane, Ticket
 from fastcomm.nccl.memory cimport Pool
-
-
-# Memory in which gradients of a bucket lie.
-cdef struct Range:
-    char *base
-    size_t nbytes
-    Range *next
 
 
 cdef class Link:
@@ -23,11 +17,9 @@ cdef class Link:
     cdef object __weakref__
     cdef object bootstrap, watchdog, tickets
     cdef list lanes
-    cdef Range *ranges  # the flat buffers of all buckets
     cdef Pool pool
     cdef Ticket calling  # the collective whose launch has not returned
     cdef double timeout_s
-    cdef int generation
     cdef dict in_flight  # by ticket: the tensors of collectives that have not ended
     cdef object buckets
     cdef object ending  # held while the lanes are aborted
@@ -35,7 +27,7 @@ cdef class Link:
     # CUDA graphs alive that have captured collectives; outlives the communicator, as they may
     cdef int *n_graphs
     cdef uint64_t last_graph
-    cdef object failure  # why the communicator cannot be used any more, or None
+    cdef readonly Lifetime life
     cdef object interruption  # why the ranks have to meet anew, until somebody has been told
 
     cdef _add_lane(self, look)

@@ -16,8 +16,10 @@ import weakref
 
 import torch
 
+from fastcomm import collective
 from fastcomm.communicator import is_abandoned_already
 from fastcomm.errors import FastcommError, InitError, NcclError, PeerLostError
+from fastcomm.lifetime import again
 from fastcomm.nccl.library import load, unique_id, version_text
 from fastcomm.watchdog import Watchdog, failure_note
 
@@ -31,7 +33,6 @@ from fastcomm.cuda.driver cimport (
     CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
     CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUgraph, CUuserObject, check, driver,
 )
-from fastcomm.lifetime cimport forks
 from fastcomm.nccl.lane cimport MEETING, REGISTRATION
 from fastcomm.nccl.library cimport (
     error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
@@ -55,8 +56,7 @@ cdef class Link:
     ):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout, self.timeout_s = device, timeout, timeout.total_seconds()
-        self.generation, self.bootstrap = forks(), bootstrap
-        self.left_in_backward = -1
+        self.life, self.bootstrap, self.left_in_backward = Lifetime(), bootstrap, -1
         self.tickets, self.lanes = weakref.WeakSet(), []
         self.in_flight, self.buckets, self.ending = {}, weakref.WeakSet(), threading.Lock()
         self.n_graphs = <int *>calloc(1, sizeof(int))
@@ -119,7 +119,7 @@ cdef class Link:
                 deferred = error
             with nogil:
                 usleep(POLL_US)
-            if self.failure is not None or self.interruption is not None:
+            if self.life.failure is not None or self.interruption is not None:
                 break
         try:
             self._check_alive()
@@ -154,8 +154,8 @@ cdef class Link:
         """While a rank calls NCCL to meet the others once more: raises when the watchdog has found
         that they will not.
         """
-        if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+        if self.life.failure is not None:
+            raise again(self.life.failure)
 
     def _look_for_all(self):
         """As _look, as long as nobody is inside NCCL: another rank may have abandoned the round
@@ -182,13 +182,13 @@ cdef class Link:
         graph lives that has captured collectives: NCCL would wait for ever for it to go;
         TimeoutError or NcclError when the end was not in order. May be called twice.
         """
-        if self.generation != forks() or self.failure is not None:
+        if self.life.is_forked() or self.life.failure is not None:
             return
         if self.n_graphs[0] > 0:
             raise FastcommError(f"{self.n_graphs[0]} CUDA graph(s) with collectives of this "
                                 "communicator are alive: delete them first")
-        self.failure, self.is_closed = FastcommError(f"rank {self.rank} has closed this "
-                                                     f"communicator"), True
+        self.life.end(FastcommError(f"rank {self.rank} has closed this communicator"))
+        self.is_closed = True
         self.watchdog.stop()
         self._leave_note(f"closed/{self.rank}", json.dumps([self.epoch, self.number]))
         errors = []
@@ -205,7 +205,7 @@ cdef class Link:
         """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
         others.
         """
-        if self.generation == forks() and self.failure is None:
+        if not self.life.is_forked() and self.life.failure is None:
             self._leave_note("failure", failure_note("PeerLostError", f"rank {self.rank} (pid "
                                                                       f"{os.getpid()}) aborted "
                                                                       "its communicator"))
@@ -236,10 +236,8 @@ cdef class Link:
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
         self._leave_note(
             f"abandoned/{self.epoch}",
-            f"rank {self.rank} abandoned what was under way (an exception ended its backward?): "
-            "skip this step. If the optimizer has made "
-            "it already, the parameters differ between the ranks: restore them, or call refresh() "
-            "on every rank",
+            f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
+            "parameters differ between the ranks: restore them, or call refresh() on every rank",
         )
         self._abort_lanes()
 
@@ -330,8 +328,8 @@ cdef class Link:
         return None
 
     def _fail(self, error):
-        if self.failure is None:
-            self.failure = error
+        if self.life.failure is None:
+            self.life.end(error)
             self._abort_lanes()
 
     def _interrupt(self, error, epoch):
@@ -377,8 +375,7 @@ cdef class Link:
         """Before every launch. After an abandoned round the ranks meet anew here."""
         self._check_alive()
         if self.busy:
-            raise FastcommError("another thread is inside this communicator: give each thread its "
-                                "own, or let them take turns")
+            raise FastcommError(collective.OTHER_THREAD)
         if self.is_split_up:
             self._meet_again()
         return 0
@@ -394,12 +391,8 @@ cdef class Link:
 
     cdef int _check_open(self) except -1:
         """Raises what has ended the communicator."""
-        if self.generation != forks():
-            raise FastcommError(f"this communicator belongs to process {self.pids[self.rank]}, "
-                                "and this process was forked from it: "
-                                "call fastcomm.init here, or start workers with the spawn method")
-        if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+        if self.life.failure is not None or self.life.is_forked():
+            raise self.life.refusal()
         return 0
 
     cdef int _check_work(self, int epoch) except -1:
@@ -421,9 +414,9 @@ cdef class Link:
             interruption, self.interruption = self.interruption, None
             self.n_abandoned += 1
             return interruption
-        if self.failure is None:
+        if self.life.failure is None:
             self.watchdog.give_up(self, error)
-        return type(self.failure)(*self.failure.args)
+        return again(self.life.failure)
 
     cdef int _begin(self, Lane lane, Ticket ticket, op) except -1:
         """From here on the watchdog counts the launch as unfinished."""
@@ -491,9 +484,12 @@ cdef class Link:
 
 cdef extern from *:
     """
-    static void fastcomm_count_up(void *counter) { __atomic_add_fetch((int *)counter, 1,
-    __ATOMIC_RELAXED); } static void fastcomm_count_down(void *counter) { __atomic_sub_fetch((int
-    *)counter, 1, __ATOMIC_RELAXED); }
+    static void fastcomm_count_up(void *counter) {
+        __atomic_add_fetch((int *)counter, 1, __ATOMIC_RELAXED);
+    }
+    static void fastcomm_count_down(void *counter) {
+        __atomic_sub_fetch((int *)counter, 1, __ATOMIC_RELAXED);
+    }
     """
     void fastcomm_count_up(void *counter) noexcept nogil
     void fastcomm_count_down(void *counter) noexcept nogil

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
+from fastcomm.collective import OTHERS_GRADIENT
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
+from fastcomm.flat_buffers import inside
 from fastcomm.reducer.gradient_hook import Counter, displaced
 from fastcomm.reducer.hooked_bucket import HookedBucket, HookedPlace
 from fastcomm.reducer.layout import BucketLayout
@@ -67,7 +69,7 @@ class Bucket(Counter):
         else:
             self._bound = HookedBucket(comm, hooked, self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
-        self._has_streams = comm.has_streams
+        self._counts_nonfinite = comm.counts_nonfinite
         self._is_gathered = False  # in this round
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
@@ -159,13 +161,8 @@ class Bucket(Counter):
 
     def _misplaced(self, i: int, gradient: Tensor) -> str | None:
         """Why the gradient cannot be copied to its place."""
-        offset, address = gradient.data_ptr() - self.flat.data_ptr(), self.views[i].data_ptr()
-        is_another = 0 <= offset < self.flat.nbytes and gradient.data_ptr() != address
-        return (
-            "lies in that of another one: clone gradients before you exchange them"
-            if is_another
-            else None
-        )
+        is_another = inside([gradient]) and gradient.data_ptr() != self.views[i].data_ptr()
+        return OTHERS_GRADIENT if is_another else None
 
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
@@ -235,7 +232,7 @@ class Bucket(Counter):
         return self._bound.n_nonfinite() if self._holds_all() else None
 
     def _holds_all(self) -> bool:
-        return self._has_streams and all(
+        return self._counts_nonfinite and all(
             p is None or p.grad is view for p, view in zip(self.parameters, self.views, strict=True)
         )
 

@@ -21,8 +21,8 @@ from fastcomm.communicator import (
     Communicator,
     Work,
     copy_gradients,
-    flat_buffers,
 )
+from fastcomm.flat_buffers import FlatBuffer
 
 # A state and what is called with it and a bucket, as for DDP's register_comm_hook.
 Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
@@ -113,7 +113,7 @@ class HookedBucket(BoundBucket):
         views: list[Tensor],
         offsets: list[int],
     ) -> None:
-        flat_buffers.add(flat, self)
+        self._known = FlatBuffer(flat)
         self._offsets = offsets
         self._comm = comm
         self._place = place

@@ -19,7 +19,8 @@ from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.communicator import Communicator, canonical_op, note_abandoned
+from fastcomm.collective import bucket_label, canonical_op
+from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import enclosing_backward, hook_gradient, refuse_compiled_autograd
@@ -86,7 +87,7 @@ class Reducer(RoundFlags):
             torch.bfloat16,
             torch.float16,
             torch.float32,
-            *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.has_streams else ()),
+            *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.reduces_fp8 else ()),
         )
         if wire_dtype is not None and wire_dtype not in wires:
             raise ValueError(
@@ -238,13 +239,12 @@ class Reducer(RoundFlags):
         )
         self.number = _n_attached.get(self.comm, 0)
         _n_attached[self.comm] = self.number + 1
-        first_label = self.number * 65536 + 1
         buckets = []
         for i, layout in enumerate(layouts):
             hooked = HookedPlace(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
             buckets.append(
                 Bucket(
-                    first_label + i,
+                    bucket_label(self.number, i),
                     layout,
                     parameters,
                     names,

@@ -1,3 +1,6 @@
+from fastcomm.shm.core cimport SHM_MAX_RANKS
+
+
 cdef class Segment:
     cdef object __weakref__
     cdef int fd  # owner only, else -1
@@ -14,3 +17,16 @@ cdef class Block:
     cdef Segment segment
     cdef size_t offset, nbytes
     cdef int generation
+
+
+cdef class Segments:
+    cdef int world_size
+    cdef readonly tuple pids
+    cdef bint is_crowded  # there are more ranks than cores for them
+    cdef size_t n_reserved
+    cdef list segments
+    cdef char *bases[SHM_MAX_RANKS]
+    cdef int pidfds[SHM_MAX_RANKS]
+    cdef int n_pidfds  # how many of them are initialised
+
+    cdef Segment of(self, int rank)

@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Segment and Block: memory files that all ranks of a host have mapped, and the tensors allocated
-in them.
+"""Segment, Segments and Block: memory files that all ranks of a host have mapped, and the tensors
+allocated in them.
 
 A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is
 sparse: it costs what is allocated in it. Also here: what malloc does with freed gradients.
@@ -20,6 +20,7 @@ from posix.mman cimport (
 from posix.unistd cimport close as close_fd
 
 from fastcomm.lifetime cimport forks
+from fastcomm.shm.core cimport SHM_MAX_RANKS
 
 
 cdef extern from "sys/mman.h" nogil:
@@ -148,6 +149,61 @@ cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
             memory[offset] = 0  # the kernel collapses only what has a page
             offset += HUGE_PAGE
         madvise(memory, offset, MADV_COLLAPSE)
+
+
+cdef class Segments:
+    """The segments of all ranks of a host, mapped here, and descriptors of their processes by which
+    a rank that ends is noticed.
+
+    Collective: every rank makes a memory file, opens its peers', and closes the descriptors once
+    all ranks have mapped everything. n_reserved: bytes at the beginning of each segment that are
+    not for tensors. Raises InitError.
+    """
+
+    def __cinit__(self, int rank, int world_size, object bootstrap, size_t n_reserved):
+        self.world_size, self.n_reserved, self.segments = world_size, n_reserved, []
+        for r in range(SHM_MAX_RANKS):
+            self.pidfds[r] = -1
+        self.n_pidfds = SHM_MAX_RANKS
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # sparse: costs only what is touched
+        nbytes = min(memory, (1 << 45) // world_size) // 4096 * 4096
+        fd = os.memfd_create("fastcomm", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            cores = sorted(os.sched_getaffinity(0))
+            mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": cores}
+            ranks = bootstrap.exchange(mine)
+            self.pids = tuple(theirs["pid"] for theirs in ranks)
+            try:
+                for r, theirs in enumerate(ranks):
+                    self._map_memory(r, theirs, r == rank)
+            except (OSError, InitError) as error:
+                trouble = f"rank {rank} cannot reach the memory of its peers: {error}"
+                raise InitError(trouble) from error
+            bootstrap.exchange("mapped")
+        finally:
+            os.close(fd)
+        self.is_crowded = world_size > len(set().union(*(theirs["cores"] for theirs in ranks)))
+
+    def _map_memory(self, rank, theirs, is_own):
+        fd = os.open(f"/proc/{theirs['pid']}/fd/{theirs['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            segment = Segment(fd, theirs["nbytes"], self.n_reserved, is_own)
+        finally:
+            os.close(fd)
+        self.segments.append(segment)
+        self.bases[rank] = (<Segment>segment).base
+        if not is_own:
+            self.pidfds[rank] = os.pidfd_open(theirs["pid"])
+
+    def __dealloc__(self):
+        for r in range(self.n_pidfds):
+            if self.pidfds[r] >= 0:
+                close_fd(self.pidfds[r])
+
+    cdef Segment of(self, int rank):
+        return self.segments[rank]
 
 
 cdef class Block:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastcomm.communicator import Communicator, Work, canonical_op
+from fastcomm.collective import canonical_op
+from fastcomm.communicator import Communicator, Work
 
 
 class HookState:

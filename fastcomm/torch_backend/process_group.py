@@ -27,8 +27,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm import rendezvous
+from fastcomm.collective import CPU_DTYPES
 from fastcomm.errors import PeerLostError
-from fastcomm.group.call import DTYPES
 from fastcomm.torch_backend.engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import (
@@ -53,7 +53,7 @@ _OPS = {
         (dist.ReduceOp.PRODUCT, "prod"),
     )
 }
-_DTYPES = frozenset(DTYPES)
+_DTYPES = frozenset(CPU_DTYPES)
 _STRIDED = torch.strided
 # Options of calls that give none.
 _ALL_REDUCE = c10d.AllreduceOptions()
@@ -181,7 +181,7 @@ class ProcessGroup(dist.ProcessGroup):
         """As _transport, for what is moved and not reduced: across hosts Gloo is as good at that,
         and asks nobody first.
         """
-        return None if tensor.is_cpu and self._cpu.is_group else self._transport(tensor)
+        return None if tensor.is_cpu and self._cpu.comm.is_threadsafe else self._transport(tensor)
 
     def _nccl_on(self, device: torch.device) -> SharedCommunicator:
         with self._nccl_lock:

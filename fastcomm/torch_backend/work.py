@@ -26,7 +26,6 @@ from torch.futures import Future
 from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.group.communicator import GroupCommunicator
-from fastcomm.shm.communicator import ShmCommunicator
 
 _POLL_S = 50e-6
 # How long a collective under way may lie before this rank goes on with it by itself: long against a
@@ -62,10 +61,9 @@ class SharedCommunicator:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.lock = threading.Lock()
-        # A GroupCommunicator has a thread of its own that does the work, and takes any number of
-        # callers.
-        self.is_group = isinstance(comm, GroupCommunicator)
-        self.turn: AbstractContextManager[object] = nullcontext() if self.is_group else self.lock
+        self.turn: AbstractContextManager[object] = (
+            nullcontext() if comm.is_threadsafe else self.lock
+        )
         self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
         self._progress = _Progress(self.lock)
 
@@ -87,13 +85,13 @@ class SharedCommunicator:
                 for call in calls:
                     works.append(call(async_op=True))
             finally:
-                if isinstance(self.comm, ShmCommunicator):  # the others' move by themselves
+                if not self.comm.progresses_itself:
                     self._progress.watch([work for work in works if not work.is_completed()])
         return UnderWay(self, works, value, places)
 
     def lost(self, ranks: Collection[int]) -> dict[int, int]:
         """Which of `ranks` the communicator has found dead: their pids, by rank."""
-        failure = self.comm._failure if isinstance(self.comm, GroupCommunicator) else None
+        failure = self.comm.life.failure if isinstance(self.comm, GroupCommunicator) else None
         verdict = str(failure).partition(";")[0]
         if not isinstance(failure, PeerLostError) or " died" not in verdict:
             return {}
@@ -239,7 +237,7 @@ class UnderWay(BackendWork):
             time.sleep(_POLL_S)
 
     def is_completed(self) -> bool:
-        if self._is_over or self._shared.is_group:
+        if self._is_over or self._shared.comm.is_threadsafe:
             return self._is_over or all(work.is_completed() for work in self._works)
         # Whose turn it is may be waiting for something else: no is the answer then.
         if not self._shared.lock.acquire(timeout=_TURN_S):
@@ -279,7 +277,7 @@ class UnderWay(BackendWork):
                 future: Future[list[Any]] = Future(devices=[self._shared.comm.device])
                 future.set_result(self._value)
             return future
-        if self._shared.is_group and _is_called_by_autograd():
+        if self._shared.comm.is_threadsafe and _is_called_by_autograd():
             begun: Future[None] = Future()
             future = begun.then(
                 lambda _: self.result()

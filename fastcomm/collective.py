@@ -1,0 +1,191 @@
+"""What a collective is, on every transport: its ops and dtypes, the numbers by which ranks compare
+buckets, what a rank without a gradient contributes, its sentence in a message, and what is refused
+before a peer is involved.
+
+Knows no transport, and raises nothing of its own but ValueError and TypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+OPS = ("sum", "mean", "min", "max", "prod")
+_ALIASES = {"avg": "mean", "product": "prod"}
+
+# What the transports of the CPU reduce; NCCL's list depends on its version.
+CPU_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+
+BUCKETS_PER_REDUCER = 65536
+
+
+def canonical_op(op: str) -> str:
+    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are
+    accepted. Raises ValueError.
+    """
+    name = _ALIASES.get(op, op)
+    if name not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+    return name
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As in a message: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- buckets -------------------------------------------------------------------------------------
+
+
+def bucket_label(reducer: int, bucket: int) -> int:
+    """The number by which ranks tell buckets apart. Never 0, which is no bucket."""
+    return reducer * BUCKETS_PER_REDUCER + bucket + 1
+
+
+def presence_values(op: str) -> tuple[float, float]:
+    """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks
+    is the first only if all put that.
+    """
+    return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
+
+
+def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
+    """Integers as int64 rows whose sums over n ranks are exact, for `mean_of_addends`.
+
+    int64: a row of quotients by n and one of remainders, as the sum of n elements may overflow.
+    Other integers: one row. Shape (rows, *tensor.shape), in memory of its own.
+    """
+    if tensor.dtype != torch.int64:
+        return tensor.to(torch.int64, copy=True).unsqueeze(0)
+    quotients = torch.div(tensor, n, rounding_mode="trunc")
+    return torch.stack([quotients, tensor - quotients * n])
+
+
+def mean_of_addends(sums: Tensor, n: int) -> Tensor:
+    """The mean of integers over n ranks, truncated towards zero. sums: of `addends_of_mean`."""
+    carried = torch.div(sums[-1], n, rounding_mode="trunc")
+    if len(sums) == 1:
+        return carried
+    mean, rest = sums[0] + carried, sums[1] - carried * n
+    # Where the rest has the other sign, the exact mean lies nearer to zero.
+    sign = mean.sign()
+    return mean - torch.where(sign * rest < 0, sign, 0)
+
+
+# ---- sentences -----------------------------------------------------------------------------------
+
+OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
+OTHER_THREAD = (
+    "another thread is inside this communicator: give each thread its own, or let them take turns"
+)
+
+
+def sentence(
+    kind: str,
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    op: str | None = None,
+    src: int | None = None,
+    wire: torch.dtype | None = None,
+    label: int = 0,
+) -> str:
+    """A collective in words, for messages. op, src: of the kinds that have one."""
+    words = f"{kind} of {numel} {name_of(dtype)} elements"
+    if src is not None:
+        words += f" from rank {src}"
+    if op is not None:
+        words += f", op {op}"
+    if wire is not None and wire != dtype:
+        words += f", wire {name_of(wire)}"
+    if label:
+        reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
+        words += f" (bucket {bucket - 1} of reducer {reducer})"
+    return words
+
+
+def mismatch(number: int, calls: Iterable[object]) -> str:
+    """The ranks have come to different collectives. calls: each rank's, by rank, in words."""
+    wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+    return f"the ranks call different collectives (number {number} on this communicator): {wanted}"
+
+
+def abandonment(ranks: Iterable[int]) -> str:
+    """What the others hear when `ranks` abandon a round."""
+    return (
+        f"rank {', '.join(map(str, ranks))} abandoned what was under way (an exception ended its "
+        "backward?): skip this step"
+    )
+
+
+def own_abandonment(rank: int) -> str:
+    """What becomes of the works of the rank that abandons."""
+    return f"rank {rank} abandoned the collectives under way"
+
+
+# ---- refusals, before any peer is involved -------------------------------------------------------
+
+
+def refuse_dtype(dtype: object, known: Iterable[torch.dtype], name: str = "dtype") -> NoReturn:
+    """Raises TypeError."""
+    raise TypeError(f"{name} must be one of {', '.join(map(name_of, known))}; got {dtype}")
+
+
+def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoReturn:
+    """Says what is wrong with a tensor that is not dense, on the device, contiguous and stored as
+    it reads. Raises TypeError or ValueError.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.device != device:
+        place = "the CPU" if device.type == "cpu" else device
+        raise ValueError(
+            f"the {backend} transport takes dense tensors on {place}; got {tensor.layout} on "
+            f"{tensor.device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are "
+            f"{tensor.stride()}"
+        )
+    raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
+
+
+def check_numel(numel: int) -> None:
+    """Of a tensor to be made. Raises ValueError."""
+    if numel < 0:
+        raise ValueError(f"numel must not be negative; got {numel}")
+
+
+def check_src(src: int, world_size: int) -> None:
+    """Raises ValueError."""
+    if not 0 <= src < world_size:
+        raise ValueError(f"src must be a rank from 0 to {world_size - 1}; got {src}")
+
+
+def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
+    """That the result of `inp` fits into `out`. Raises TypeError or ValueError."""
+    if out.dtype != inp.dtype:
+        raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
+    if out.numel() != numel:
+        raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
+
+
+def share_of(name: str, inp: Tensor, world_size: int) -> int:
+    """Elements of the part of `inp` that one rank keeps. Raises ValueError."""
+    if inp.numel() % world_size:
+        raise ValueError(
+            f"{name}: inp has {inp.numel()} elements, not a multiple of {world_size} ranks"
+        )
+    return inp.numel() // world_size

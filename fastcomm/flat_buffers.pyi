@@ -1,0 +1,6 @@
+from torch import Tensor
+
+class FlatBuffer:
+    def __init__(self, flat: Tensor) -> None: ...
+
+def inside(tensors: list[Tensor]) -> list[int]: ...

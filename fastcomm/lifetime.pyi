@@ -1,0 +1,13 @@
+from typing import TypeVar
+
+from fastcomm.errors import FastcommError
+
+E = TypeVar("E", bound=FastcommError)
+
+class Lifetime:
+    failure: FastcommError | None
+    def is_forked(self) -> bool: ...
+    def end(self, failure: FastcommError) -> None: ...
+    def refusal(self) -> FastcommError | None: ...
+
+def again(error: E) -> E: ...

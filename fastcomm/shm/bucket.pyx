@@ -1,0 +1,162 @@
+# cython: language_level=3
+"""ShmBucket: a flat buffer in shared memory and its reduction over the ring, gathered on the way."""
+
+import torch
+
+from fastcomm.collective import OTHERS_GRADIENT, presence_values
+from fastcomm.communicator import BoundBucket, BucketWork
+from fastcomm.errors import FastcommError
+
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
+from fastcomm.shm.core cimport SHM_ALL_REDUCE, shm_descriptor, shm_piece
+from fastcomm.shm.ring cimport Ring, ShmWork, descriptor, op_code
+
+
+cdef size_t SMALL_GRADIENT = 16384  # bytes
+cdef int MAX_TOKENS = 16
+
+
+cdef struct Slot:
+    uint64_t offset, numel
+    bint is_contiguous
+
+
+cdef class ShmBucket:
+    """A flat buffer and the slots of the gradients in it: worked out once, launched once per
+    round.
+    """
+
+    cdef readonly ShmWork posted  # see BoundBucket.posted
+    cdef Ring ring
+    cdef FlatBuffer known
+    cdef object flat, wire, dtype, presence
+    cdef dict tokens  # by op and by what is missing: what to put into `presence`
+    cdef list views
+    cdef uint32_t label
+    cdef size_t itemsize
+    cdef char *base
+    cdef Slot *slots
+    cdef ShmWork next  # holds what gather has left to the next launch
+
+    def __cinit__(
+        self, Ring ring, flat, wire, list views, list offsets, uint32_t label
+    ):
+        self.ring, self.flat, self.wire, self.views, self.label = ring, flat, wire, views, label
+        self.dtype, self.itemsize = flat.dtype, flat.element_size()
+        self.base = <char *><size_t>flat.data_ptr()
+        self.presence, self.tokens = flat[flat.numel() - len(views):], {}
+        self.slots = <Slot *>malloc(max(len(views), 1) * sizeof(Slot))
+        if self.slots == NULL:
+            raise MemoryError("out of memory")
+        for i, view in enumerate(views):
+            self.slots[i] = Slot(offsets[i], view.numel(), view.is_contiguous())
+        self.known = FlatBuffer(flat)
+
+    def __dealloc__(self):
+        free(self.slots)
+
+    def gather(self, list parameters):
+        """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch
+        copies what the peers will read, and the reduction reads the rest there. Small ones are
+        copied here, which is cheaper than to keep many tensors alive.
+        """
+        cdef ShmWork work = self._next_work(len(parameters))
+        cdef list left = []
+        self.posted = None
+        for i in range(len(parameters)):
+            parameter, view = parameters[i], self.views[i]
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                left.append(i)
+            elif gradient is not view:
+                try:
+                    # first: torch refuses it where the parameter's data has been replaced by other
+                    parameter.grad = view
+                    self._take(work, self.slots[i], gradient, view)
+                except BaseException as error:
+                    parameter.grad, error.slot = gradient, i
+                    raise
+        return left
+
+    cdef int _take(self, ShmWork work, Slot slot, gradient, view) except -1:
+        """Moves one gradient to its slot, now or in the launch."""
+        cdef const char *source = <const char *><size_t>gradient.data_ptr()
+        cdef char *target = self.base + slot.offset * self.itemsize
+        cdef size_t nbytes = slot.numel * self.itemsize
+        cdef bint is_at_home = source == target
+        if not is_at_home and is_in_a_flat_buffer(source):
+            raise FastcommError(OTHERS_GRADIENT)
+        if (gradient.dtype is not self.dtype
+                or not _lies_alike(gradient, view, slot.is_contiguous) or gradient.is_neg()):
+            view.copy_(gradient.clone() if is_at_home else gradient)
+        elif is_at_home:  # a tensor of the user's on our memory
+            pass
+        elif self.wire is not self.flat or nbytes < SMALL_GRADIENT:
+            memcpy(target, source, nbytes)
+        else:
+            work.pieces[work.n_pieces] = shm_piece(source, slot.offset, slot.numel)
+            work.n_pieces += 1
+            work.tensors.append(gradient)
+        return 0
+
+    cdef ShmWork _next_work(self, Py_ssize_t n_pieces):
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        work.ring, work.tensors = self.ring, []
+        if self.wire is not self.flat:
+            work.flat, work.wire = self.flat, self.wire
+        if n_pieces:
+            work.pieces = <shm_piece *>malloc(n_pieces * sizeof(shm_piece))
+            if work.pieces == NULL:
+                raise MemoryError("out of memory")
+        self.next = work
+        return work
+
+    def launch(self, str op, list missing):
+        """See BoundBucket.launch."""
+        cdef ShmWork work = self.next or self._next_work(0)
+        cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
+        cdef char *data = self.ring.check(self.wire, &d)
+        self.next = self.posted = None
+        work.op, work.presence = op, self.presence
+        d.label = self.label
+        self.presence.copy_(self._token(op, tuple(missing)))
+        if self.wire is not self.flat:
+            self.wire.copy_(self.flat)
+        self.ring.post(&d, data, data, work)
+        self.posted = work
+        self.ring.advance(work, 0)  # earlier buckets, too, whose peers have come meanwhile
+        if work.error is not None or self.ring.deferred is not None:
+            self.ring.raise_what_ended(work)
+        return work
+
+    cdef object _token(self, str op, tuple missing):
+        token = self.tokens.get((op, missing))
+        if token is None:
+            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
+                self.tokens.clear()
+            absent, present = presence_values(op)
+            token = self.tokens[op, missing] = torch.full_like(self.presence, present)
+            token[list(missing)] = absent
+        return token
+
+    def note_stream(self):
+        """See BoundBucket.note_stream. There are no streams."""
+
+    def square_sum(self):
+        """See BoundBucket.square_sum."""
+
+    def n_nonfinite(self):
+        """See BoundBucket.n_nonfinite."""
+
+
+cdef inline bint _lies_alike(gradient, view, bint is_contiguous) except -1:
+    """Whether both have the same strides."""
+    return gradient.is_contiguous() if is_contiguous else gradient.stride() == view.stride()
+
+
+BoundBucket.register(ShmBucket)
+BucketWork.register(ShmWork)

@@ -1,0 +1,3 @@
+from torch import Tensor
+
+def reduce_shards(buffers: list[Tensor], op: str = "sum") -> None: ...

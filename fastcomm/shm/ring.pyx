@@ -1,0 +1,488 @@
+# cython: language_level=3
+"""Ring: one rank's end of the descriptor ring in shared memory. Posts collectives, waits for them,
+abandons them, and says what went wrong.
+
+It drives the C core (kernels/shm), releases the GIL around every wait, and turns status codes into
+exceptions. What is posted is communicator.pyx's and bucket.pyx's business. docs/design.md explains
+the ring.
+"""
+
+import sys
+import time
+
+import torch
+
+from fastcomm import collective
+from fastcomm.collective import CPU_DTYPES, OPS, canonical_op, presence_values
+from fastcomm.errors import (
+    AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
+)
+from fastcomm.lifetime import again
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport free
+
+from fastcomm.shm.memory cimport Segment, Segments
+
+
+MAX_RANKS = SHM_MAX_RANKS  # of one communicator
+cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
+cdef double NOTICE_S = 1  # how long an interrupted rank waits before it says what for
+
+cdef object TENSOR = torch.Tensor
+cdef object CPU = torch.device("cpu")
+# where a tensor without elements lies: not NULL, which says that an exception was raised
+cdef char *NO_DATA = b""
+# Their order is that of the core's enums.
+cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(CPU_DTYPES)}
+cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}
+cdef tuple KIND_NAMES = (
+    "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
+    "abandon",
+)
+
+
+# ---- work ------------------------------------------------------------------------------------------
+
+@cython.freelist(8)
+cdef class ShmWork:
+    """A collective under way. Holds its tensors, and its outcome once that is known."""
+
+    def __dealloc__(self):
+        free(self.pieces)
+
+    def wait(self):
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective,
+        if one did.
+
+        What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over,
+        because the peers count on it; what it raises a second time is raised at once, and aborts
+        the communicator.
+        """
+        if not self.finished:
+            self.ring.finish(self)
+        self.ring.raise_what_ended(self)
+
+    def is_completed(self):
+        """Whether the result is in place, or never will be; does on the way whatever can be done
+        without waiting. Raises only what any call would: after a fork, or while another thread is
+        inside.
+        """
+        if not self.finished:
+            self.ring.advance(self, 0)
+        return self.finished
+
+    def present(self):
+        """See BucketWork.present."""
+        self.wait()
+        absent, _ = presence_values(self.op)
+        return (self.presence != absent).tolist()
+
+    cdef int settle(self, object error) except -1:
+        """The outcome is known: an error, or None."""
+        self.finished = True
+        self.error = error
+        if error is None and self.flat is not None:
+            self.flat.copy_(self.wire)
+        return 0
+
+    cdef void release(self):
+        """Nobody reads or writes the tensors any more."""
+        self.tensors = self.flat = self.wire = None
+        free(self.pieces)
+        self.pieces = NULL
+
+
+# ---- the ring --------------------------------------------------------------------------------------
+
+@cython.no_gc_clear  # __dealloc__ needs the segments
+cdef class Ring:
+    """See ring.pxd for the fields. Made by ShmCommunicator, on all ranks together."""
+
+    def __cinit__(self, int rank, int world_size, object bootstrap, object timeout):
+        cdef Segments segments = Segments(rank, world_size, bootstrap, shm_control_bytes())
+        self.segments, self.rank, self.world_size = segments, rank, world_size
+        self.timeout_s = timeout.total_seconds()
+        self.life, self.works, self.leaving = Lifetime(), [None] * SHM_RING, []
+        self.arena = segments.of(rank)
+        self.handle = shm_open_comm(
+            rank, world_size, segments.bases, segments.pidfds, segments.is_crowded
+        )
+        if self.handle == NULL:
+            raise MemoryError("out of memory")
+
+    def __dealloc__(self):
+        # not in a forked child: the segment is the parent's to close
+        if self.handle != NULL and not self.life.is_forked():
+            shm_set_state(self.handle, SHM_CLOSED, -1)
+        shm_free_comm(self.handle)
+
+    # -- the end --
+
+    cdef close(self, int state, str message):
+        """Ends the use of the ring on this rank. state: SHM_CLOSED or SHM_ABORTED."""
+        if not self.life.is_forked():
+            self._end(state, -1, FastcommError(message))
+
+    cdef _end(self, int state, int blames, object failure):
+        """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes
+        out.
+        """
+        if self.handle == NULL or self.life.failure is not None:
+            return
+        self.life.end(failure)
+        shm_set_state(self.handle, state, blames)
+        if not self.busy:
+            self._bury()
+
+    cdef _bury(self):
+        """Whoever still waits for a collective gets what ended the communicator."""
+        shm_free_comm(self.handle)
+        self.handle = NULL
+        for work in [*self._settle_all(self.life.failure), *self.leaving]:
+            (<ShmWork>work).release()
+        self.leaving = []
+
+    cdef int _come_out(self) except -1:
+        """A thread is back from the C core."""
+        self.busy = False
+        if self.life.failure is not None and self.handle != NULL:
+            self._bury()
+        return 0
+
+    # -- the way of every collective --
+
+    cdef char *check(self, tensor, shm_descriptor *d) except NULL:
+        """Checks that the communicator can be used and can take the tensor; fills in its dtype,
+        numel and place. Returns its address.
+
+        On the way of every call, and most of the time that a small one takes: each line costs a
+        tenth of the whole.
+        """
+        cdef char *data = NULL
+        cdef bint is_taken
+        self.check_usable()
+        if type(tensor) is not TENSOR and not isinstance(tensor, TENSOR):
+            collective.refuse_tensor(tensor, "shm", CPU)
+        dtype = DTYPE_CODES.get(tensor.dtype)
+        if dtype is None:
+            collective.refuse_dtype(tensor.dtype, CPU_DTYPES)
+        try:
+            is_taken = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            data = <char *><size_t>tensor.data_ptr()
+        except RuntimeError:  # sparse tensors have no such things
+            is_taken = False
+        if not is_taken:
+            collective.refuse_tensor(tensor, "shm", CPU)
+        d.dtype, d.numel = dtype, tensor.numel()
+        d.where = data - self.arena.base if <size_t>(data - self.arena.base) < self.arena.nbytes else SHM_PRIVATE
+        return data if data != NULL else NO_DATA
+
+    cdef int check_usable(self) except -1:
+        """Raises why no collective can be begun, if none can."""
+        if self.life.failure is not None or self.life.is_forked():
+            refusal = self.life.refusal()
+            if not self.life.is_forked():
+                self._raise_deferred(refusal)
+            raise refusal
+        if self.busy:
+            raise FastcommError(collective.OTHER_THREAD)
+        return 0
+
+    cdef object collective(
+        self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
+    ):
+        cdef ShmWork work
+        cdef uint32_t seq
+        cdef int posted = SHM_AGAIN, status = SHM_AGAIN
+        if self.interruption is not None:
+            self.hear()
+        if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
+            # The short way of a blocking call: no Work, and one release of the GIL for posting and
+            # the first slice of waiting.
+            self.busy = True
+            with nogil:
+                posted = shm_post(self.handle, d, input, output, NULL, 0, &seq)
+                if posted == SHM_OK:
+                    status = shm_wait(self.handle, seq, SLICE_NS)
+            self._come_out()
+            if posted == SHM_OK:
+                self.last = seq
+            if status == SHM_OK:
+                return None
+            self.check_usable()
+        work = ShmWork.__new__(ShmWork)
+        work.ring, work.tensors = self, (inp, out)
+        if posted == SHM_OK:
+            work.seq = seq
+            self.works[seq % SHM_RING] = work
+        else:
+            self.post(d, input, output, work)
+        if not async_op:
+            work.wait()
+            return None
+        self._raise_deferred(None)
+        return work
+
+    cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1:
+        """Posts a collective; waits only when the ring is full."""
+        cdef int status
+        cdef Patience patience = Patience(0, 0)
+        cdef ShmWork older = self.works[(self.last + 1) % SHM_RING]
+        if older is not None:
+            self.finish(older)
+        if self.interruption is not None:  # this collective belongs to what was abandoned
+            self.hear()
+        while True:
+            self.check_usable()
+            self.busy = True
+            with nogil:  # gathers the pieces
+                status = shm_make_room(self.handle, SLICE_NS)
+                if status == SHM_OK:
+                    status = shm_post(
+                        self.handle, d, input, output, work.pieces, work.n_pieces, &work.seq
+                    )
+            self._come_out()
+            if status == SHM_OK:
+                break
+            self.check_usable()
+            if status == SHM_PEER_LOST:
+                self._give_up(PeerLostError, self._lost_message())
+            else:
+                self._between_slices(&patience)
+        self.last = work.seq
+        self.works[work.seq % SHM_RING] = work
+        return 0
+
+    cdef int finish(self, ShmWork work) except -1:
+        """Waits until the work is finished, for good or ill."""
+        cdef Patience patience = Patience(0, 0)
+        while not self.advance(work, SLICE_NS):
+            self._between_slices(&patience)
+        return 0
+
+    cdef bint advance(self, ShmWork work, uint64_t slice_ns) except -1:
+        """Does what can be done for `work` within a slice; returns whether it is finished."""
+        cdef int status
+        if work.finished:
+            return True
+        self.check_usable()
+        self.busy = True
+        with nogil:  # may wait up to slice_ns
+            status = shm_wait(self.handle, work.seq, slice_ns)
+        self._come_out()
+        if work.finished:  # another thread has ended the communicator meanwhile
+            return True
+        if status == SHM_AGAIN:
+            return False
+        if status == SHM_PEER_LOST:
+            self._give_up(PeerLostError, self._lost_message())
+            return True
+        self.works[work.seq % SHM_RING] = None
+        if status == SHM_OK:
+            work.settle(None)
+        elif status == SHM_MISMATCH:
+            work.settle(MismatchError(self._mismatch(work.seq)))
+        else:
+            work.settle(self._first_failure(work.seq))
+            # the caller hears of it in its next call that may raise; until then nothing more is
+            # posted
+            if not work.is_realigning:
+                self.interruption = work.error
+                self.leaving += self._settle_all(work.error)
+                self.leaving.append(work)
+                return True
+        work.release()
+        return True
+
+    cdef int hear(self) except -1:
+        """Raises what has interrupted this rank's collectives, if anything has. What is called from
+        here on belongs to the next round.
+        """
+        if self.interruption is None:
+            return 0
+        error, self.interruption = self.interruption, None
+        self._realign(error)
+        self._raise_deferred(error)
+        raise error
+
+    cdef int raise_what_ended(self, ShmWork work) except -1:
+        """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
+        if work.error is not None and work.error is self.interruption:
+            self.hear()
+        if self.deferred is not None:
+            self._raise_deferred(work.error)
+        if work.error is not None:
+            raise again(work.error)
+        return 0
+
+    cdef int _raise_deferred(self, cause) except -1:
+        if self.deferred is not None:
+            error, self.deferred = self.deferred, None
+            raise error from cause
+        return 0
+
+    cdef abandon(self):
+        """See Communicator.abandon."""
+        self.interruption = None  # if another rank has abandoned the same, this one joins it
+        self._realign(FastcommError(collective.own_abandonment(self.rank)))
+        self._raise_deferred(None)
+
+    cdef _realign(self, error):
+        """Ends what is under way on this rank with `error`, and meets what the peers have still
+        posted, until all stand at one place.
+        """
+        cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
+        cdef ShmWork work
+        self.leaving += self._settle_all(error)  # their tensors are in use until all ranks have met
+        self.n_abandoned += 1
+        while True:
+            work = ShmWork.__new__(ShmWork)
+            work.ring, work.is_realigning = self, True
+            self.post(&d, NULL, NULL, work)
+            self.finish(work)
+            if work.error is None:
+                break
+            if self.handle == NULL:
+                raise work.error
+        for work in self.leaving:
+            work.release()
+        self.leaving = []
+
+    cdef object _first_failure(self, uint32_t seq):
+        """Why collective `seq` was abandoned: an earlier one that did not match, and nobody has
+        asked for yet, or the peers know.
+        """
+        cdef ShmWork work
+        for work in sorted((work for work in self.works if work is not None), key=_seq_of):
+            if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:
+                return MismatchError(self._mismatch(work.seq))
+        return AbandonedError(self._abandonment(seq))
+
+    cdef list _settle_all(self, error):
+        unfinished = [work for work in self.works if work is not None]
+        self.works = [None] * SHM_RING
+        for work in unfinished:
+            (<ShmWork>work).settle(error)
+        return unfinished
+
+    cdef int _between_slices(self, Patience *patience) except -1:
+        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock, which runs
+        while nothing moves.
+        """
+        self._look_at_signals()
+        cdef double now = time.monotonic()
+        cdef uint64_t progress
+        if self.handle == NULL:  # a signal handler has ended the communicator
+            return 0
+        progress = shm_progress(self.handle)
+        if patience.deadline == 0 or progress != patience.progress:
+            patience.deadline, patience.progress = now + self.timeout_s, progress
+        elif now >= patience.deadline:
+            self._give_up(TimeoutError, self._timeout_message())
+        return 0
+
+    cdef int _look_at_signals(self) except -1:
+        """What a handler raises waits until the peers do not depend on this rank any more; the
+        second one ends the communicator.
+        """
+        try:
+            PyErr_CheckSignals()
+        except BaseException as error:
+            if self.deferred is not None:
+                self.deferred = None
+                self.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+                raise
+            self.deferred, self.deferred_since = error, time.monotonic()
+        if self.deferred is not None and time.monotonic() - self.deferred_since > NOTICE_S:
+            self.deferred_since = float("inf")
+            print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) "
+                  "and ends a collective first, on which its "
+                  "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
+        return 0
+
+    # -- when it goes wrong --
+
+    cdef _give_up(self, kind, str message):
+        """The communicator is of no more use: tells the peers, and everybody on this rank who still
+        waits.
+        """
+        cdef int culprit = shm_stalled_on(self.handle)
+        if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
+            culprit = shm_blamed_by(self.handle, culprit)
+        self._end(SHM_ABORTED, culprit, kind(message))
+
+    cdef str _lost_message(self):
+        cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
+        cdef int blamed = shm_blamed_by(self.handle, rank)
+        if state == SHM_CLOSED:
+            what = "closed its communicator"
+        elif state == SHM_ABORTED:
+            what = "aborted its communicator"
+            if blamed >= 0:
+                what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
+        else:
+            what = "died"
+        return (
+            f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
+            f"{self._position()}"
+        )
+
+    cdef str _timeout_message(self):
+        cdef uint32_t here = shm_posted(self.handle, self.rank)
+        late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here]
+        late = late or [shm_stalled_on(self.handle)]
+        names = "; ".join(f"rank {r} (pid {self.segments.pids[r]}): {self._history(r)}" for r in late)
+        return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}"
+
+    cdef str _mismatch(self, uint32_t seq):
+        return collective.mismatch(seq, [
+            _name(shm_descriptor_of(self.handle, r, seq)) for r in range(self.world_size)
+        ])
+
+    cdef str _abandonment(self, uint32_t seq):
+        return collective.abandonment([
+            r for r in range(self.world_size)
+            if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON
+        ])
+
+    cdef str _history(self, int rank):
+        cdef uint32_t last = shm_posted(self.handle, rank)
+        if not last:
+            return "it has joined no collective yet"
+        name = _name(shm_descriptor_of(self.handle, rank, last))
+        return f"the last collective it joined is number {last}, {name}"
+
+    cdef str _position(self):
+        cdef uint32_t last = shm_posted(self.handle, self.rank)
+        return (
+            f"rank {self.rank} is at number {last}, "
+            f"{_name(shm_descriptor_of(self.handle, self.rank, last))}"
+        )
+
+
+cdef shm_descriptor descriptor(int kind, int op) noexcept:
+    cdef shm_descriptor d
+    d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label = kind, op, 0, 0, 0, SHM_PRIVATE, 0
+    return d
+
+
+cdef str _name(shm_descriptor d):
+    """A collective in words, for messages."""
+    if d.kind == SHM_BARRIER or d.kind == SHM_ABANDON:
+        return KIND_NAMES[d.kind]
+    return collective.sentence(
+        KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],
+        op=OPS[d.op] if d.kind == SHM_ALL_REDUCE or d.kind == SHM_REDUCE_SCATTER else None,
+        src=d.root if d.kind == SHM_BROADCAST else None, label=d.label,
+    )
+
+
+def _seq_of(ShmWork work):
+    return work.seq
+
+
+cdef int op_code(str op) except -1:
+    code = OP_CODES.get(op)
+    return OP_CODES[canonical_op(op)] if code is None else code
