@@ -19,10 +19,11 @@ def extension(name: str) -> Extension:
         f"fastcomm.{name}",
         sources=[
             f"fastcomm/{name.replace('.', '/')}.pyx",
-            *CORE.get(name, ()),
+            *(CORE if name == "shm.ring" else ()),
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
+            *(("kernels/shm/reduce.c",) if name == "shm.reduce" else ()),
             *sorted(glob("fastcomm/**/*.pxd", recursive=True)),
             "setup.py",
         ],
@@ -44,7 +45,7 @@ def extension(name: str) -> Extension:
     )
 
 
-CORE = {"shm.ring": sorted(glob("kernels/shm/*.c")), "shm.reduce": ["kernels/shm/reduce.c"]}
+CORE = sorted(glob("kernels/shm/*.c"))
 EXTENSIONS = (
     *(
         "lifetime",

@@ -7,8 +7,6 @@ cdef extern from "shm/reduce.h" nogil:
     enum:
         SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD
         SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8
-    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
-                    void *const *outputs, int n_outputs)
 
 
 cdef extern from "shm/core.h" nogil:

@@ -3,7 +3,13 @@
 
 from fastcomm.collective import CPU_DTYPES, OPS, canonical_op, refuse_dtype
 
-from fastcomm.shm.core cimport SHM_MAX_RANKS, shm_reduce
+from fastcomm.shm.core cimport SHM_MAX_RANKS
+
+# The source itself: as an object file of its own it would be written by two extensions at once,
+# this one and ring, when they are built side by side.
+cdef extern from "shm/reduce.c":
+    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
+                    void *const *outputs, int n_outputs) nogil
 
 
 def reduce_shards(list buffers, str op="sum"):
