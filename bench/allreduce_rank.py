@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +21,7 @@ from typing import Any
 import cuda_clock
 import launch
 import torch
+import turns
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)
@@ -57,6 +56,26 @@ class Prepared:
     out_of_place: Callable[[], object]
 
 
+def after_copy(inp: Tensor, out: Tensor, in_place: Callable[[], object]) -> Callable[[], None]:
+    """The out-of-place call of a peer that has none of its own."""
+
+    def out_of_place() -> None:
+        out.copy_(inp)
+        in_place()
+
+    return out_of_place
+
+
+def divided(call: Callable[[], object], out: Tensor, world_size: int) -> Callable[[], None]:
+    """The mean of a peer that has none of its own: what DDP does, sum and divide."""
+
+    def mean() -> None:
+        call()
+        out.div_(world_size)
+
+    return mean
+
+
 class Fastcomm:
     def __init__(self, settings: Settings, backend: str) -> None:
         import fastcomm
@@ -80,12 +99,8 @@ class Fastcomm:
         dtype, op, device = self.settings.dtype, self.settings.op, self.settings.device
         inp = torch.empty(count, dtype=dtype, device=device)
         out = self.comm.empty(count, dtype=dtype) if tensors == "comm" else torch.empty_like(inp)
-
-        def out_of_place() -> None:
-            out.copy_(inp)
-            self.comm.all_reduce(out, op)
-
-        return Prepared(inp, out, functools.partial(self.comm.all_reduce, out, op), out_of_place)
+        in_place = functools.partial(self.comm.all_reduce, out, op)
+        return Prepared(inp, out, in_place, after_copy(inp, out, in_place))
 
 
 class Ordinary:
@@ -124,9 +139,7 @@ class Bound:
 
 
 class TorchDistributed:
-    """torch.distributed's Gloo or NCCL group. Gloo has no mean: what DDP does, sum and divide,
-    takes its place.
-    """
+    """torch.distributed's Gloo or NCCL group. Gloo has no mean."""
 
     def __init__(self, settings: Settings, backend: str) -> None:
         import torch.distributed as dist
@@ -155,25 +168,14 @@ class TorchDistributed:
             torch.empty(count, dtype=self.settings.dtype, device=self.settings.device)
             for _ in range(2)
         )
-        reduce = functools.partial(self._all_reduce, out)
-
-        def mean() -> None:
-            reduce()
-            out.div_(self.settings.world_size)
-
-        in_place = mean if self.settings.op == "mean" else reduce
-
-        def out_of_place() -> None:
-            out.copy_(inp)
-            in_place()
-
-        return Prepared(inp, out, in_place, out_of_place)
+        in_place: Callable[[], object] = functools.partial(self._all_reduce, out)
+        if self.settings.op == "mean":
+            in_place = divided(in_place, out, self.settings.world_size)
+        return Prepared(inp, out, in_place, after_copy(inp, out, in_place))
 
 
 class Mpi:
-    """MPI through mpi4py. Its own out-of-place call is used; a mean is a sum and a division, as for
-    Gloo.
-    """
+    """MPI through mpi4py. Its own out-of-place call is used; it has no mean."""
 
     def __init__(self, settings: Settings) -> None:
         from mpi4py import MPI
@@ -187,20 +189,13 @@ class Mpi:
 
     def prepare(self, count: int) -> Prepared:
         inp, out = (torch.empty(count, dtype=self.settings.dtype) for _ in range(2))
-        in_place = functools.partial(self._all_reduce, self.MPI.IN_PLACE, out.numpy())
-        out_of_place = functools.partial(self._all_reduce, inp.numpy(), out.numpy())
+        calls: list[Callable[[], object]] = [
+            functools.partial(self._all_reduce, source, out.numpy())
+            for source in (self.MPI.IN_PLACE, inp.numpy())
+        ]
         if self.settings.op == "mean":
-            return Prepared(
-                inp, out, self._divided(in_place, out), self._divided(out_of_place, out)
-            )
-        return Prepared(inp, out, in_place, out_of_place)
-
-    def _divided(self, call: Callable[[], object], out: Tensor) -> Callable[[], None]:
-        def mean() -> None:
-            call()
-            out.div_(self.settings.world_size)
-
-        return mean
+            calls = [divided(call, out, self.settings.world_size) for call in calls]
+        return Prepared(inp, out, *calls)
 
 
 class Methods:
@@ -223,22 +218,15 @@ class Methods:
         del self.prepared[peer]
 
     def measure(self, peer: str, placement: str, warmup: int, iterations: int) -> list[int]:
-        """Nanoseconds of each of `iterations` calls, one after the other as nccl-tests has them: no
-        barrier between.
-        """
+        """Nanoseconds of each of `iterations` calls, one after the other as nccl-tests has them."""
         call = getattr(self.prepared[peer], placement)
         for _ in range(warmup):
             call()
-        clock = time.perf_counter_ns
-        stamps = [0] * (iterations + 1)
         gc.disable()
         self.peers[peer].barrier()
-        stamps[0] = clock()
-        for index in range(1, iterations + 1):
-            call()
-            stamps[index] = clock()
+        nanoseconds = turns.time_calls(call, iterations)
         gc.enable()
-        return [end - start for start, end in itertools.pairwise(stamps)]
+        return nanoseconds
 
     def check(self, peer: str, placement: str) -> int:
         """How many elements of this rank's result are wrong."""
@@ -285,7 +273,7 @@ def expected(settings: Settings) -> Tensor:
     inputs = torch.stack(
         [contribution(rank, settings.op) for rank in range(settings.world_size)]
     ).double()
-    reductions = {
+    reductions: dict[str, Callable[[int], Tensor]] = {
         "sum": inputs.sum,
         "mean": inputs.mean,
         "prod": inputs.prod,
@@ -322,7 +310,7 @@ def count_wrong(buffer: Tensor, period: Tensor, relative: float) -> int:
 def mpi_rank() -> int:
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD.rank
+    return int(MPI.COMM_WORLD.rank)
 
 
 def main() -> None:

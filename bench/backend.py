@@ -15,34 +15,33 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
-import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import launch
 import machine
+import report
 import torch
 import torch.distributed as dist
-from models import CASES
-from step import WARM_UP_STEPS, turn_on_the_host
-from torch import nn
+import turns
+from models import CASES, WARM_UP_STEPS
+from report import Bar, Column, Table, Times
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm  # noqa: F401  (registers the backend)
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = ("fastcomm", "gloo")
 WAYS = ("local", *PEERS)
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))  # bytes: 1 KiB to 64 MiB
 SMALL, LARGE = 64 << 10, 1 << 20  # bytes: up to the one and from the other on there is a bar
-BAR_SMALL, BAR_LARGE = 15.0, 5.0
-BAR_STEP = 0.5  # the overhead's share of Gloo's
+SPEED_SMALL, SPEED_LARGE = 15.0, 5.0  # times Gloo's
+SHARE_OF_GLOO = 0.5  # of the overhead of a step
 # A turn moves about this much, so that small sizes are called often and large ones do not take all
 # day.
 BYTES_PER_TURN = 64 << 20
@@ -62,8 +61,13 @@ def main() -> int:
             results["all_reduce"] = measure_all_reduce(ranks, options)
         if options.only != "all_reduce":
             results["ddp"] = {name: measure_steps(ranks, name, options) for name in options.models}
-    print_bars(results)
-    write_results(results, options)
+    print()
+    report.print_bars(bars_of(results))
+    print(f"\n{machine.summary()}")
+    figures = {"ranks": options.ranks, **results}
+    report.write_results(
+        "backend", figures, options.json, default=f"backend-{options.ranks}ranks.json"
+    )
     return 0
 
 
@@ -90,12 +94,7 @@ def parse_options() -> argparse.Namespace:
         help="rounds, in each of which every way has its turn (16)",
     )
     parser.add_argument("--steps", type=int, default=3, help="training steps of each turn (3)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="where to write the results (in the source tree: bench/results/)",
-    )
+    report.add_json_option(parser)
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds must be at least 2: quartiles need more than one")
@@ -107,14 +106,15 @@ def parse_options() -> argparse.Namespace:
 
 def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"dist.all_reduce of float32 tensors, sum, {options.ranks} ranks (us)")
-    print(f"  {'bytes':>10} {'fastcomm':>10} {'gloo':>10} {'ratio':>7}")
+    columns = [("bytes", 10), ("fastcomm", 11), ("gloo", 11), ("ratio", 8)]
+    table = Table([Column(width, (title,)) for title, width in columns])
+    table.print_head()
     rows = []
     for nbytes in SIZES:
-        turns = slowest(ranks.call("all_reduce", nbytes=nbytes, rounds=options.rounds))
-        us = {
-            peer: 1e6 * statistics.median(turn[i] for turn in turns) for i, peer in enumerate(PEERS)
-        }
-        ratio = us["gloo"] / us["fastcomm"]
+        samples = slowest(ranks.call("all_reduce", nbytes=nbytes, rounds=options.rounds), PEERS)
+        times = Times.of(samples)
+        us = {peer: 1e6 * times.median(peer) for peer in PEERS}
+        ratio = times.ratio("gloo", "fastcomm")
         rows.append(
             {
                 "bytes": nbytes,
@@ -123,89 +123,54 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
                 "ratio": round(ratio, 2),
             }
         )
-        print(
-            f"  {nbytes:>10} {us['fastcomm']:>10.1f} {us['gloo']:>10.1f} {ratio:>6.1f}x", flush=True
-        )
+        table.print_row([str(nbytes), *(f"{us[peer]:.1f}" for peer in PEERS), f"{ratio:.1f}x"])
     return rows
 
 
 def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    ms = [
-        [1e3 * seconds for seconds in turn]
-        for turn in slowest(
-            ranks.call("steps", model=name, rounds=options.rounds, steps=options.steps)
-        )
-    ]
-    overhead = {
-        way: statistics.median(turn[i] - turn[0] for turn in ms)
-        for i, way in enumerate(WAYS)
-        if way != "local"
-    }
+    seconds = slowest(
+        ranks.call("steps", model=name, rounds=options.rounds, steps=options.steps), WAYS
+    )
+    samples = {way: [1e3 * s for s in turn] for way, turn in seconds.items()}
+    times, overhead = Times.of(samples), report.overheads(samples, "local")
     share = overhead["fastcomm"] / overhead["gloo"]
     print(f"\n{CASES[name].description}: a step with DDP over each backend (ms)")
-    for i, way in enumerate(WAYS):
+    table = Table([Column(10, (), "<"), Column(10, ()), Column(21, ())])
+    for way in WAYS:
         over = f"{overhead[way]:>9.2f} over local" if way != "local" else ""
-        print(f"  {way:10} {statistics.median(turn[i] for turn in ms):>9.2f} {over}")
+        table.print_row([way, f"{times.median(way):.2f}", over])
     print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
     return {
         "model": CASES[name].description,
-        "quartiles_ms": {
-            way: [round(q, 3) for q in statistics.quantiles([turn[i] for turn in ms], n=4)]
-            for i, way in enumerate(WAYS)
-        },
-        "overhead_ms": {way: round(value, 3) for way, value in overhead.items()},
+        "quartiles_ms": times.rounded(),
+        "overhead_ms": report.rounded(overhead),
         "share_of_gloo": round(share, 3),
     }
 
 
-def slowest(answers: list[list[list[float]]]) -> list[list[float]]:
-    """answers: seconds by rank, round and way. Returns those of the slowest rank by round
-    and way.
+def slowest(answers: list[list[list[float]]], ways: tuple[str, ...]) -> dict[str, list[float]]:
+    """answers: seconds by rank, round and way. Returns by way those of the slowest rank in each
+    round.
     """
-    return [
-        [max(times) for times in zip(*turns, strict=True)] for turns in zip(*answers, strict=True)
+    rounds = [
+        [max(of_ranks) for of_ranks in zip(*row, strict=True)] for row in zip(*answers, strict=True)
     ]
+    return {way: [seconds[i] for seconds in rounds] for i, way in enumerate(ways)}
 
 
-def print_bars(results: dict[str, Any]) -> None:
-    bars = [
-        (
-            row["ratio"] >= bar,
-            f"all_reduce of {row['bytes']} bytes: {row['ratio']:.1f} times Gloo's speed (at least "
-            f"{bar:g})",
-        )
-        for row in results.get("all_reduce", ())
-        for bar in (
-            [BAR_SMALL] if row["bytes"] <= SMALL else [BAR_LARGE] if row["bytes"] >= LARGE else []
-        )
-    ]
-    bars += [
-        (
-            result["share_of_gloo"] <= BAR_STEP,
-            f"DDP, {name}: {result['share_of_gloo']:.2f} of Gloo's overhead (at most {BAR_STEP})",
-        )
-        for name, result in results.get("ddp", {}).items()
-    ]
-    print()
-    for is_met, text in bars:
-        print(f"{'met' if is_met else 'NOT met':>8}  {text}")
-
-
-def write_results(results: dict[str, Any], options: argparse.Namespace) -> None:
-    description = machine.describe()
-    print(f"\n{machine.summary(description)}")
-    path = options.json
-    if path is None and RESULTS.is_dir():
-        path = RESULTS / f"backend-{options.ranks}ranks.json"
-    if path is not None:
-        path.write_text(
-            json.dumps(
-                {"benchmark": "backend", "machine": description, "ranks": options.ranks, **results},
-                indent=1,
-            )
-            + "\n"
-        )
-        print(f"Results: {os.path.relpath(path)}")
+def bars_of(results: dict[str, Any]) -> list[Bar]:
+    bars = []
+    for row in results.get("all_reduce", ()):
+        if SMALL < row["bytes"] < LARGE:
+            continue
+        least = SPEED_SMALL if row["bytes"] <= SMALL else SPEED_LARGE
+        figure = f"{row['ratio']:.1f} times Gloo's speed (at least {least:g})"
+        bars.append(Bar(f"all_reduce of {row['bytes']} bytes", figure, row["ratio"] >= least))
+    for name, result in results.get("ddp", {}).items():
+        share = result["share_of_gloo"]
+        figure = f"{share:.2f} of Gloo's overhead (at most {SHARE_OF_GLOO})"
+        bars.append(Bar(f"DDP, {name}", figure, share <= SHARE_OF_GLOO))
+    return bars
 
 
 # ---- a rank --------------------------------------------------------------------------------------
@@ -228,65 +193,43 @@ class Methods:
         n_calls = max(CALLS[0], min(CALLS[1], BYTES_PER_TURN // nbytes))
 
         def turn(peer: str) -> float:
-            tensor, group = tensors[peer], self.groups[peer]
+            call = functools.partial(dist.all_reduce, tensors[peer], group=self.groups[peer])
             for _ in range(WARM_UP_CALLS):
-                dist.all_reduce(tensor, group=group)
-            clock, stamps = time.perf_counter, [0.0] * (n_calls + 1)
-            stamps[0] = clock()
-            for index in range(1, n_calls + 1):
-                dist.all_reduce(tensor, group=group)
-                stamps[index] = clock()
-            return statistics.median(
-                end - start for start, end in zip(stamps, stamps[1:], strict=False)
-            )
+                call()
+            return statistics.median(turns.time_calls(call, n_calls)) / 1e9
 
-        return self.take_turns({peer: lambda peer=peer: turn(peer) for peer in PEERS}, rounds)
+        return self.take_turns({peer: functools.partial(turn, peer) for peer in PEERS}, rounds)
 
     def steps(self, model: str, rounds: int, steps: int) -> list[list[float]]:
         case = CASES[model]
-        torch.manual_seed(0)
-        original = case.make_model()
-        torch.manual_seed(1 + self.rank)
-        batch = case.make_batch()
+        original, batch = case.make(self.rank)
 
-        def step_of(model: nn.Module) -> Callable[[], None]:
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-            def step() -> None:
-                optimizer.zero_grad()
-                case.loss(model, batch).backward()
-                optimizer.step()
-
-            return step
-
-        models = {way: copy.deepcopy(original) for way in WAYS}
-        ways = {
-            way: step_of(
-                model
-                if way == "local"
-                else DistributedDataParallel(model, process_group=self.groups[way])
-            )
-            for way, model in models.items()
-        }
-        for step in ways.values():
+        def prepare(way: str) -> Callable[[], None]:
+            model = copy.deepcopy(original)
+            if way != "local":
+                model = DistributedDataParallel(model, process_group=self.groups[way])
+            step = case.training_step(model, batch)
             for _ in range(WARM_UP_STEPS):
                 step()
-        turns = {
-            way: lambda step=step: statistics.median(turn_on_the_host(step, steps))
-            for way, step in ways.items()
-        }  # type: ignore[misc]
-        return self.take_turns(turns, rounds)
+            return step
 
-    def take_turns(self, turns: dict[str, Callable[[], float]], rounds: int) -> list[list[float]]:
-        names = list(turns)
+        def turn(step: Callable[[], None]) -> float:
+            return statistics.median(turns.time_calls(step, steps)) / 1e9
+
+        return self.take_turns({way: functools.partial(turn, prepare(way)) for way in WAYS}, rounds)
+
+    def take_turns(
+        self, contenders: Mapping[str, Callable[[], float]], rounds: int
+    ) -> list[list[float]]:
+        names = list(contenders)
         seconds = []
         for number in range(rounds):
             gc.collect()
             gc.disable()
             row = {}
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in turns.order_of(names, number):
                 dist.barrier()
-                row[name] = turns[name]()
+                row[name] = contenders[name]()
             gc.enable()
             seconds.append([row[name] for name in names])
         return seconds

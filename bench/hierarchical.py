@@ -25,22 +25,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import launch
 import machine
+import report
 import torch
 import torch.distributed as dist
+from report import Column, Spread, Table, Times
 
 import fastcomm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import namespaces  # noqa: E402
 
-RESULTS = Path(__file__).resolve().with_name("results")
 PORT = 29500  # in namespaces of our own every port is free
 WIRE_NBYTES = {"gloo": 4, "float32": 4, "bfloat16": 2, "backend": 4}
 CONTENDERS = tuple(WIRE_NBYTES)
@@ -49,17 +49,6 @@ NAMES = {"gloo": "gloo, all ranks", "backend": 'backend "fastcomm"'}
 BARS = {"float32": 1.45, "bfloat16": 2.8}
 # Rounding of the wire, times the few ranks whose values are added.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-6, "backend": 1e-6}
-
-
-@dataclass(frozen=True)
-class Row:
-    """Seconds per call, over all calls of the slowest rank."""
-
-    contender: str
-    median: float
-    fastest: float
-    slowest: float
-    bound: float
 
 
 def main() -> int:
@@ -77,10 +66,9 @@ def main() -> int:
         arguments = ["--as-rank", json.dumps(places), "--mib", str(options.mib)]
         with launch.Ranks(Path(__file__).resolve(), hosts.world_size, arguments=arguments) as ranks:
             errors = ranks.call("compare")[0]
-            rows = measure(ranks, options)
-    print_rows(rows, errors, options)
-    if options.json is not None:
-        write_results(rows, errors, options)
+            times = measure(ranks, options.rounds)
+    print_times(times, errors, options)
+    write_results(times, errors, options)
     return 0 if all(errors[wire] <= TOLERANCE[wire] for wire in TOLERANCE) else 1
 
 
@@ -106,17 +94,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=7, help="how often each contender has its turn (7)"
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="where to write the results (results/hierarchical.json, of the defaults)",
-    )
+    report.add_json_option(parser, "results/hierarchical.json, of the defaults")
     options = parser.parse_args()
     if options.mib < 1 or options.rounds < 1:
         parser.error("--mib and --rounds are at least 1")
-    if options.json is None and (options.hosts, options.rate, options.mib) == ([2, 2], "1gbit", 64):
-        options.json = RESULTS / "hierarchical.json"
     return options
 
 
@@ -134,75 +115,84 @@ def bits_per_second(rate: str) -> float:
     return float(rate[:-4]) * units[rate[-4:]]
 
 
-def measure(ranks: launch.Ranks, options: argparse.Namespace) -> list[Row]:
-    n_hosts = len(options.hosts)
+def measure(ranks: launch.Ranks, rounds: int) -> Times:
+    """Seconds per call, over all calls of the slowest rank: median, fastest and slowest."""
     seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
     for contender in CONTENDERS:
         ranks.call("time", contender=contender)  # connections open their windows, memory is touched
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for contender in CONTENDERS:
             seconds[contender].append(max(ranks.call("time", contender=contender)))
-    rows = []
-    for contender, times in seconds.items():
-        nbytes = options.mib * 2**20 // 4 * WIRE_NBYTES[contender] * 2 * (n_hosts - 1) / n_hosts
-        bound = nbytes * 8 / bits_per_second(options.rate)
-        rows.append(Row(contender, statistics.median(times), min(times), max(times), bound))
-    return rows
+    return Times(
+        {
+            contender: Spread(min(times), statistics.median(times), max(times))
+            for contender, times in seconds.items()
+        }
+    )
 
 
-def print_rows(rows: list[Row], errors: dict[str, float], options: argparse.Namespace) -> None:
-    print(f"# {machine.summary(machine.describe())}")
+def bound(contender: str, options: argparse.Namespace) -> float:
+    """The seconds that what must cross a link needs at its rate."""
+    n_hosts = len(options.hosts)
+    numel = options.mib * 2**20 // 4
+    nbytes = float(numel * WIRE_NBYTES[contender] * 2 * (n_hosts - 1) / n_hosts)
+    return nbytes * 8 / bits_per_second(options.rate)
+
+
+def print_times(times: Times, errors: dict[str, float], options: argparse.Namespace) -> None:
+    print(f"# {machine.summary()}")
     print(
         f"# hosts of {', '.join(map(str, options.hosts))} ranks, links of {options.rate}, "
         f"{options.mib} MiB of float32, sum"
     )
-    print(
-        "# "
-        f"{'':<24}{'time (s)':>10}{'fastest':>10}{'slowest':>10}{'bound':>10}"
-        f"{'gloo / it':>12}{'gloo / bound':>14}{'error':>12}"
+    columns = [("time (s)", 10), ("fastest", 10), ("slowest", 10), ("bound", 10)]
+    columns += [("gloo / it", 12), ("gloo / bound", 14), ("error", 12)]
+    table = Table(
+        [Column(24, ("",), "<"), *(Column(width, (title,)) for title, width in columns)],
+        prefix="# ",
     )
-    for row in rows:
-        name = NAMES.get(row.contender, f"hierarchical, {row.contender}")
-        error = "" if row.contender == "gloo" else f"{errors[row.contender]:.1e}"
-        times = f"{row.median:>10.3f}{row.fastest:>10.3f}{row.slowest:>10.3f}{row.bound:>10.3f}"
-        print(
-            f"  {name:<24}{times}{rows[0].median / row.median:>12.2f}"
-            f"{rows[0].median / row.bound:>14.2f}{error:>12}"
+    table.print_head()
+    for contender, (fastest, median, slowest) in times.spreads.items():
+        least = bound(contender, options)
+        table.print_row(
+            [
+                NAMES.get(contender, f"hierarchical, {contender}"),
+                *(f"{seconds:.3f}" for seconds in (median, fastest, slowest, least)),
+                f"{times.ratio('gloo', contender):.2f}",
+                f"{times.median('gloo') / least:.2f}",
+                "" if contender == "gloo" else f"{errors[contender]:.1e}",
+            ]
         )
-    for row in rows:
-        if row.contender in BARS:
-            ratio = rows[0].median / row.median
-            print(
-                f"# {row.contender} wire: {ratio:.2f} times as fast as Gloo; the bar for the "
-                f"defaults is {BARS[row.contender]}"
-            )
+    for contender, bar in BARS.items():
+        print(
+            f"# {contender} wire: {times.ratio('gloo', contender):.2f} times as fast as Gloo; the "
+            f"bar for the defaults is {bar}"
+        )
 
 
-def write_results(rows: list[Row], errors: dict[str, float], options: argparse.Namespace) -> None:
-    gloo = rows[0].median
-    result = {
-        "benchmark": "hierarchical",
-        "machine": machine.describe(),
+def write_results(times: Times, errors: dict[str, float], options: argparse.Namespace) -> None:
+    figures = {
         "hosts": options.hosts,
         "rate": options.rate,
         "nbytes": options.mib * 2**20,
         "rounds": options.rounds,
         "bars": BARS,
         "rows": {
-            row.contender: {
-                "seconds": round(row.median, 4),
-                "fastest": round(row.fastest, 4),
-                "slowest": round(row.slowest, 4),
-                "bound": round(row.bound, 4),
-                "gloo/it": round(gloo / row.median, 3),
-                "gloo/bound": round(gloo / row.bound, 3),
-                "relative_error": errors.get(row.contender),
+            contender: {
+                "seconds": round(median, 4),
+                "fastest": round(fastest, 4),
+                "slowest": round(slowest, 4),
+                "bound": round(bound(contender, options), 4),
+                "gloo/it": round(times.ratio("gloo", contender), 3),
+                "gloo/bound": round(times.median("gloo") / bound(contender, options), 3),
+                "relative_error": errors.get(contender),
             }
-            for row in rows
+            for contender, (fastest, median, slowest) in times.spreads.items()
         },
     }
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    are_defaults = (options.hosts, options.rate, options.mib) == ([2, 2], "1gbit", 64)
+    default = "hierarchical.json" if are_defaults else None
+    report.write_results("hierarchical", figures, options.json, default=default, prefix="# ")
 
 
 # -- the ranks -------------------------------------------------------------------------------------

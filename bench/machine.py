@@ -74,8 +74,9 @@ def nccl_version() -> str:
     return version_text(load()[0])
 
 
-def summary(machine: dict[str, object]) -> str:
+def summary() -> str:
     """One line for the head of a printed result."""
+    machine = describe()
     gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, fastcomm {machine['fastcomm']}, torch "

@@ -1,7 +1,8 @@
 """The models of bench/step.py: on the CPU a bandwidth-bound MLP, a transformer, a deep conv net
 with many small tensors, and GPT-2 small; on a GPU ResNet-50, BERT-base and GPT-2 small. Each entry
 makes a model and a loss of it on one fixed batch, so that a step is `loss().backward()`.
-bench/flatten.py takes its lists of parameters from here.
+bench/backend.py measures the models of the CPU as well, and bench/flatten.py takes its lists of
+parameters from here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Steps before any is measured: DDP plans its buckets anew after its first one, and the allocator
+# settles.
+WARM_UP_STEPS = 3
+
 
 class Case(NamedTuple):
     """A model with the batch it is measured on."""
@@ -21,6 +26,24 @@ class Case(NamedTuple):
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], Tensor]
     loss: Callable[[nn.Module, Tensor], Tensor]
+
+    def make(self, rank: int) -> tuple[nn.Module, Tensor]:
+        """The same model on every rank, and a batch of this rank's own."""
+        torch.manual_seed(0)
+        model = self.make_model()
+        torch.manual_seed(1 + rank)
+        return model, self.make_batch()
+
+    def training_step(self, model: nn.Module, batch: Tensor) -> Callable[[], None]:
+        """A function that makes one step, with an optimizer of the model's own."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            self.loss(model, batch).backward()
+            optimizer.step()
+
+        return step
 
 
 def mlp() -> nn.Module:
@@ -68,7 +91,7 @@ class Gpt2(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
-        x = self.tokens(tokens) + self.positions.weight[:length]
+        x: Tensor = self.tokens(tokens) + self.positions.weight[:length]
         x = self.blocks(
             x,
             nn.Transformer.generate_square_subsequent_mask(length, device=x.device),
@@ -126,7 +149,8 @@ class BertLayer(nn.Module):
         )
         attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
         x = self.norms[0](x + self.out(attended))
-        return self.norms[1](x + self.down(F.gelu(self.up(x))))
+        x = self.norms[1](x + self.down(F.gelu(self.up(x))))
+        return x
 
 
 class Bert(nn.Module):
@@ -153,11 +177,13 @@ class Bert(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]] + self.kinds.weight[0]
-        return self.pooler(self.layers(self.norm(x))[:, 0]).tanh()
+        pooled: Tensor = self.pooler(self.layers(self.norm(x))[:, 0])
+        return pooled.tanh()
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
+    output: Tensor = model(batch)
+    return output.square().mean()
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

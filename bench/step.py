@@ -22,33 +22,28 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import itertools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import cuda_clock
 import machine
+import report
 import torch
 import torch.distributed as dist
-from models import CASES, CUDA_CASES, Case
+import turns
+from models import CASES, CUDA_CASES, WARM_UP_STEPS, Case
+from report import Bar, Column, Table, Times
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 
-WAYS = ("local", "fastcomm", "ddp", "ddp_views")
-CUDA_WAYS = (*WAYS, "fastcomm_bf16", "ddp_bf16")
 SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
-RESULTS = Path(__file__).resolve().parent / "results"
-# DDP plans its buckets anew after its first step, and the allocator settles.
-WARM_UP_STEPS = 3
 TINY_PARAMETERS = 2000
 
 
@@ -113,12 +108,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="where to write the results (in the source tree: bench/results/)",
-    )
+    report.add_json_option(parser)
     options = parser.parse_args()
     unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
     if unknown:
@@ -150,11 +140,10 @@ def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any
     ways = tuple(steps)
     seconds = torch.zeros(options.rounds, len(ways), options.steps, dtype=torch.float64)
     for number in range(options.rounds):
-        for turn in range(len(ways)):
-            way = (turn + number) % len(ways)
+        for way in turns.order_of(ways, number):
             comm.barrier()
-            seconds[number, way] = torch.tensor(
-                take_turn(steps[ways[way]], options.steps), dtype=torch.float64
+            seconds[number, ways.index(way)] = torch.tensor(
+                take_turn(steps[way], options.steps), dtype=torch.float64
             )
     seconds = seconds.to(comm.device)
     comm.all_reduce(seconds, "max")
@@ -169,11 +158,7 @@ def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any
 
 def turn_on_the_host(step: Callable[[], None], n_steps: int) -> list[float]:
     """Seconds of each step."""
-    stamps = [time.perf_counter()]
-    for _ in range(n_steps):
-        step()
-        stamps.append(time.perf_counter())
-    return [end - start for start, end in itertools.pairwise(stamps)]
+    return [nanoseconds / 1e9 for nanoseconds in turns.time_calls(step, n_steps)]
 
 
 def turn_on_the_device(step: Callable[[], None], n_steps: int) -> list[float]:
@@ -189,34 +174,24 @@ def turn_on_the_device(step: Callable[[], None], n_steps: int) -> list[float]:
 
 def make_steps(comm: Any, case: Case) -> dict[str, Callable[[], None]]:
     """For each way, a function that makes one training step."""
-    torch.manual_seed(0)
-    original = case.make_model().to(comm.device)
-    torch.manual_seed(1 + comm.rank)
-    batch = case.make_batch().to(comm.device)
-
-    def training_step(model: nn.Module, keep: object = None) -> Callable[[], None]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            case.loss(model, batch).backward()
-            optimizer.step()
-
-        step.keep = keep  # type: ignore[attr-defined]
-        return step
+    model, batch = case.make(comm.rank)
+    original, batch = model.to(comm.device), batch.to(comm.device)
 
     def with_fastcomm(**options: Any) -> Callable[[], None]:
         model = copy.deepcopy(original)
-        return training_step(model, fastcomm.Reducer(comm, **options).attach(model))
+        reducer = fastcomm.Reducer(comm, **options).attach(model)
+        step = case.training_step(model, batch)
+        step.keep = reducer  # type: ignore[attr-defined]  # which lives as long as its step
+        return step
 
     def with_ddp(hook: Callable[..., Any] | None = None, **options: Any) -> Callable[[], None]:
         model = DistributedDataParallel(copy.deepcopy(original), **options)
         if hook is not None:
             model.register_comm_hook(None, hook)
-        return training_step(model)
+        return case.training_step(model, batch)
 
     steps = {
-        "local": training_step(copy.deepcopy(original)),
+        "local": case.training_step(copy.deepcopy(original), batch),
         "fastcomm": with_fastcomm(),
         "ddp": with_ddp(),
         "ddp_views": with_ddp(gradient_as_bucket_view=True),
@@ -233,21 +208,14 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
     """rounds: seconds [round, way]."""
     model = case.make_model()
     numels = [p.numel() for p in model.parameters()]
-    ms = (1e3 * rounds).T.tolist()
-    times = {
-        way: [round(q, 3) for q in statistics.quantiles(ms[i], n=4)] for i, way in enumerate(ways)
-    }
-    overhead = {
-        way: statistics.median(a - b for a, b in zip(ms[i], ms[0], strict=True))
-        for i, way in enumerate(ways)
-        if way != "local"
-    }
+    samples = dict(zip(ways, (1e3 * rounds).T.tolist(), strict=True))
+    overhead = report.overheads(samples, "local")
     result = {
         "model": case.description,
         "parameters": sum(numels),
         "tensors": len(numels),
-        "quartiles_ms": times,
-        "overhead_ms": {way: round(value, 3) for way, value in overhead.items()},
+        "quartiles_ms": Times.of(samples).rounded(),
+        "overhead_ms": report.rounded(overhead),
         "fastcomm_share_of_ddp_overhead": round(overhead["fastcomm"] / overhead["ddp"], 3),
         "fastcomm_share_of_ddp_views_overhead": round(
             overhead["fastcomm"] / overhead["ddp_views"], 3
@@ -266,10 +234,18 @@ def print_result(result: dict[str, Any]) -> None:
         f"{result['tensors']} tensors"
     )
     width = max(10, *map(len, result["quartiles_ms"]))
-    print(f"  {'':{width}} {'median':>9} {'quartiles':>20} {'over local':>11}   (ms)")
-    for way, (low, middle, high) in result["quartiles_ms"].items():
-        over = f"{result['overhead_ms'][way]:11.2f}" if way != "local" else ""
-        print(f"  {way:{width}} {middle:9.2f} {low:9.2f} ..{high:9.2f} {over}")
+    columns = [
+        Column(width, ("",), "<"),
+        Column(10, ("median",)),
+        Column(21, ("quartiles",)),
+        Column(12, ("over local",)),
+        Column(7, ("(ms)",)),
+    ]
+    table = Table(columns)
+    table.print_head()
+    for way, (low, median, high) in result["quartiles_ms"].items():
+        over = f"{result['overhead_ms'][way]:.2f}" if way != "local" else ""
+        table.print_row([way, f"{median:.2f}", f"{low:.2f} ..{high:9.2f}", over, ""])
     share, share_of_views = (
         result["fastcomm_share_of_ddp_overhead"],
         result["fastcomm_share_of_ddp_views_overhead"],
@@ -283,36 +259,23 @@ def print_result(result: dict[str, Any]) -> None:
 
 def print_bars(results: dict[str, dict[str, Any]]) -> None:
     """Whether fastcomm's overhead is at most half of DDP's; also where both send bfloat16."""
-    n_met = 0
+    bars = []
     for name, result in results.items():
         overhead = result["overhead_ms"]
         for own, peer in (("fastcomm", "ddp"), ("fastcomm_bf16", "ddp_bf16")):
-            is_met = overhead[own] <= SHARE_OF_DDP * overhead[peer]
-            n_met += is_met
-            print(
-                f"{'met' if is_met else 'NOT met':>8}  {name}: {own} {overhead[own]:.2f} ms over "
-                f"local, {peer} {overhead[peer]:.2f} ms"
-            )
-    print(f"bars: {n_met} of {2 * len(results)} met (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
+            figure = f"{own} {overhead[own]:.2f} ms over local, {peer} {overhead[peer]:.2f} ms"
+            bars.append(Bar(name, figure, overhead[own] <= SHARE_OF_DDP * overhead[peer]))
+    report.print_bars(bars)
+    print(f"{report.count_bars(bars)} (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
 
 
 def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespace) -> None:
-    description = machine.describe()
-    print(f"\n{machine.summary(description)}")
+    print(f"\n{machine.summary()}")
     if options.device == "cuda":
         print(f"NCCL {machine.nccl_version()}")
-    path = options.json
-    if path is None and RESULTS.is_dir():
-        path = RESULTS / f"step-{'cuda-' if options.device == 'cuda' else ''}{ranks}ranks.json"
-    if path is not None:
-        path.write_text(
-            json.dumps(
-                {"benchmark": "step", "machine": description, "ranks": ranks, "models": results},
-                indent=1,
-            )
-            + "\n"
-        )
-        print(f"Results: {os.path.relpath(path)}")
+    on = "cuda-" if options.device == "cuda" else ""
+    figures = {"ranks": ranks, "models": results}
+    report.write_results("step", figures, options.json, default=f"step-{on}{ranks}ranks.json")
 
 
 class TinyParameters(nn.Module):

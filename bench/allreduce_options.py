@@ -1,0 +1,178 @@
+"""The command line of bench/allreduce.py: the flags of nccl-tests, those of its own, and the sizes
+they ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import cuda_clock
+import report
+import torch
+
+# nccl-tests' names. MPI has no 16-bit floating-point types.
+DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "uint8",
+}
+OPS = {"sum": "sum", "prod": "prod", "min": "min", "max": "max", "avg": "mean"}
+UNITS = {"G": 2**30, "M": 2**20, "K": 2**10}
+MOST_RANKS = 64
+
+
+def parse_options(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_flags_of_nccl_tests(parser)
+    add_flags(parser)
+    options = parser.parse_args()
+    if options.ranks is None:
+        options.ranks = cards() if options.device == "cuda" and not options.share else 2
+    if options.i is None and options.f is None:
+        options.f = 4
+    problem = find_problem(options)
+    if problem is not None:
+        parser.error(problem)
+    return options
+
+
+def add_flags_of_nccl_tests(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-b",
+        type=parse_size,
+        default="1K",
+        metavar="SIZE",
+        help="smallest size, in bytes; K, M and G are binary (1K)",
+    )
+    parser.add_argument(
+        "-e", type=parse_size, default="256M", metavar="SIZE", help="largest size (256M)"
+    )
+    parser.add_argument("-f", type=int, metavar="FACTOR", help="factor between sizes (4)")
+    parser.add_argument(
+        "-i", type=parse_size, metavar="SIZE", help="increment between sizes, instead of a factor"
+    )
+    parser.add_argument(
+        "-n",
+        type=int,
+        metavar="CALLS",
+        help="calls per size, peer and placement (default: as many as fit in half a second)",
+    )
+    parser.add_argument(
+        "-w",
+        type=int,
+        default=5,
+        metavar="CALLS",
+        help="calls before each turn that are not counted (5; fewer where they are slow)",
+    )
+    parser.add_argument(
+        "-c", type=int, choices=(0, 1), default=1, help="whether to check the results (1)"
+    )
+    parser.add_argument("-d", choices=tuple(DTYPES), default="float", help="dtype (float)")
+    parser.add_argument("-o", choices=tuple(OPS), default="sum", help="operation (sum)")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (cpu)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks, on this machine (2; on GPUs as many as there are)",
+    )
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="on a GPU: all ranks use the first one, to see that results are right",
+    )
+    parser.add_argument(
+        "--peers",
+        type=parse_peers,
+        default="gloo,mpi",
+        help='what to compare with: gloo, mpi, both separated by a comma, or "" (CPU)',
+    )
+    parser.add_argument(
+        "--tensors",
+        choices=("comm", "ordinary"),
+        default="comm",
+        help="fastcomm's tensors: comm.empty or torch.empty (comm)",
+    )
+    report.add_json_option(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time over size")
+
+
+def find_problem(options: argparse.Namespace) -> str | None:
+    """Why these options do not go together, if they do not."""
+    if options.share and options.device != "cuda":
+        return "--share is for --device cuda"
+    if options.device == "cuda" and not options.share and options.ranks > cards():
+        return (
+            f"there are {cuda_clock.device_count()} GPUs for {options.ranks} ranks; --share lets "
+            "them use one, for correctness only"
+        )
+    if options.i is not None and options.f is not None:
+        return "sizes grow by a factor (-f) or by an increment (-i), not by both"
+    if (options.f is not None and options.f < 2) or options.i == 0:
+        return "sizes have to grow: -f is at least 2, -i at least 1"
+    if options.b < 1 or options.e < options.b:
+        return "sizes go from -b, at least 1 byte, up to -e"
+    if not 1 <= options.ranks <= MOST_RANKS:
+        return f"--ranks is between 1 and {MOST_RANKS}"
+    if options.w < 0 or (options.n is not None and options.n < 1):
+        return "-w is at least 0 and -n at least 1"
+    if options.o == "avg" and not getattr(torch, DTYPES[options.d]).is_floating_point:
+        return "-o avg needs a floating-point dtype"
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install matplotlib"
+    return None
+
+
+def cards() -> int:
+    """How many ranks can have a GPU each. At least one: that there is no GPU is said elsewhere."""
+    return max(1, cuda_clock.device_count())
+
+
+def parse_size(text: str) -> int:
+    unit = text[-1:].upper()
+    number, factor = (text[:-1], UNITS[unit]) if unit in UNITS else (text, 1)
+    if not number.isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: a whole number of bytes, or of K, M or G"
+        )
+    return int(number) * factor
+
+
+def short_size(nbytes: int) -> str:
+    """1048576 is 1M, as -b takes it."""
+    for unit, factor in UNITS.items():
+        if nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return str(nbytes)
+
+
+def parse_peers(text: str) -> list[str]:
+    peers = [peer for peer in text.split(",") if peer]
+    if not set(peers) <= {"gloo", "mpi"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: peers are gloo and mpi")
+    return peers
+
+
+def sizes(options: argparse.Namespace) -> Iterator[int]:
+    nbytes = options.b
+    while nbytes <= options.e:
+        yield nbytes
+        nbytes = nbytes + options.i if options.i else nbytes * options.f
+
+
+def itemsize(options: argparse.Namespace) -> int:
+    return int(getattr(torch, DTYPES[options.d]).itemsize)

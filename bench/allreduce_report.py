@@ -1,0 +1,256 @@
+"""What bench/allreduce.py prints, writes and draws: the table of nccl-tests with columns for the
+peers, the figures as JSON, and time over size as a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import machine
+import report
+import torch
+from allreduce_options import DTYPES, OPS, short_size
+from report import Column, Times
+
+PEERS = ("gloo", "mpi", "ordinary", "nccl")
+PLACEMENTS = ("out_of_place", "in_place")
+# Of each line: label, color, style.
+LINES = {
+    "gloo": ("Gloo", "tab:orange", "-"),
+    "mpi": ("MPI", "tab:green", "-"),
+    "fastcomm": ("fastcomm", "tab:blue", "-"),
+    "ordinary": ("fastcomm, torch.empty", "tab:cyan", "-"),
+    "nccl": ("torch.distributed NCCL", "tab:red", "-"),
+    "bound": ("streaming bound", "gray", ":"),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What was measured at one size, by placement, in microseconds. Keys of `wrong` are (peer,
+    placement); it counts elements over all ranks and is empty without -c 1.
+    """
+
+    count: int
+    nbytes: int
+    times: dict[str, Times]
+    wrong: dict[tuple[str, str], int]
+
+    @property
+    def in_place(self) -> Times:
+        return self.times["in_place"]
+
+
+def bandwidths(nbytes: int, microseconds: float, ranks: int) -> tuple[float, float]:
+    """algbw and busbw in GB/s, decimal."""
+    algbw = nbytes / microseconds / 1e3
+    return algbw, algbw * 2 * (ranks - 1) / ranks
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def print_settings(options: argparse.Namespace, calls: str, missing: dict[str, str]) -> None:
+    step = f"{options.i}(bytes)" if options.i else f"{options.f}(factor)"
+    print(f"# {machine.summary()}")
+    print("# Collective test starting: all_reduce_perf")
+    print(
+        f"# nThread 1 nGpus {int(options.device == 'cuda')} minBytes {options.b} maxBytes "
+        f"{options.e} step: {step} "
+        f"warmup iters: {options.w} iters: {calls} agg iters: 1 validation: {options.c} graph: 0 "
+        "unalign: 0"
+    )
+    print(
+        f"# {options.ranks} ranks, tensors: "
+        f"{'comm.empty' if options.tensors == 'comm' else 'torch.empty'}"
+    )
+    if options.device == "cuda":
+        print(f"# NCCL {machine.nccl_version()}; torch was built with {torch_nccl_version()}")
+    if options.share:
+        print("# The ranks share one GPU: this is for correctness only, the times mean nothing.")
+    if options.ranks > machine.cores():
+        print(
+            f"# More ranks than cores ({machine.cores()}): the ranks share cores, and times say "
+            "how well they do."
+        )
+    for peer, reason in missing.items():
+        print(f"# {peer} is not measured: {reason}")
+
+
+def torch_nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
+
+
+class Table(report.Table):
+    """A line of nccl-tests' table, and for each peer its time in place and how many times
+    fastcomm's that is. For the bound it is fastcomm's time over the bound.
+    """
+
+    def __init__(self, contenders: Iterable[str], options: argparse.Namespace) -> None:
+        self.options = options
+        self.peers = [peer for peer in contenders if peer != "fastcomm"]
+        super().__init__(self._columns(), prefix="# ")
+
+    def _columns(self) -> list[Column]:
+        columns = [
+            Column(10, ("size", "(B)")),
+            Column(14, ("count", "(elements)")),
+            Column(10, ("type", "")),
+            Column(8, ("redop", "")),
+            Column(8, ("root", "")),
+        ]
+        for _ in PLACEMENTS:
+            columns += [
+                Column(9, ("time", "(us)")),
+                Column(8, ("algbw", "(GB/s)")),
+                Column(8, ("busbw", "(GB/s)")),
+                Column(8, ("#wrong", "")),
+            ]
+        for peer in self.peers:
+            columns += [Column(10, (peer, "(us)")), Column(8, ("ratio", ""))]
+        return columns
+
+    def print_head(self) -> None:
+        beside = "in-place time, and times that of fastcomm" if self.peers else ""
+        print(f"#\n# {'':50}{'out-of-place':^32}{'in-place':^32}{beside}".rstrip())
+        super().print_head()
+
+    def print_size(self, size: Size) -> None:
+        options = self.options
+        cells = [str(size.nbytes), str(size.count), options.d, options.o, "-1"]
+        for placement in PLACEMENTS:
+            time = size.times[placement].median("fastcomm")
+            algbw, busbw = bandwidths(size.nbytes, time, options.ranks)
+            wrong = f"{size.wrong['fastcomm', placement]:g}" if options.c else "N/A"
+            cells += [fit(time, 7), fit(algbw, 6), fit(busbw, 6), wrong]
+        for peer in self.peers:
+            pair = ("fastcomm", peer) if peer == "bound" else (peer, "fastcomm")
+            cells += [fit(size.in_place.median(peer), 8), fit(size.in_place.ratio(*pair), 6)]
+        self.print_row(cells)
+
+
+def fit(value: float, width: int) -> str:
+    """As many decimals, two at most, as the width allows."""
+    for decimals in (2, 1, 0):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:.0e}"
+
+
+def print_tail(rows: list[Size], ranks: int) -> None:
+    wrong = sum(
+        count for row in rows for (peer, _), count in row.wrong.items() if peer == "fastcomm"
+    )
+    busbw = [
+        bandwidths(row.nbytes, times.median("fastcomm"), ranks)[1]
+        for row in rows
+        for times in row.times.values()
+    ]
+    print(f"# {'Out of bounds values':<20} : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+    print(f"# {'Avg bus bandwidth':<20} : {statistics.fmean(busbw):g}")
+    wrong_peers = {peer for row in rows for (peer, _), count in row.wrong.items() if count}
+    for peer in sorted(wrong_peers - {"fastcomm"}):
+        print(f"# {peer} has wrong results as well: its times mean nothing")
+    print("#\n# Collective test concluded: all_reduce_perf")
+
+
+def print_headline(row: Size) -> None:
+    times = ", ".join(
+        f"{peer} {row.in_place.median(peer):.1f} us" for peer in ("fastcomm", "ordinary", "nccl")
+    )
+    print(f"# {short_size(row.nbytes)} in place: {times}")
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def write_results(rows: list[Size], missing: dict[str, str], options: argparse.Namespace) -> None:
+    figures = {
+        "device": options.device,
+        "ranks_share_a_gpu": options.share,
+        "ranks": options.ranks,
+        "tensors": options.tensors,
+        "dtype": DTYPES[options.d],
+        "op": OPS[options.o],
+        "peers_not_measured": missing,
+        "rows": [as_json(row, options.ranks) for row in rows],
+    }
+    on = "cuda-" if options.device == "cuda" else ""
+    default = f"allreduce-{on}{options.ranks}ranks-{options.tensors}.json"
+    report.write_results("allreduce", figures, options.json, default=default, prefix="# ")
+
+
+def as_json(row: Size, ranks: int) -> dict[str, Any]:
+    peers = {
+        peer: {
+            placement: placement_as_json(row, peer, placement, ranks)
+            for placement in PLACEMENTS
+            if peer in row.times[placement]
+        }
+        for peer in row.in_place.spreads
+    }
+    ratios = {
+        f"{peer}/fastcomm": row.in_place.ratio(peer, "fastcomm")
+        for peer in PEERS
+        if peer in row.in_place
+    }
+    if "bound" in row.in_place:
+        ratios["fastcomm/bound"] = row.in_place.ratio("fastcomm", "bound")
+    return {
+        "nbytes": row.nbytes,
+        "count": row.count,
+        "ratios": report.rounded(ratios),
+        **peers,
+    }
+
+
+def placement_as_json(row: Size, peer: str, placement: str, ranks: int) -> dict[str, Any]:
+    low, median, high = row.times[placement].spreads[peer]
+    algbw, busbw = bandwidths(row.nbytes, median, ranks)
+    return {
+        "time_us": round(median, 3),
+        "quartiles_us": [round(low, 3), round(high, 3)],
+        "algbw_gbs": round(algbw, 4),
+        "busbw_gbs": round(busbw, 4),
+        "wrong": row.wrong.get((peer, placement)),
+    }
+
+
+# ---- the plot ------------------------------------------------------------------------------------
+
+
+def plot(rows: list[Size], options: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    nbytes = [row.nbytes for row in rows]
+    for peer, (label, color, style) in LINES.items():
+        if peer in rows[0].in_place:
+            axes.plot(
+                nbytes,
+                [row.in_place.median(peer) for row in rows],
+                style,
+                color=color,
+                label=label,
+                marker="." if style == "-" else "",
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(nbytes, [short_size(n) for n in nbytes], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("time per call (us)")
+    axes.set_title(f"all_reduce of {DTYPES[options.d]}, {options.ranks} ranks", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(options.plot, dpi=150)
+    print(f"# Plot: {os.path.relpath(options.plot)}")
