@@ -75,7 +75,7 @@ class Span:
     def microseconds(self) -> float:
         """Waits for the end of it."""
         self._end.synchronize()
-        return 1e3 * self._start.elapsed_time(self._end)
+        return 1e3 * float(self._start.elapsed_time(self._end))
 
 
 def share_card(rank: int) -> None:

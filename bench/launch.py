@@ -127,20 +127,22 @@ class Ranks:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + CALL_LIMIT
         while len(answers) < self.world_size:
-            missing = [
-                connection
+            waiting = {
+                rank: connection
                 for rank, connection in enumerate(self._connections)
                 if rank not in answers
-            ]
-            ready = multiprocessing.connection.wait(missing, deadline - time.monotonic())
+            }
+            ready = multiprocessing.connection.wait(
+                list(waiting.values()), deadline - time.monotonic()
+            )
             if not ready:
-                late = ", ".join(str(self._connections.index(connection)) for connection in missing)
+                late = ", ".join(map(str, waiting))
                 raise RanksError(
                     f"{self.name}: no answer from rank {late} to {name} in {CALL_LIMIT:.0f} s"
                 )
-            for connection in ready:
-                rank = self._connections.index(connection)
-                answers[rank] = self._answer(connection, rank, name)
+            for rank, connection in waiting.items():
+                if connection in ready:
+                    answers[rank] = self._answer(connection, rank, name)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _answer(self, connection: socket.socket, rank: int, name: str) -> Any:
