@@ -305,7 +305,7 @@ cdef class Ring:
         error, self.interruption = self.interruption, None
         self._realign(error)
         self._raise_deferred(error)
-        raise error
+        raise again(error)  # works hold this one: with a traceback it would hold them, for ever
 
     cdef int raise_what_ended(self, ShmWork work) except -1:
         """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
@@ -345,7 +345,7 @@ cdef class Ring:
             if work.error is None:
                 break
             if self.handle == NULL:
-                raise work.error
+                raise again(work.error)
         for work in self.leaving:
             work.release()
         self.leaving = []

@@ -236,8 +236,26 @@ static int wait_until(struct shm_comm *comm, bool (*is_done)(struct shm_comm *, 
     return comm->ring[seq % SHM_RING].status;
 }
 
+/* A peer that filled its mailbox, and gave up before it had the result; -1 if there is none. We have
+ * come too late: nobody else is to go on with this result. */
+static int find_aborter(struct shm_comm *comm, uint32_t seq) {
+    for (int r = 0; r < comm->world_size; r++) {
+        if (r != comm->rank && atomic_load(&control_of(comm, r)->state) == SHM_ABORTED &&
+            !shm_reached(&control_of(comm, r)->reduced, seq)) {
+            return r;
+        }
+    }
+    return -1;
+}
+
 int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
-    return wait_until(comm, is_complete, seq, slice_ns);
+    int status = wait_until(comm, is_complete, seq, slice_ns);
+    int aborter = status == SHM_OK ? find_aborter(comm, seq) : -1;
+    if (aborter < 0) {
+        return status;
+    }
+    comm->stall.rank = aborter;
+    return SHM_PEER_LOST;
 }
 
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
