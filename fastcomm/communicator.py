@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastcomm.autograd_stack import came_out_of_backward
 from fastcomm.collective import OTHERS_GRADIENT
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.flat_buffers import inside
@@ -238,7 +239,7 @@ def is_abandoned_already(comm: Communicator) -> bool:
     another rank or by a reducer.
     """
     error = sys.exc_info()[1]
-    if comm.left_in_backward == comm.n_abandoned and _came_out_of_backward(error):
+    if comm.left_in_backward == comm.n_abandoned and came_out_of_backward(error):
         comm.left_in_backward = -1  # the next backward that raises is another step's
         note_abandoned(error)
     while (
@@ -253,13 +254,6 @@ def is_abandoned_already(comm: Communicator) -> bool:
 def note_abandoned(error: BaseException | None) -> None:
     """The step that this exception has ended is abandoned."""
     setattr(error, _ABANDONED, True)
-
-
-def _came_out_of_backward(error: BaseException | None) -> bool:
-    traceback = None if error is None else error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_name != "_engine_run_backward":
-        traceback = traceback.tb_next
-    return traceback is not None
 
 
 def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:

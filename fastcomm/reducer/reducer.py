@@ -19,11 +19,12 @@ from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastcomm.autograd_stack import enclosing_backward
 from fastcomm.collective import bucket_label, canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
-from fastcomm.reducer.autograd import enclosing_backward, hook_gradient, refuse_compiled_autograd
+from fastcomm.reducer.autograd import hook_gradient, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, RoundFlags
 from fastcomm.reducer.hooked_bucket import Hook, HookedPlace, hooks_of

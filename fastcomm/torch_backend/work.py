@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
+from fastcomm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.group.communicator import GroupCommunicator
@@ -277,7 +277,7 @@ class UnderWay(BackendWork):
                 future: Future[list[Any]] = Future(devices=[self._shared.comm.device])
                 future.set_result(self._value)
             return future
-        if self._shared.comm.is_threadsafe and _is_called_by_autograd():
+        if self._shared.comm.is_threadsafe and caller_is_called_by_autograd():
             begun: Future[None] = Future()
             future = begun.then(
                 lambda _: self.result()
@@ -287,14 +287,6 @@ class UnderWay(BackendWork):
             ).start()
             return future
         return Finished(self.result()).get_future()
-
-
-def _is_called_by_autograd() -> bool:
-    """True when called from C++ during backward, that is by DDP."""
-    try:
-        return sys._getframe(2).f_code.co_name == "_engine_run_backward"
-    except ValueError:  # there is none: a thread of autograd's own
-        return True
 
 
 class _Progress:
