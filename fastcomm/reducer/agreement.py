@@ -209,8 +209,10 @@ def _checksum(tensor: Tensor) -> Tensor:
     octets = torch.cat([octets, octets.new_zeros(-octets.numel() % 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin, words in _chunks(octets.view(torch.int64)):
-        places = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=tensor.device)
-        total += ((words ^ (words >> 29)) * (2 * places + 1)).sum()
+        indices = torch.arange(
+            begin, begin + words.numel(), dtype=torch.int64, device=tensor.device
+        )
+        total += ((words ^ (words >> 29)) * (2 * indices + 1)).sum()
     return total
 
 

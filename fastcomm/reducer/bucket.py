@@ -16,7 +16,7 @@ from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.gradient_hook import Counter, displaced
-from fastcomm.reducer.hooked_bucket import HookedBucket, HookedPlace
+from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout
 
 # An attribute of gradients that are no views and need no reduction: those that a bucket has left
@@ -38,7 +38,7 @@ class Bucket(Counter):
         comm: Communicator,
         wire_dtype: torch.dtype | None,
         lane: int,
-        hooked: HookedPlace | None,
+        hooks: BucketHooks | None,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive; Python could not
@@ -48,26 +48,25 @@ class Bucket(Counter):
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype
-        numel = layout.numel + len(
-            own
-        )  # behind the gradients the ranks tell each other which of them they have
+        # behind the gradients the ranks tell each other which of them they have
+        numel = layout.numel + len(own)
         if wire_dtype is None or wire_dtype == self.dtype:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; what travels is a copy in the other one
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         offsets = [slot.offset for slot in layout.slots]
-        self._places = [
+        self._geometries = [
             (offset, p.size(), _strides_of(p)) for offset, p in zip(offsets, own, strict=True)
         ]
-        self.views = [_view(self.flat, *place) for place in self._places]
+        self.views = [_view(self.flat, *geometry) for geometry in self._geometries]
         self._addresses = [view.data_ptr() for view in self.views]
         self._bound: BoundBucket
-        if hooked is None:
+        if hooks is None:
             self._bound = comm.bind_bucket(
                 self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane
             )
         else:
-            self._bound = HookedBucket(comm, hooked, self.flat, self.views, offsets)
+            self._bound = HookedBucket(comm, hooks, self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
         self._counts_nonfinite = comm.counts_nonfinite
         self._is_gathered = False  # in this round
@@ -100,10 +99,9 @@ class Bucket(Counter):
             taking_part = [
                 p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)
             ]
-        for i in displaced(
-            self.views, self._addresses
-        ):  # parameter.grad.data = ...: the view is the user's tensor now
-            self.views[i] = _view(self.flat, *self._places[i])
+        # After parameter.grad.data = ... the view is the user's tensor.
+        for i in displaced(self.views, self._addresses):
+            self.views[i] = _view(self.flat, *self._geometries[i])
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
@@ -126,7 +124,7 @@ class Bucket(Counter):
                 parameter.grad = parameter.grad.detach()
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
-        """Raises FastcommError naming the parameter whose gradient has no place in the bucket."""
+        """Raises FastcommError naming the parameter whose gradient does not fit its slot."""
         try:
             return self._bound.gather(taking_part)
         except RuntimeError as error:
@@ -154,15 +152,17 @@ class Bucket(Counter):
             self.views[i].zero_()
         elif gradient is not self.views[i]:
             assert parameter is not None  # for the type checker
-            trouble = _misfit(parameter, gradient, self.views[i]) or self._misplaced(i, gradient)
+            trouble = _misfit(parameter, gradient, self.views[i]) or self._intrusion(i, gradient)
             if trouble is not None:
                 raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
             self.views[i].copy_(gradient)
 
-    def _misplaced(self, i: int, gradient: Tensor) -> str | None:
-        """Why the gradient cannot be copied to its place."""
-        is_another = inside([gradient]) and gradient.data_ptr() != self.views[i].data_ptr()
-        return OTHERS_GRADIENT if is_another else None
+    def _intrusion(self, i: int, gradient: Tensor) -> str | None:
+        """Why the gradient may not be copied into slot i: it lies in another one, of any bucket,
+        whose contents change at times of their own.
+        """
+        is_intruder = inside([gradient]) and gradient.data_ptr() != self.views[i].data_ptr()
+        return OTHERS_GRADIENT if is_intruder else None
 
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
@@ -184,9 +184,8 @@ class Bucket(Counter):
         for i, gradient in self._with_graph.items():
             parameter = self._references[i]()
             if parameter is not None:
-                gradient.data.copy_(
-                    self.views[i]
-                )  # not seen by autograd: the graph is that of this rank's gradient
+                # not seen by autograd: the graph is that of this rank's gradient
+                gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
                 setattr(gradient, _LEFT, True)
 
@@ -269,7 +268,7 @@ class Bucket(Counter):
 
 
 def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
-    """Why the gradient has no place in its bucket."""
+    """Why the gradient does not fit its slot."""
     if gradient.layout is not torch.strided:
         return "is sparse, which cannot be reduced: use sparse=False"
     if gradient.shape != view.shape or parameter.shape != view.shape:
@@ -300,8 +299,8 @@ def _view(flat: Tensor, offset: int, size: torch.Size, strides: tuple[int, ...])
     """A tensor on flat's memory, for a parameter's gradient."""
     # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and
     # optimizers call.
-    place = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+    view = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
         flat.untyped_storage(), offset, size, strides
     )
     # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
-    return from_dlpack(place) if place.numel() else place
+    return from_dlpack(view) if view.numel() else view

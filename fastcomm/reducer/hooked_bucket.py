@@ -41,10 +41,10 @@ def hooks_of(hook: Hook | Sequence[Hook] | None) -> tuple[Hook, ...]:
 
 
 @dataclass(frozen=True)
-class HookedPlace:
+class BucketHooks:
     """Which hooks reduce a bucket, and which of the reducer's buckets it is."""
 
-    hooks: Sequence[Hook]
+    chain: Sequence[Hook]
     index: int
     is_last: bool
 
@@ -87,9 +87,9 @@ class GradBucket:
         others, and cast.
         """
         begin = buffer.storage_offset()
-        places = zip(self._offsets, self._like, strict=True)
         self._gradients = [
-            buffer.as_strided(one.shape, one.stride(), begin + offset) for offset, one in places
+            buffer.as_strided(one.shape, one.stride(), begin + offset)
+            for offset, one in zip(self._offsets, self._like, strict=True)
         ]
         self._buffer = buffer
 
@@ -108,7 +108,7 @@ class HookedBucket(BoundBucket):
     def __init__(
         self,
         comm: Communicator,
-        place: HookedPlace,
+        hooks: BucketHooks,
         flat: Tensor,
         views: list[Tensor],
         offsets: list[int],
@@ -116,7 +116,7 @@ class HookedBucket(BoundBucket):
         self._known = FlatBuffer(flat)
         self._offsets = offsets
         self._comm = comm
-        self._place = place
+        self._hooks = hooks
         self._flat = flat
         self._views = views
         self._parameters: list[Tensor] = []
@@ -142,14 +142,14 @@ class HookedBucket(BoundBucket):
         presence[missing] = 0
         buffer = self._flat[: self._flat.numel() - len(self._views)]
         bucket = GradBucket(
-            self._place.index,
-            self._place.is_last,
+            self._hooks.index,
+            self._hooks.is_last,
             buffer,
             self._offsets,
             self._views,
             self._parameters,
         )
-        *wrapped, (state, hook) = self._place.hooks
+        *wrapped, (state, hook) = self._hooks.chain
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
         future = hook(state, bucket)

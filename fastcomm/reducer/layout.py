@@ -44,21 +44,20 @@ def plan_buckets(
     parameter; the first one to be opened is closed at `first_cap_bytes`, so that communication
     starts early.
     """
-    full: list[
-        tuple[int, BucketLayout]
-    ] = []  # with the place, in reverse order, of the last parameter
+    # With the position of its last parameter, in reverse order of registration.
+    full: list[tuple[int, BucketLayout]] = []
     filling: dict[Hashable, _Filling] = {}
     caps = iter([first_cap_bytes])
-    for place, index in enumerate(reversed(range(len(parameters)))):
+    for position, index in enumerate(reversed(range(len(parameters)))):
         numel, dtype, itemsize = parameters[index]
         bucket = filling.get(dtype)
         if bucket is None:
             bucket = filling[dtype] = _Filling(dtype, itemsize, next(caps, cap_bytes))
-        bucket.add(index, numel, place)
+        bucket.add(index, numel, position)
         if bucket.numel * itemsize >= bucket.cap_bytes:
-            full.append((place, bucket.layout()))
+            full.append((position, bucket.layout()))
             del filling[dtype]
-    full.extend((bucket.last_place, bucket.layout()) for bucket in filling.values())
+    full.extend((bucket.last_position, bucket.layout()) for bucket in filling.values())
     return tuple(layout for _, layout in sorted(full, key=lambda entry: entry[0]))
 
 
@@ -69,14 +68,14 @@ class _Filling:
         self.dtype = dtype
         self.cap_bytes = cap_bytes
         self.numel = 0
-        self.last_place = 0
+        self.last_position = 0
         self._alignment = max(ALIGNMENT // itemsize, 1)
         self._slots: list[Slot] = []
 
-    def add(self, index: int, numel: int, place: int) -> None:
+    def add(self, index: int, numel: int, position: int) -> None:
         self._slots.append(Slot(index, self.numel, numel))
         self.numel += -(-numel // self._alignment) * self._alignment
-        self.last_place = place
+        self.last_position = position
 
     def layout(self) -> BucketLayout:
         return BucketLayout(self.dtype, tuple(self._slots), self.numel)

@@ -27,7 +27,7 @@ from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import hook_gradient, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, RoundFlags
-from fastcomm.reducer.hooked_bucket import Hook, HookedPlace, hooks_of
+from fastcomm.reducer.hooked_bucket import BucketHooks, Hook, hooks_of
 from fastcomm.reducer.layout import plan_buckets
 from fastcomm.reducer.optimizer_steps import watch_steps
 from fastcomm.reducer.tripwires import Tripwires
@@ -242,7 +242,7 @@ class Reducer(RoundFlags):
         _n_attached[self.comm] = self.number + 1
         buckets = []
         for i, layout in enumerate(layouts):
-            hooked = HookedPlace(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
+            hooks = BucketHooks(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
             buckets.append(
                 Bucket(
                     bucket_label(self.number, i),
@@ -252,7 +252,7 @@ class Reducer(RoundFlags):
                     self.comm,
                     self._wire_dtype,
                     i % self._n_lanes,
-                    hooked,
+                    hooks,
                 )
             )
         return buckets
