@@ -7,7 +7,7 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,34 @@ def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> s
     if distinct_elements(parameter).numel() != parameter.numel():
         return f"parameter {name} is expanded: its elements share memory. Clone it before attach()"
     return None
+
+
+def refuse_model(
+    named: Sequence[tuple[str, Parameter]],
+    buffers: Named,
+    device: torch.device,
+    is_attached: Callable[[Tensor], bool],
+) -> str | None:
+    """Why the model cannot be attached, or None. is_attached: whether a reducer has a parameter."""
+    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
+        return (
+            "attach() takes a module or named parameters: model.named_parameters(), not "
+            "model.parameters()"
+        )
+    if len({id(p) for _, p in named}) < len(named):
+        return "a parameter is given twice: its gradient would be reduced twice"
+    for name, parameter in named:
+        trouble = refuse_parameter(name, parameter, device)
+        if trouble is not None:
+            return trouble
+        if is_attached(parameter):
+            return (
+                f"parameter {name} is attached to another reducer already; detach() that one first"
+            )
+    if not any(p.requires_grad for _, p in named):
+        return "the model has no parameter that requires a gradient: there is nothing to reduce"
+    troubles = (refuse_buffer(*buffer, device) for buffer in buffers)
+    return next((trouble for trouble in troubles if trouble is not None), None)
 
 
 def refuse_buffer(name: str, buffer: Tensor, device: torch.device) -> str | None:

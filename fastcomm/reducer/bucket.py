@@ -5,19 +5,22 @@ launch and its completion.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
-from fastcomm.collective import OTHERS_GRADIENT
+from fastcomm.collective import OTHERS_GRADIENT, bucket_label
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import inside
+from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.gradient_hook import Counter, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
-from fastcomm.reducer.layout import BucketLayout
+from fastcomm.reducer.layout import BucketLayout, plan_buckets
+from fastcomm.reducer.options import Options
 
 # An attribute of gradients that are no views and need no reduction: those that a bucket has left
 # behind, or a round as they were.
@@ -265,6 +268,35 @@ class Bucket(Counter):
             elif not self.unsynced[i] and not hasattr(gradient, _LEFT):
                 continue
             setattr(gradient, _LEFT, True)
+
+
+def make_buckets(
+    named: Sequence[tuple[str, Parameter]], comm: Communicator, options: Options, number: int
+) -> list[Bucket]:
+    """For the gradients of these parameters, in the order in which they will be full. number: of
+    the reducer, among those of the communicator.
+    """
+    names, parameters = [name for name, _ in named], [p for _, p in named]
+    dtypes = [grad_dtype(p) for p in parameters]
+    layouts = plan_buckets(
+        [(p.numel(), dtype, dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)],
+        cap_bytes=options.cap_bytes,
+        first_cap_bytes=options.first_cap_bytes,
+    )
+    last = len(layouts) - 1
+    return [
+        Bucket(
+            bucket_label(number, i),
+            layout,
+            parameters,
+            names,
+            comm,
+            options.wire_dtype,
+            i % options.streams,
+            BucketHooks(options.hooks, i, i == last) if options.hooks else None,
+        )
+        for i, layout in enumerate(layouts)
+    ]
 
 
 def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:

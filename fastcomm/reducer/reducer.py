@@ -20,20 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.autograd_stack import enclosing_backward
-from fastcomm.collective import bucket_label, canonical_op
+from fastcomm.collective import canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
-from fastcomm.reducer import agreement
+from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.autograd import hook_gradient, refuse_compiled_autograd
-from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.bucket import Bucket, make_buckets
 from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, RoundFlags
-from fastcomm.reducer.hooked_bucket import BucketHooks, Hook, hooks_of
-from fastcomm.reducer.layout import plan_buckets
+from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.optimizer_steps import watch_steps
+from fastcomm.reducer.options import Options
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.rendezvous import init
-
-MB = 1024 * 1024
 
 # Which reducer reduces a parameter: two would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -76,46 +74,12 @@ class Reducer(RoundFlags):
         hook: Hook | Sequence[Hook] | None = None,
         overlap: bool = True,
     ) -> None:
-        if bucket_cap_mb <= 0 or first_bucket_cap_mb <= 0:
-            raise ValueError(
-                f"bucket caps must be positive; got {bucket_cap_mb} and {first_bucket_cap_mb}"
-            )
-        if streams < 1:
-            raise ValueError(f"streams must be at least 1; got {streams}")
         self.op = canonical_op(op)
-        self.comm: Communicator = init() if comm is None else comm
-        wires = (
-            torch.bfloat16,
-            torch.float16,
-            torch.float32,
-            *((torch.float8_e4m3fn, torch.float8_e5m2) if self.comm.reduces_fp8 else ()),
+        self._options = Options(
+            bucket_cap_mb, first_bucket_cap_mb, self.op, wire_dtype, streams, hooks_of(hook)
         )
-        if wire_dtype is not None and wire_dtype not in wires:
-            raise ValueError(
-                f"over {self.comm.backend}, wire_dtype must be one of "
-                f"{', '.join(map(str, wires))}; got {wire_dtype!r}"
-            )
-        # Ranks that differ here would reduce different buckets, or the same ones differently.
-        self._options = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "first_bucket_cap_mb": first_bucket_cap_mb,
-            "op": self.op,
-            "wire_dtype": str(wire_dtype),
-            "streams": streams,
-            "hook": [
-                function.__qualname__ if hasattr(function, "__qualname__") else repr(function)
-                for _, function in hooks_of(hook)
-            ],
-        }
-        self._cap_bytes = int(bucket_cap_mb * MB)
-        self._first_cap_bytes = int(first_bucket_cap_mb * MB)
-        self._hooks = hooks_of(hook)
-        if self._hooks and wire_dtype is not None:
-            raise ValueError(
-                "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
-            )
-        self._wire_dtype = wire_dtype
-        self._n_lanes = streams
+        self.comm: Communicator = init() if comm is None else comm
+        self._options.check_wire_dtype(self.comm)
         self._overlap = overlap
         # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both
         # go when it goes.
@@ -123,7 +87,7 @@ class Reducer(RoundFlags):
         self._buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
         self._tripwires = Tripwires(
-            lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._refuse_stranger)
+            lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._named_parameters)
         )
         self._is_synchronizing, self._has_callback = True, False
         self._is_open = False  # a round has begun: some gradient is ready
@@ -160,16 +124,15 @@ class Reducer(RoundFlags):
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = self._find_problem(named, buffers)
         model = None if problem else agreement.signature(named, buffers)
-        agreement.compare(self.comm, problem, self._options, model)
+        agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
+        self.number = _n_attached.get(self.comm, 0)
+        _n_attached[self.comm] = self.number + 1
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
-            self._buckets = self._make_buckets(
-                [name for name, _ in trainable], [p for _, p in trainable]
-            )
-        except (
-            BaseException
-        ) as error:  # memory, for example: the other ranks are not to wait for this one
+            self._buckets = make_buckets(trainable, self.comm, self._options, self.number)
+        except BaseException as error:
+            # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
                 self.comm.abandon()
             note_abandoned(error)
@@ -177,20 +140,14 @@ class Reducer(RoundFlags):
         self._model = (
             weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         )
-        for bucket in self._buckets:
-            note_stream = bucket.note_stream if self.comm.has_streams else None
-            for i, index in enumerate(bucket.indices):
-                parameter = trainable[index][1]
-                _owners[parameter] = weakref.ref(self)
-                hook = GradientHook(self, bucket, i, note_stream)
-                self._handles.append(hook_gradient(parameter, hook))
+        self._hang_hooks()
         if isinstance(source, nn.Module):
             self._tripwires.watch(source)
         else:
             self._tripwires.lay(p for _, p in named)
         watch_steps(_owner_of)
         try:
-            # what was prepared here is in place, whatever stream the first backward runs on
+            # what was prepared here is ready, whatever stream the first backward runs on
             self.comm.barrier()
         except BaseException:  # another rank could not attach
             self.detach()
@@ -205,57 +162,19 @@ class Reducer(RoundFlags):
                 "this reducer is attached already; detach() it first, or make one reducer for "
                 "each model"
             )
-        if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
-            return ValueError(
-                "attach() takes a module or named parameters: model.named_parameters(), not "
-                "model.parameters()"
-            )
-        if len({id(p) for _, p in named}) < len(named):
-            return ValueError("a parameter is given twice: its gradient would be reduced twice")
-        for name, parameter in named:
-            trouble = agreement.refuse_parameter(name, parameter, self.comm.device)
-            if trouble is not None:
-                return ValueError(trouble)
-            if _owner_of(parameter) is not None:
-                return ValueError(
-                    f"parameter {name} is attached to another reducer already; detach() that one "
-                    "first"
-                )
-        if not any(p.requires_grad for _, p in named):
-            return ValueError(
-                "the model has no parameter that requires a gradient: there is nothing to reduce"
-            )
-        troubles = (agreement.refuse_buffer(*buffer, self.comm.device) for buffer in buffers)
-        return next((ValueError(trouble) for trouble in troubles if trouble is not None), None)
-
-    def _make_buckets(self, names: list[str], parameters: list[Parameter]) -> list[Bucket]:
-        dtypes = [agreement.grad_dtype(p) for p in parameters]
-        layouts = plan_buckets(
-            [
-                (p.numel(), dtype, dtype.itemsize)
-                for p, dtype in zip(parameters, dtypes, strict=True)
-            ],
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=self._first_cap_bytes,
+        trouble = agreement.refuse_model(
+            named, buffers, self.comm.device, lambda p: _owner_of(p) is not None
         )
-        self.number = _n_attached.get(self.comm, 0)
-        _n_attached[self.comm] = self.number + 1
-        buckets = []
-        for i, layout in enumerate(layouts):
-            hooks = BucketHooks(self._hooks, i, i == len(layouts) - 1) if self._hooks else None
-            buckets.append(
-                Bucket(
-                    bucket_label(self.number, i),
-                    layout,
-                    parameters,
-                    names,
-                    self.comm,
-                    self._wire_dtype,
-                    i % self._n_lanes,
-                    hooks,
-                )
-            )
-        return buckets
+        return None if trouble is None else ValueError(trouble)
+
+    def _hang_hooks(self) -> None:
+        for bucket in self._buckets:
+            note_stream = bucket.note_stream if self.comm.has_streams else None
+            for i, parameter in enumerate(bucket.parameters):
+                assert parameter is not None  # for the type checker: attach() holds the model
+                _owners[parameter] = weakref.ref(self)
+                hook = GradientHook(self, bucket, i, note_stream)
+                self._handles.append(hook_gradient(parameter, hook))
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
@@ -279,6 +198,11 @@ class Reducer(RoundFlags):
         if model is None:
             raise ValueError("the reducer has no model (any more): attach(model) first")
         return model
+
+    def _named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Of the model as it is now; none if it is gone."""
+        model = None if self._model is None else self._model()
+        return list(model.named_parameters()) if isinstance(model, nn.Module) else model or []
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans
@@ -317,18 +241,6 @@ class Reducer(RoundFlags):
             "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or "
             "Reducer(overlap=False)"
         )
-
-    def _refuse_stranger(self, parameter: Tensor) -> None:
-        """A parameter that is not reduced has a gradient. Raises if it belongs to the model."""
-        model = None if self._model is None else self._model()
-        named = list(model.named_parameters() if isinstance(model, nn.Module) else model or [])
-        strangers = {p: name for name, p in named if p.requires_grad and _owner_of(p) is None}
-        if parameter in strangers:
-            raise FastcommError(
-                "unfrozen, or new in the model, since attach(), and not reduced: "
-                f"{', '.join(strangers.values())}. Call refresh() on every "
-                "rank after such a change"
-            )
 
     def _launch_full_buckets(self) -> None:
         """Launches in plan order, so that all ranks launch the same buckets in the same order.
@@ -550,14 +462,6 @@ class Reducer(RoundFlags):
                     "on every rank first"
                 )
 
-    def _with_gradient(self) -> list[Parameter]:
-        return [
-            p
-            for bucket in self._buckets
-            for p in bucket.parameters
-            if p is not None and p.grad is not None
-        ]
-
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
         all ranks. Does not synchronise with the
@@ -566,20 +470,11 @@ class Reducer(RoundFlags):
         that nothing has reduced.
         """
         self._settle_for_use()
-        return self._norm([bucket.square_sum() for bucket in self._buckets])
+        return norms.norm(self._buckets)
 
     def _settle_for_use(self) -> None:
         self._attached_model()
         self._settle(self._n_rounds_at_step)
-
-    def _norm(self, square_sums: list[Tensor | None]) -> Tensor:
-        known = [square_sum for square_sum in square_sums if square_sum is not None]
-        if len(known) < len(square_sums):
-            return _norm_of([p.grad for p in self._with_gradient() if p.grad is not None])
-        norm = torch.stack(known).sum().sqrt()
-        return (
-            norm if any(bucket.dtype == torch.float64 for bucket in self._buckets) else norm.float()
-        )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
@@ -588,32 +483,14 @@ class Reducer(RoundFlags):
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._settle_for_use()
-        square_sums = [bucket.square_sum() for bucket in self._buckets]
-        norm = self._norm(square_sums)
-        if None in square_sums:
-            torch.nn.utils.clip_grads_with_norm_(self._with_gradient(), max_norm, norm)
-        else:  # all gradients lie in the flat buffers
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for bucket in self._buckets:
-                bucket.scale_(factor)
-        return norm
+        return norms.clip_(self._buckets, max_norm)
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. To skip a step.
         """
         self._settle_for_use()
-        found = [bucket.n_nonfinite() for bucket in self._buckets]
-        counts = [count for count in found if count is not None]
-        if len(counts) < len(found):
-            counts = [
-                (~torch.isfinite(p.grad)).sum() for p in self._with_gradient() if p.grad is not None
-            ]
-        return (
-            torch.stack(counts).sum()
-            if counts
-            else torch.zeros((), dtype=torch.int64, device=self.comm.device)
-        )
+        return norms.nonfinite_count(self._buckets, self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective;
@@ -642,16 +519,6 @@ def _owner_of(parameter: Tensor) -> Reducer | None:
     """Which reducer reduces the parameter's gradients."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
-
-
-def _norm_of(gradients: list[Tensor]) -> Tensor:
-    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares are soon
-    infinite.
-    """
-    is_half = any(gradient.dtype.itemsize < 4 for gradient in gradients)
-    return torch.nn.utils.get_total_norm(
-        [gradient.float() for gradient in gradients] if is_half else gradients
-    )
 
 
 def _named_references(

@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from fastcomm.errors import FastcommError
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.gradient_hook import Untraced
 
@@ -32,15 +33,15 @@ class Tripwires:
     """Those of one model.
 
     is_reduced: whether some reducer reduces a parameter.
-    refuse: its owner's method, called with a parameter whose gradient is not reduced; raises.
+    named_parameters: its owner's method, which gives those the model has now.
     """
 
     def __init__(
         self,
         is_reduced: Callable[[Tensor], bool],
-        refuse: weakref.WeakMethod[Callable[[Tensor], None]],
+        named_parameters: weakref.WeakMethod[Callable[[], list[tuple[str, nn.Parameter]]]],
     ) -> None:
-        self._is_reduced, self._weak_refuse = is_reduced, refuse
+        self._is_reduced, self._named_parameters = is_reduced, named_parameters
         self._handles: list[RemovableHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -64,9 +65,16 @@ class Tripwires:
                 self._handles.append(_hook(parameter, Untraced(self._refuse)))
 
     def _refuse(self, parameter: Tensor) -> None:
-        refuse = self._weak_refuse()
-        if refuse is not None:
-            refuse(parameter)
+        """A parameter that nobody reduces has a gradient. Raises if it belongs to the model."""
+        named_parameters = self._named_parameters()
+        named = [] if named_parameters is None else named_parameters()
+        strangers = {p: name for name, p in named if p.requires_grad and not self._is_reduced(p)}
+        if parameter in strangers:
+            raise FastcommError(
+                "unfrozen, or new in the model, since attach(), and not reduced: "
+                f"{', '.join(strangers.values())}. Call refresh() on every "
+                "rank after such a change"
+            )
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -1,0 +1,76 @@
+"""The options of a reducer that change what the ranks reduce: which values they may have, and how
+the ranks compare them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastcomm.communicator import Communicator
+from fastcomm.reducer.hooked_bucket import Hook
+
+_MB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    """See Reducer. Raises ValueError for what no communicator can do."""
+
+    bucket_cap_mb: float
+    first_bucket_cap_mb: float
+    op: str
+    wire_dtype: torch.dtype | None
+    streams: int
+    hooks: tuple[Hook, ...]
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb <= 0 or self.first_bucket_cap_mb <= 0:
+            raise ValueError(
+                "bucket caps must be positive; got "
+                f"{self.bucket_cap_mb} and {self.first_bucket_cap_mb}"
+            )
+        if self.streams < 1:
+            raise ValueError(f"streams must be at least 1; got {self.streams}")
+
+    def check_wire_dtype(self, comm: Communicator) -> None:
+        """Raises ValueError for one that the communicator does not reduce, or hooks do not heed."""
+        if self.wire_dtype is None:
+            return
+        fp8 = (torch.float8_e4m3fn, torch.float8_e5m2) if comm.reduces_fp8 else ()
+        wires = (torch.bfloat16, torch.float16, torch.float32, *fp8)
+        if self.wire_dtype not in wires:
+            raise ValueError(
+                f"over {comm.backend}, wire_dtype must be one of "
+                f"{', '.join(map(str, wires))}; got {self.wire_dtype!r}"
+            )
+        if self.hooks:
+            raise ValueError(
+                "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
+            )
+
+    @property
+    def cap_bytes(self) -> int:
+        return int(self.bucket_cap_mb * _MB)
+
+    @property
+    def first_cap_bytes(self) -> int:
+        return int(self.first_bucket_cap_mb * _MB)
+
+    def described(self) -> dict[str, Any]:
+        """By name. Ranks that differ here would reduce different buckets, or the same ones
+        differently.
+        """
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "first_bucket_cap_mb": self.first_bucket_cap_mb,
+            "op": self.op,
+            "wire_dtype": str(self.wire_dtype),
+            "streams": self.streams,
+            "hook": [
+                function.__qualname__ if hasattr(function, "__qualname__") else repr(function)
+                for _, function in self.hooks
+            ],
+        }
