@@ -1,4 +1,6 @@
-"""What a reducer asks of autograd: hooks on gradients, and a refusal of its compilers."""
+"""What a reducer asks of autograd: hooks on gradients, a call at the end of the running backward or
+when the one around it goes on, and a refusal of its compilers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.gradient_hook import EndOfBackward
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -18,6 +21,33 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     return handle
+
+
+def call_at_end_of_backward(callback: EndOfBackward) -> None:
+    """Of the backward that is running on this thread. One that ends with an exception drops the
+    callback uncalled.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def call_when_outer_goes_on(node: torch.autograd.graph.Node, function: Callable[[], None]) -> None:
+    """Calls `function` once the backward that has run `node`, in which another one has just ended,
+    comes to the nodes behind it.
+
+    Callbacks belong to the running backward. From there on that is the outer one again.
+    """
+    handles: list[RemovableHandle] = []
+
+    def outer_goes_on(_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        function()
+
+    handles.extend(
+        behind.register_prehook(outer_goes_on)
+        for behind, _ in node.next_functions
+        if behind is not None
+    )
 
 
 def refuse_compiled_autograd() -> None:

@@ -167,6 +167,17 @@ class Bucket(Counter):
         is_intruder = inside([gradient]) and gradient.data_ptr() != self.views[i].data_ptr()
         return OTHERS_GRADIENT if is_intruder else None
 
+    def refuse_second_gradient(self, i: int) -> None:
+        """With reentrant checkpointing a shared parameter gets several gradients in one backward.
+        Good as long as the bucket is here.
+        """
+        raise FastcommError(
+            f"parameter {self.names[i]} got another gradient in this backward after its bucket "
+            "was launched (shared parameters "
+            "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or "
+            "Reducer(overlap=False)"
+        )
+
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
         work = self._bound.posted

@@ -4,9 +4,12 @@ from typing import Any
 from torch import Tensor
 
 class RoundFlags:
+    has_callback: bool
+
+class ReducerFlags:
     _is_synchronizing: bool
-    _has_callback: bool
     _overlap: bool
+    _round: RoundFlags | None
 
 class Counter:
     @property
@@ -18,7 +21,7 @@ class Counter:
 
 class GradientHook:
     def __init__(
-        self, reducer: RoundFlags, bucket: Counter, i: int, note_stream: Callable[[], None] | None
+        self, reducer: ReducerFlags, bucket: Counter, i: int, note_stream: Callable[[], None] | None
     ) -> None: ...
     def __call__(self, parameter: Tensor) -> None: ...
 

@@ -20,11 +20,17 @@ cdef object _untraced(function):
 
 
 cdef class RoundFlags:
+    """What the hooks ask the open round; its base class."""
+
+    cdef public bint has_callback  # the running backward will call the reducer at its end
+
+
+cdef class ReducerFlags:
     """What the hooks ask a reducer; its base class."""
 
     cdef public bint _is_synchronizing  # False inside no_sync
-    cdef public bint _has_callback  # the running backward will call us at its end
     cdef public bint _overlap
+    cdef public RoundFlags _round  # the open round, or None
 
 
 cdef class Counter:
@@ -41,20 +47,21 @@ cdef class Counter:
 
 
 cdef class GradientHook:
-    """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the reducer
+    """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the round
     when the bucket is full.
 
-    reducer: has the methods _begin, _launch_full_buckets and _refuse_second_gradient.
+    reducer: has the method _begin; its rounds have launch_full_buckets.
+    bucket: has the method refuse_second_gradient, called once it is launched.
     note_stream: called first, for transports with streams; or None.
     """
 
-    cdef RoundFlags reducer
+    cdef ReducerFlags reducer
     cdef Counter bucket
     cdef object note_stream
     cdef Py_ssize_t i
 
     def __cinit__(
-        self, RoundFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream
+        self, ReducerFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream
     ):
         self.reducer, self.bucket, self.i, self.note_stream = reducer, bucket, i, note_stream
 
@@ -64,16 +71,16 @@ cdef class GradientHook:
         if not self.reducer._is_synchronizing:
             self.bucket.unsynced[self.i] = True
             return
-        if not self.reducer._has_callback:
+        if self.reducer._round is None or not self.reducer._round.has_callback:
             _untraced(self.reducer._begin)
         if self.bucket.ready[self.i]:
             if self.bucket.is_launched:
-                self.reducer._refuse_second_gradient(self.bucket, self.i)
+                self.bucket.refuse_second_gradient(self.i)
             return
         self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
         if self.bucket.n_pending == 0 and self.reducer._overlap:
-            _untraced(self.reducer._launch_full_buckets)
+            _untraced(self.reducer._round.launch_full_buckets)
 
 
 cdef class EndOfBackward:

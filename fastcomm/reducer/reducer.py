@@ -1,10 +1,9 @@
 """Reducer: makes loss.backward() reduce the gradients of a model over all ranks. Changes no module:
 it lives in hooks on the parameters.
 
-One backward is one round: hooks count gradients, a full bucket is launched in plan order, and when
-autograd is through, a callback of its own waits for the buckets. The method is that of "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training", section 3.2; where it departs from
-DistributedDataParallel, the departure is said in a comment.
+Decides when a round begins and how it ends; what happens in between is round.py. The method is that
+of "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2; where it
+departs from DistributedDataParallel, the departure is said in a comment.
 """
 
 from __future__ import annotations
@@ -24,12 +23,17 @@ from fastcomm.collective import canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, norms
-from fastcomm.reducer.autograd import hook_gradient, refuse_compiled_autograd
+from fastcomm.reducer.autograd import (
+    call_when_outer_goes_on,
+    hook_gradient,
+    refuse_compiled_autograd,
+)
 from fastcomm.reducer.bucket import Bucket, make_buckets
-from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, RoundFlags
+from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, ReducerFlags
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.optimizer_steps import watch_steps
 from fastcomm.reducer.options import Options
+from fastcomm.reducer.round import Round
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.rendezvous import init
 
@@ -40,7 +44,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
-class Reducer(RoundFlags):
+class Reducer(ReducerFlags):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; None means fastcomm.init().
@@ -89,15 +93,13 @@ class Reducer(RoundFlags):
         self._tripwires = Tripwires(
             lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._named_parameters)
         )
-        self._is_synchronizing, self._has_callback = True, False
-        self._is_open = False  # a round has begun: some gradient is ready
-        self._keeps_graph = False  # the running backward is one with create_graph=True
-        self._deferred: BaseException | None = None  # raised where nobody could catch it
+        self._is_synchronizing = True
+        self._round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
+        # Raised where nobody could catch it; the next call raises it, when the round is over.
+        self._deferred: BaseException | None = None
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
         self._n_rounds_at_step = 0  # of any optimizer
-        self._n_launched = 0
-        self._n_abandoned = 0  # comm.n_abandoned when the round began
 
     # -- attaching ---------------------------------------------------------------------------------
 
@@ -189,8 +191,7 @@ class Reducer(RoundFlags):
                     _owners.pop(parameter, None)
         self._tripwires.remove()
         self._handles, self._buckets, self._model = [], [], None
-        self._is_open = self._has_callback = self._keeps_graph = False
-        self._n_launched, self._deferred = 0, None
+        self._round, self._deferred = None, None
         watch_steps(_owner_of)
 
     def _attached_model(self) -> nn.Module | list[tuple[str, Parameter]]:
@@ -217,76 +218,32 @@ class Reducer(RoundFlags):
     def _begin(self) -> None:
         """The first gradient of a backward is ready: asks autograd to call back at the end."""
         refuse_compiled_autograd()
-        self._raise_deferred()
-        self._open()
-        self._keeps_graph = torch.is_grad_enabled()
-        self._has_callback = True
         # A backward that ends with an exception drops the callback uncalled; then the round must be
         # ended all the same.
-        callback = EndOfBackward(self._end_of_backward, self._backward_was_dropped)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _open(self) -> None:
-        if not self._is_open:
-            self._is_open = True
-            self._n_abandoned = self.comm.n_abandoned
-
-    def _refuse_second_gradient(self, bucket: Bucket, i: int) -> None:
-        """With reentrant checkpointing a shared parameter gets several gradients in one backward.
-        Good as long as the bucket is here.
-        """
-        raise FastcommError(
-            f"parameter {bucket.names[i]} got another gradient in this backward after its bucket "
-            "was launched (shared parameters "
-            "under reentrant checkpointing do this): use checkpoint(..., use_reentrant=False) or "
-            "Reducer(overlap=False)"
+        self._open().await_end_of_backward(
+            EndOfBackward(self._end_of_backward, self._backward_was_dropped)
         )
 
-    def _launch_full_buckets(self) -> None:
-        """Launches in plan order, so that all ranks launch the same buckets in the same order.
-
-        The last bucket is left to the end of backward. It is full only then anyway; and so no rank
-        gets its gradients before all ranks have come to the end, and an exception on one rank is
-        one on all.
-        """
-        while (
-            self._n_launched < len(self._buckets) - 1
-            and not self._buckets[self._n_launched].n_pending
-        ):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        self._buckets[self._n_launched].launch(self.op, keeps_graph=self._keeps_graph)
-        self._n_launched += 1
+    def _open(self) -> Round:
+        self._raise_deferred()
+        if self._round is None:
+            self._round = Round(self.comm, self._buckets, self.op, self.n_rounds + 1)
+        return self._round
 
     def _end_of_backward(self) -> None:
-        self._has_callback = False
+        ending = self._round
+        if ending is not None:  # else detached in this backward
+            ending.has_callback = False
         is_inside, node = enclosing_backward()
         if node is not None:
-            self._continue_after(node)
-        elif not is_inside or all(not bucket.n_pending for bucket in self._buckets):
+            call_when_outer_goes_on(node, self._go_on_with_outer)
+        elif not is_inside or ending is None or ending.is_full:
             self.synchronize()
 
-    def _continue_after(self, node: torch.autograd.graph.Node) -> None:
-        """The backward that ended was run by `node`, a reentrant checkpoint, inside another one:
-        asks for a callback at the end of that.
-
-        Callbacks belong to the running backward, which the outer one is again as soon as it comes
-        to the nodes behind `node`.
-        """
-        handles: list[RemovableHandle] = []
-
-        def outer_backward_goes_on(_: object) -> None:
-            for handle in handles:
-                handle.remove()
-            if not self._has_callback:
-                self._begin()
-
-        handles.extend(
-            behind.register_prehook(outer_backward_goes_on)
-            for behind, _ in node.next_functions
-            if behind is not None
-        )
+    def _go_on_with_outer(self) -> None:
+        """The backward around the one that has ended gives gradients to the same round."""
+        if self._round is None or not self._round.has_callback:
+            self._begin()
 
     def synchronize(self) -> None:
         """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does
@@ -302,55 +259,49 @@ class Reducer(RoundFlags):
         What it raises a second time aborts the communicator.
         """
         self._raise_deferred()
-        if self._has_callback:
+        ending = self._round
+        if ending is None:
+            self.comm.check()
+            return
+        if ending.has_callback:
             raise FastcommError(
                 f"the gradient of parameter {self._buckets[0].names[0]} is not reduced yet: the "
                 "reduction ends with backward(). Call synchronize(), and step the optimizer, after "
                 "backward() and not in a hook inside it"
             )
-        if not self._is_open:
-            self.comm.check()
-            return
         try:
-            while self._n_launched < len(self._buckets):
-                self._launch_next()
-            self._finish()
-        except (
-            FastcommError
-        ) as error:  # the other ranks have heard of it, or will when this one leaves
+            ending.launch_rest()
+            self._finish(ending)
+        except FastcommError as error:
+            # the other ranks have heard of it, or will when this one leaves
             self._leave()
             note_abandoned(error)
             raise
         except BaseException as error:
-            if self._is_open and not self._buckets[-1].is_launched:
-                self._leave()
+            if ending.must_finish:
+                self._finish_in_spite_of(error, ending)
             else:
-                self._finish_in_spite_of(error)
+                self._leave()
             raise
 
-    def _finish(self) -> None:
-        """All buckets are under way. May be called again if a signal handler has raised in it."""
-        if self._is_open:
-            for bucket in self._buckets:
-                bucket.finish()
-            for bucket in self._buckets:
-                bucket.settle()
-            self.n_rounds += 1
-            self.comm.left_in_backward = -1
-            self._is_open = False
-        self._close()
+    def _finish(self, ending: Round) -> None:
+        """All buckets are under way. May be called again if a signal handler has raised in it, or
+        after it.
+        """
+        ending.finish()
+        self.n_rounds = ending.number
+        self._round = None
 
-    def _finish_in_spite_of(self, interruption: BaseException) -> None:
+    def _finish_in_spite_of(self, interruption: BaseException, ending: Round) -> None:
         """The last bucket is under way, so the round ends well on the other ranks; it must not end
         differently here.
         """
         try:
-            self._finish()
-        except (
-            BaseException
-        ) as trouble:  # once more: there is no way to go on in step with the others
+            self._finish(ending)
+        except BaseException as trouble:
+            # once more: there is no way to go on in step with the others
             self.comm.abort()
-            self._drop_round()
+            self._drop(ending)
             raise interruption from trouble
         if hasattr(interruption, "add_note"):  # Python 3.11
             interruption.add_note(
@@ -362,7 +313,6 @@ class Reducer(RoundFlags):
         """Called by autograd while an exception propagates, where nothing may be raised: the next
         call raises what goes wrong here.
         """
-        self._has_callback = False
         try:
             self._leave()
         except BaseException as error:
@@ -377,33 +327,17 @@ class Reducer(RoundFlags):
         """The round cannot be ended as it should, because backward has raised, or a bucket. The
         other ranks hear of it.
         """
-        self._has_callback = False
-        if not self._is_open:
+        ending = self._round
+        if ending is None:
             return
         try:
-            if (
-                self.comm.n_abandoned == self._n_abandoned
-            ):  # else the round has ended with another rank's or another reducer's
-                with contextlib.suppress(
-                    FastcommError
-                ):  # what went wrong is on its way to the user already
-                    self.comm.abandon(in_any_case=True)
-                self.comm.left_in_backward = self.comm.n_abandoned
+            ending.leave()
         finally:
-            self._drop_round()
+            self._drop(ending)
 
-    def _drop_round(self) -> None:
-        for bucket in (
-            self._buckets
-        ):  # half reduced: an optimizer that steps all the same must not drive the ranks apart
-            bucket.drop_gradients()
-        self._close()
-
-    def _close(self) -> None:
-        for bucket in self._buckets:
-            bucket.reset()
-        self._n_launched = 0
-        self._is_open = self._keeps_graph = False
+    def _drop(self, ending: Round) -> None:
+        ending.drop()
+        self._round = None
 
     def reduce(self) -> None:
         """Gathers and reduces what stands in .grad now. Collective: every rank calls it.
@@ -413,16 +347,14 @@ class Reducer(RoundFlags):
         mean if another rank has one. Raises as synchronize().
         """
         self._attached_model()
-        if self._has_callback:
+        if self._round is not None and self._round.has_callback:
             raise FastcommError(
                 "reduce() was called inside backward(), which reduces the gradients itself: call "
                 "it afterwards"
             )
-        if self._is_open:
+        if self._round is not None:
             self.synchronize()
-        self._open()
-        for bucket in self._buckets:
-            bucket.count_all()
+        self._open().count_all()
         self.synchronize()
 
     @contextlib.contextmanager

@@ -1,0 +1,118 @@
+"""One round: what one backward, or one reduce(), reduces. Holds what is known from its first
+gradient until it is over, and carries out what becomes of all buckets together.
+
+The reducer decides when a round begins, and how it ends: it is finished, or left and dropped. A
+signal handler may raise between any two statements, so the order of statements that change a state
+matters here and in the reducer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from fastcomm.communicator import Communicator
+from fastcomm.errors import FastcommError
+from fastcomm.reducer.autograd import call_at_end_of_backward
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
+
+
+class Round(RoundFlags):
+    """An open round.
+
+    buckets: all of the reducer's, in the order of the plan.
+    number: among the rounds of the reducer that end as they should, counted from 1.
+    """
+
+    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], op: str, number: int) -> None:
+        self.number = number
+        self._comm = comm
+        self._buckets = buckets
+        self._op = op
+        self._n_launched = 0
+        self._keeps_graph = False  # the running backward is one with create_graph=True
+        self._is_settled = False  # every gradient is where it belongs
+        self._n_abandoned = comm.n_abandoned  # it grows when the round ends with another rank's
+
+    # -- during backward ---------------------------------------------------------------------------
+
+    def await_end_of_backward(self, callback: EndOfBackward) -> None:
+        """The running backward gives gradients to this round, and calls back when it is through."""
+        self._keeps_graph = torch.is_grad_enabled()
+        self.has_callback = True
+        call_at_end_of_backward(callback)
+
+    def count_all(self) -> None:
+        """Every gradient there is takes part."""
+        for bucket in self._buckets:
+            bucket.count_all()
+
+    @property
+    def is_full(self) -> bool:
+        """Every gradient of every bucket is ready."""
+        return all(not bucket.n_pending for bucket in self._buckets)
+
+    def launch_full_buckets(self) -> None:
+        """Launches in plan order, so that all ranks launch the same buckets in the same order.
+
+        The last bucket is left to the end of backward. It is full only then anyway; and so no rank
+        gets its gradients before all ranks have come to the end, and an exception on one rank is
+        one on all.
+        """
+        while (
+            self._n_launched < len(self._buckets) - 1
+            and not self._buckets[self._n_launched].n_pending
+        ):
+            self._launch_next()
+
+    # -- how it ends -------------------------------------------------------------------------------
+
+    def launch_rest(self) -> None:
+        while self._n_launched < len(self._buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._buckets[self._n_launched].launch(self._op, keeps_graph=self._keeps_graph)
+        self._n_launched += 1
+
+    @property
+    def must_finish(self) -> bool:
+        """All buckets are under way, and the other ranks count on them; or the round is over."""
+        return self._is_settled or self._buckets[-1].is_launched
+
+    def finish(self) -> None:
+        """Waits for the buckets, and brings every gradient to where it belongs. May be called again
+        if a signal handler has raised in it, or after it.
+        """
+        if not self._is_settled:
+            for bucket in self._buckets:
+                bucket.finish()
+            for bucket in self._buckets:
+                bucket.settle()
+            self._comm.left_in_backward = -1
+            self._is_settled = True
+        self._reset_buckets()
+
+    def leave(self) -> None:
+        """The other ranks hear that this one cannot finish the round. Drop it then."""
+        self.has_callback = False
+        if self._comm.n_abandoned != self._n_abandoned:
+            return  # the round has ended with another rank's or another reducer's
+        with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user
+            self._comm.abandon(in_any_case=True)
+        self._comm.left_in_backward = self._comm.n_abandoned
+
+    def drop(self) -> None:
+        """Half reduced gradients go: an optimizer that steps all the same must not drive the ranks
+        apart.
+        """
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+        self._reset_buckets()
+
+    def _reset_buckets(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
