@@ -20,7 +20,7 @@ import pytest
 import ranks as harness
 import torch
 from models import Fail, assert_gradients, backward, batch, mean_gradients, mlp
-from ranks import fresh_ranks, note, on_ranks, values_of
+from ranks import fresh_ranks, hear_of_it, note, on_ranks, values_of
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
@@ -142,6 +142,29 @@ def test_an_interrupt_while_backward_waits_is_raised_when_the_round_is_over(comm
                 _until_interrupted()
             backward(model, comm.rank, step)
         assert_gradients(model, expected[step])
+
+
+def _interrupt():
+    raise Interrupted
+
+
+@on_ranks(2)
+def test_an_interrupt_before_the_last_bucket_is_launched_costs_one_step(comm, buckets):
+    """The signal comes as autograd calls the reducer back, before that has done anything."""
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    if comm.rank == 1:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+            patch.setattr(fastcomm.reducer.reducer, "enclosing_backward", _interrupt)
+            backward(model, comm.rank)
+    else:
+        with pytest.raises(FastcommError, match="rank 1 abandoned"):
+            backward(model, comm.rank)
+            hear_of_it(comm)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
 
 
 @on_ranks(2)

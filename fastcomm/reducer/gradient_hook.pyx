@@ -86,6 +86,8 @@ cdef class GradientHook:
 cdef class EndOfBackward:
     """What autograd calls when a backward is through, and drops uncalled when one ends with an
     exception.
+
+    when_dropped: called in its place, or after it has raised; does nothing when no round is open.
     """
 
     cdef object when_through, when_dropped, __weakref__
@@ -94,8 +96,13 @@ cdef class EndOfBackward:
         self.when_through, self.when_dropped = when_through, when_dropped
 
     def __call__(self):
-        self.when_dropped = None
-        _untraced(self.when_through)
+        when_dropped, self.when_dropped = self.when_dropped, None
+        try:
+            _untraced(self.when_through)
+        except BaseException:
+            # A signal handler may have raised before anything was done: the round would stay open.
+            _untraced(when_dropped)
+            raise
 
     def __del__(self):
         if self.when_dropped is not None:
