@@ -129,6 +129,28 @@ def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
     assert_gradients(model, expected)
 
 
+@on_ranks(2)
+def test_a_gradient_in_another_bucket_is_refused_though_its_parameter_is_unused(comm):
+    """Whatever the other bucket holds when it is copied would be taken for it."""
+    model = Heads(3)
+    # Every parameter in a bucket of its own, that of heads.2.bias being the first to be launched.
+    fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
+    loss_of(model, comm.rank, 0, 0, 1, 2).backward()
+    finish_together(comm)
+    one, other = model.heads[1].bias, model.heads[2].bias
+    one.grad, other.grad = other.grad, one.grad
+    with pytest.raises(FastcommError, match=r"heads\.2\.bias lies in that of another one"):
+        loss_of(model, comm.rank, 1, 0).backward()
+    model.zero_grad()
+
+    def run(model, rank):
+        loss_of(model, rank, 2, 0, 1).backward()
+
+    expected = mean_gradients(model, comm.world_size, run)
+    run(model, comm.rank)
+    assert_gradients(model, expected)
+
+
 def _out_of_memory(*arguments, **options):
     raise MemoryError("out of memory")
 
