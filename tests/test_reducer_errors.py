@@ -462,8 +462,10 @@ def _step_in_spite_of_a_failed_backward(comm, unlucky, buckets):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fastcomm.Reducer(comm, **buckets).attach(model)
     backward(model, comm.rank)
+    finish_together(comm)
     with pytest.raises(RuntimeError):
         _fragile_backward(model, comm.rank, comm.rank in unlucky)
+        hear_of_it(comm)
     with contextlib.suppress(FastcommError):
         optimizer.step()
     after = [parameter.detach().clone() for parameter in model.parameters()]
