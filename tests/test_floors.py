@@ -25,7 +25,12 @@ FLOORS = (
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 # By module: what it uses of its own floor.
-NEIGHBOURS = {"lifetime": {"errors"}, "group.hierarchical": {"shm"}, "__main__": {"__init__"}}
+NEIGHBOURS = {
+    "lifetime": {"errors"},
+    "group.hierarchical": {"shm"},
+    "rendezvous": {"bootstrap", "launchers"},
+    "__main__": {"__init__"},
+}
 
 # Cython's imports of our own modules: each one, with `cimport` read as `import`, is Python.
 CYTHON_IMPORT = re.compile(

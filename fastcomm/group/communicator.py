@@ -74,7 +74,7 @@ INTERRUPTED_S = 3.0
 
 
 class Bootstrap(Notes, Protocol):
-    """How the ranks have met; see fastcomm.rendezvous."""
+    """How the ranks have met; see fastcomm.bootstrap."""
 
     def exchange(self, value: Any) -> list[Any]: ...
     def store(self, name: str) -> Store: ...

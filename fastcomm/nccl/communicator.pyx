@@ -4,7 +4,7 @@
 The host does not wait here, but in barrier(): what is launched is ordered by events, after and
 before the work of the caller's stream, so that a whole training step can be captured in a CUDA
 graph. What would never end is ended by the watchdog, and the next call raises. How the ranks find
-each other is rendezvous.py's business: it arrives here as a `bootstrap`.
+each other is bootstrap.py's business: it arrives here as a `bootstrap`.
 """
 
 import torch

@@ -2,7 +2,7 @@
 """ShmCommunicator: the ranks of one host over shared memory. Checks arguments, hands out tensors
 that lie in shared memory, and posts collectives to its ring.
 
-How the ranks find each other is rendezvous.py's business: it arrives here as a `bootstrap` whose
+How the ranks find each other is bootstrap.py's business: it arrives here as a `bootstrap` whose
 `exchange(value)` returns every rank's value.
 """
 

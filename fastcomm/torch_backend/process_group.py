@@ -26,9 +26,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastcomm import rendezvous
+from fastcomm.bootstrap import count_as_finished, own_part
 from fastcomm.collective import CPU_DTYPES
 from fastcomm.errors import PeerLostError
+from fastcomm.rendezvous import connect
 from fastcomm.torch_backend.engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import (
@@ -85,7 +86,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         # Ranks may begin again on a store that has outlived a group of the same name: what stood
         # there then is not for this one.
-        self._store: Store = rendezvous.own_part(
+        self._store: Store = own_part(
             options.store, f"{options.group_id} of {options.global_ranks_in_group}"
         )
         self._timeout: timedelta = options.timeout
@@ -97,7 +98,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl: SharedCommunicator | None = None
         self._caller = "init_process_group" if dist.group.WORLD is None else "new_group"
         self._cpu, self._peers = self._connect("cpu", torch.device("cpu"))
-        rendezvous.count_as_finished(options.store)
+        count_as_finished(options.store)
         self._register_engines(options)
         hold_works_of_join()
 
@@ -105,7 +106,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Also gives the processes of the other ranks on this host."""
         world = dist.group.WORLD
         look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
-        comm, neighbours = rendezvous.connect(
+        comm, neighbours = connect(
             PrefixStore(name, self._store),
             self.rank(),
             self.size(),
