@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import ParseResult, urlparse
 
 import torch.distributed as dist
@@ -28,6 +28,17 @@ _POLL_S = 0.002
 _uses: dict[str, int] = {}
 
 
+class Caller(NamedTuple):
+    """Who brings the ranks together, for messages."""
+
+    name: str
+    # where a rank does not come
+    advice: str = "were they started, and can they reach the same init_method?"
+
+
+_INIT = Caller("fastcomm.init")
+
+
 class StoreBootstrap:
     """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure
     of one is told to all.
@@ -39,14 +50,15 @@ class StoreBootstrap:
         rank: int,
         world_size: int,
         timeout: timedelta,
-        caller: str = "fastcomm.init",
+        caller: Caller = _INIT,
         names: Sequence[int] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
         """names: the ranks' numbers, for messages. look: raises PeerLostError when one is lost."""
         self.rank = rank
         self.world_size = world_size
-        self.caller = caller
+        self.caller = caller.name
+        self._advice = caller.advice
         self._names = names or range(world_size)
         self.name = f"rank {self._names[rank]}"
         self._look_at_peers = look
@@ -110,14 +122,10 @@ class StoreBootstrap:
     def _missing(self) -> InitError:
         came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
-        if self.caller == "new_group":
-            advice = "do all ranks call new_group for the same groups, in the same order?"
-        else:
-            advice = "were they started, and can they reach the same init_method?"
         waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
         return InitError(
             f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
-            f"{', '.join(map(str, missing))}; {advice}"
+            f"{', '.join(map(str, missing))}; {self._advice}"
         )
 
     def look(self) -> None:
@@ -170,7 +178,7 @@ class StoreBootstrap:
 class GroupBootstrap:
     """Ranks that belong to a torch.distributed group already."""
 
-    caller = "fastcomm.init"
+    caller = _INIT.name
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()

@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.bootstrap import (
     Bootstrap,
+    Caller,
     GroupBootstrap,
     StoreBootstrap,
     meet,
@@ -94,7 +95,7 @@ def connect(
     device: torch.device,
     timeout: timedelta,
     *,
-    caller: str,
+    caller: Caller,
     names: Sequence[int],
     look: Callable[[], None] | None,
 ) -> tuple[Communicator, list[int]]:

@@ -180,6 +180,20 @@ def test_a_new_group_does_not_wait_for_a_rank_that_was_killed():
     assert [outcome.kind for outcome in outcomes] == ["returned", "returned", "died"], outcomes
 
 
+def _died_before_cuda(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    message = r"rank 0 waits in the first collective on cuda:0: rank 1 \(pid \d+\) died"
+    with pytest.raises(fastcomm.InitError, match=message):
+        dist.group.WORLD._nccl_on(torch.device("cuda:0"))  # the ranks meet before CUDA is asked
+
+
+def test_the_first_collective_on_cuda_does_not_wait_for_a_rank_that_was_killed():
+    assert fresh_ranks(2, _died_before_cuda)[0].kind == "returned"
+
+
 def _survivors_go_on(place):
     start(place)
     dist.barrier()

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastcomm.bootstrap import count_as_finished, own_part
+from fastcomm.bootstrap import Caller, count_as_finished, own_part
 from fastcomm.collective import CPU_DTYPES
 from fastcomm.errors import PeerLostError
 from fastcomm.rendezvous import connect
@@ -41,6 +41,10 @@ from fastcomm.torch_backend.work import (
 )
 
 NAME = "fastcomm"
+_INIT = Caller("init_process_group")
+_NEW_GROUP = Caller(
+    "new_group", "do all ranks call new_group for the same groups, in the same order?"
+)
 
 # By hash: a ReduceOp's is the number of its op, and comparing two of them takes longer than a small
 # all-reduce.
@@ -96,13 +100,15 @@ class ProcessGroup(dist.ProcessGroup):
         self._count = self._calls.count
         self._nccl_lock = threading.Lock()
         self._nccl: SharedCommunicator | None = None
-        self._caller = "init_process_group" if dist.group.WORLD is None else "new_group"
-        self._cpu, self._peers = self._connect("cpu", torch.device("cpu"))
+        caller = _INIT if dist.group.WORLD is None else _NEW_GROUP
+        self._cpu, self._peers = self._connect("cpu", torch.device("cpu"), caller)
         count_as_finished(options.store)
         self._register_engines(options)
         hold_works_of_join()
 
-    def _connect(self, name: str, device: torch.device) -> tuple[SharedCommunicator, Peers]:
+    def _connect(
+        self, name: str, device: torch.device, caller: Caller
+    ) -> tuple[SharedCommunicator, Peers]:
         """Also gives the processes of the other ranks on this host."""
         world = dist.group.WORLD
         look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
@@ -112,7 +118,7 @@ class ProcessGroup(dist.ProcessGroup):
             self.size(),
             device,
             self._timeout,
-            caller=self._caller,
+            caller=caller,
             names=self._members,
             look=look,
         )
@@ -187,12 +193,11 @@ class ProcessGroup(dist.ProcessGroup):
     def _nccl_on(self, device: torch.device) -> SharedCommunicator:
         with self._nccl_lock:
             if self._nccl is None:
-                device = (
-                    device
-                    if device.index is not None
-                    else torch.device("cuda", torch.cuda.current_device())
+                caller = Caller(
+                    f"the first collective on {device}",
+                    "do all ranks call the same collectives on CUDA tensors?",
                 )
-                self._nccl, _ = self._connect("cuda", device)
+                self._nccl, _ = self._connect("cuda", device, caller)
             return self._nccl
 
     # Torch's engines are called directly. The base class would find the same ones, but where it
