@@ -127,6 +127,13 @@ class Communicator(abc.ABC):
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
+    @property
+    @abc.abstractmethod
+    def failure(self) -> FastcommError | None:
+        """Why it cannot be used any more, as far as this rank knows by now, or None. Asks no
+        peer.
+        """
+
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A flat tensor in memory this transport reaches without a copy. Uninitialised. Its memory

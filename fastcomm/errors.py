@@ -3,6 +3,7 @@ TypeError at the call that made them.
 """
 
 import builtins
+from collections.abc import Iterable
 
 
 class FastcommError(RuntimeError):
@@ -30,7 +31,16 @@ class AbandonedError(FastcommError):
 class PeerLostError(FastcommError):
     """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last
     collective it joined.
+
+    ranks: those that have died or cannot be reached, numbered as in the message. Empty where that
+    is not known, and where a rank that lives has aborted or closed its communicator.
     """
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class TimeoutError(FastcommError, builtins.TimeoutError):

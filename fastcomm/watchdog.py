@@ -220,7 +220,8 @@ class Watchdog:
                 comm,
                 PeerLostError(
                     f"{', '.join(_of(comm, rank) for rank in dead)} died; rank {comm.rank} waits "
-                    f"for {what}"
+                    f"for {what}",
+                    dead,
                 ),
             )
 
@@ -297,30 +298,26 @@ class Watchdog:
         if self._stopped.is_set():
             return
         with contextlib.suppress(RuntimeError):
-            error = _failure_of(
-                self._notes.write_once("failure", failure_note(type(error).__name__, str(error)))
-            )
+            error = _failure_of(self._notes.write_once("failure", failure_note(error)))
         self._stopped.set()
         comm._fail(error)
 
 
-def failure_note(kind: str, message: str) -> str:
-    """What the note "failure" says. kind: the name of one of fastcomm's errors, which every rank
-    raises when it reads the note.
-    """
-    return json.dumps([kind, message])
+def failure_note(error: FastcommError) -> str:
+    """What the note "failure" says: every rank that reads it raises the same error."""
+    return json.dumps([type(error).__name__, str(error), getattr(error, "ranks", ())])
 
 
 def _failure_of(note: str) -> FastcommError:
-    kind, message = json.loads(note)
-    return _KINDS[kind](message)
+    kind, message, lost = json.loads(note)
+    return PeerLostError(message, lost) if lost else _KINDS[kind](message)
 
 
 def _open_lifeline(comm: Watched, rank: int) -> int:
     try:
         return os.pidfd_open(comm.pids[rank])
     except ProcessLookupError as error:
-        raise PeerLostError(f"{_of(comm, rank)} died while the ranks met") from error
+        raise PeerLostError(f"{_of(comm, rank)} died while the ranks met", [rank]) from error
 
 
 def _of(comm: Watched, rank: int) -> str:

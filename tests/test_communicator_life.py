@@ -277,6 +277,8 @@ def _context_manager(place):
         init_method=place.init_method, rank=place.rank, world_size=place.world_size
     ) as comm:
         check_all_reduce(comm)
+        assert comm.failure is None
+    assert "closed" in str(comm.failure)
     with pytest.raises(FastcommError, match="closed"):
         comm.barrier()
 

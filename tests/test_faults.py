@@ -89,6 +89,8 @@ def _lose_a_peer(place, collective, how):
     seconds = time.monotonic() - float(noted(place, "left_at"))
     with pytest.raises(PeerLostError):
         comm.barrier()
+    dead = (place.world_size - 1,) if " died" in str(lost.value) else ()
+    assert lost.value.ranks == comm.failure.ranks == dead
     return str(lost.value), int(noted(place, "pid")), seconds
 
 

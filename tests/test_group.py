@@ -375,6 +375,8 @@ def _lose_a_peer(place, how):
     seconds = time.monotonic() - before
     with pytest.raises(PeerLostError):
         comm.barrier()
+    dead = (place.world_size - 1,) if how == "killed" else ()
+    assert lost.value.ranks == comm.failure.ranks == dead
     assert comm.close() is None
     return str(lost.value), seconds
 

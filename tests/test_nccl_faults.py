@@ -427,6 +427,8 @@ def _lose_a_peer(place, wait, how):
     seconds = time.monotonic() - float(noted(place, "left_at"))
     with pytest.raises(PeerLostError):
         comm.barrier()
+    dead = (place.world_size - 1,) if how in ("killed", "exits") else ()
+    assert comm.failure.ranks == dead
     assert_all_ended()
     return message, int(noted(place, "pid")), seconds
 

@@ -174,6 +174,11 @@ class GroupCommunicator(Communicator):
                 "to use"
             ) from error
 
+    @property
+    def failure(self) -> FastcommError | None:
+        """See Communicator.failure."""
+        return self.life.failure
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__}: rank {self.rank} of "
@@ -394,7 +399,7 @@ class GroupCommunicator(Communicator):
         if self.life.failure is None:
             message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
             with contextlib.suppress(RuntimeError):
-                self._notes.write_once("failure", failure_note("PeerLostError", message))
+                self._notes.write_once("failure", failure_note(PeerLostError(message)))
         self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
 
     def close(self) -> None:
@@ -588,17 +593,16 @@ class GroupCommunicator(Communicator):
         if isinstance(trouble, FastcommError):
             return trouble
         silent = [
-            f"rank {rank} (pid {self.pids[rank]})"
-            for rank in range(self.world_size)
-            if rank != self.rank and self._is_silent(rank)
+            rank for rank in range(self.world_size) if rank != self.rank and self._is_silent(rank)
         ]
+        names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in silent)
         what = (
-            f"{', '.join(silent)} died or cannot be reached"
+            f"{names} died or cannot be reached"
             if silent
             else "a connection between the ranks broke"
         )
         return PeerLostError(
-            f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}"
+            f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
         )
 
     def _is_silent(self, rank: int) -> bool:

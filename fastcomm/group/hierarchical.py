@@ -95,7 +95,7 @@ class HierarchicalCommunicator(GroupCommunicator):
         hosts: Sequence[Sequence[int]],
     ) -> None:
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
-        neighbours = hosts[self._host]
+        neighbours = self._neighbours = hosts[self._host]
         self._n_hosts, self._n_units = len(hosts), n_units(hosts)
         self._segments = segments_of(hosts, rank)
         self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
@@ -237,7 +237,8 @@ class HierarchicalCommunicator(GroupCommunicator):
             with self._shm_turn:
                 getattr(self._shm, collective)(*arguments)
         except FastcommError as error:  # counts the ranks of this host only
-            raise PeerLostError(f"among the ranks of host {self._host}: {error}") from error
+            lost = [self._neighbours[rank] for rank in getattr(error, "ranks", ())]
+            raise PeerLostError(f"among the ranks of host {self._host}: {error}", lost) from error
         self._exchange.moved_at = time.monotonic()
 
     # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the

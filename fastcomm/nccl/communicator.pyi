@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.communicator import Communicator, Work
+from fastcomm.errors import FastcommError
 from fastcomm.nccl.bucket import NcclBucket
 
 class NcclWork(Work):
@@ -26,6 +27,8 @@ class NcclCommunicator(Communicator):
         device: torch.device,
         neighbours: list[int],
     ) -> None: ...
+    @property
+    def failure(self) -> FastcommError | None: ...
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor: ...
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, async_op: bool = False

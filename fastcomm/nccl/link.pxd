@@ -27,7 +27,7 @@ cdef class Link:
     # CUDA graphs alive that have captured collectives; outlives the communicator, as they may
     cdef int *n_graphs
     cdef uint64_t last_graph
-    cdef readonly Lifetime life
+    cdef Lifetime life
     cdef object interruption  # why the ranks have to meet anew, until somebody has been told
 
     cdef _add_lane(self, look)

@@ -76,6 +76,11 @@ cdef class Link:
             self._abort_lanes()
             raise
 
+    @property
+    def failure(self):
+        """See Communicator.failure."""
+        return self.life.failure
+
     cdef _add_lane(self, look):
         with self.cuda.selected():
             lane = Lane(self.cuda)
@@ -206,9 +211,8 @@ cdef class Link:
         others.
         """
         if not self.life.is_forked() and self.life.failure is None:
-            self._leave_note("failure", failure_note("PeerLostError", f"rank {self.rank} (pid "
-                                                                      f"{os.getpid()}) aborted "
-                                                                      "its communicator"))
+            message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
+            self._leave_note("failure", failure_note(PeerLostError(message)))
             self.is_closed = True
             self._fail(FastcommError(f"rank {self.rank} has aborted this communicator"))
             self.watchdog.stop()

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.communicator import Communicator
+from fastcomm.errors import FastcommError
 from fastcomm.shm.bucket import ShmBucket
 from fastcomm.shm.ring import ShmWork
 
@@ -14,6 +15,8 @@ class ShmCommunicator(Communicator):
     def __init__(
         self, rank: int, world_size: int, local_rank: int, bootstrap: Any, timeout: timedelta
     ) -> None: ...
+    @property
+    def failure(self) -> FastcommError | None: ...
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor: ...
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, async_op: bool = False

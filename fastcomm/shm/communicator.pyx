@@ -65,6 +65,11 @@ cdef class ShmCommunicator:
         self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
 
     @property
+    def failure(self):
+        """See Communicator.failure."""
+        return self.ring.life.failure
+
+    @property
     def n_abandoned(self):
         """See Communicator.n_abandoned."""
         return self.ring.n_abandoned

@@ -66,8 +66,8 @@ cdef class Ring:
     cdef list _settle_all(self, error)
     cdef int _between_slices(self, Patience *patience) except -1
     cdef int _look_at_signals(self) except -1
-    cdef _give_up(self, kind, str message)
-    cdef str _lost_message(self)
+    cdef _give_up(self, failure)
+    cdef object _lost(self)
     cdef str _timeout_message(self)
     cdef str _mismatch(self, uint32_t seq)
     cdef str _abandonment(self, uint32_t seq)

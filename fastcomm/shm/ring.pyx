@@ -248,7 +248,7 @@ cdef class Ring:
                 break
             self.check_usable()
             if status == SHM_PEER_LOST:
-                self._give_up(PeerLostError, self._lost_message())
+                self._give_up(self._lost())
             else:
                 self._between_slices(&patience)
         self.last = work.seq
@@ -277,7 +277,7 @@ cdef class Ring:
         if status == SHM_AGAIN:
             return False
         if status == SHM_PEER_LOST:
-            self._give_up(PeerLostError, self._lost_message())
+            self._give_up(self._lost())
             return True
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
@@ -380,7 +380,7 @@ cdef class Ring:
         if patience.deadline == 0 or progress != patience.progress:
             patience.deadline, patience.progress = now + self.timeout_s, progress
         elif now >= patience.deadline:
-            self._give_up(TimeoutError, self._timeout_message())
+            self._give_up(TimeoutError(self._timeout_message()))
         return 0
 
     cdef int _look_at_signals(self) except -1:
@@ -404,18 +404,20 @@ cdef class Ring:
 
     # -- when it goes wrong --
 
-    cdef _give_up(self, kind, str message):
+    cdef _give_up(self, failure):
         """The communicator is of no more use: tells the peers, and everybody on this rank who still
         waits.
         """
         cdef int culprit = shm_stalled_on(self.handle)
         if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
             culprit = shm_blamed_by(self.handle, culprit)
-        self._end(SHM_ABORTED, culprit, kind(message))
+        self._end(SHM_ABORTED, culprit, failure)
 
-    cdef str _lost_message(self):
+    cdef object _lost(self):
+        """A peer is gone, or has given up: as an error."""
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
+        dead = ()
         if state == SHM_CLOSED:
             what = "closed its communicator"
         elif state == SHM_ABORTED:
@@ -423,10 +425,11 @@ cdef class Ring:
             if blamed >= 0:
                 what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
         else:
-            what = "died"
-        return (
+            what, dead = "died", (rank,)
+        return PeerLostError(
             f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
-            f"{self._position()}"
+            f"{self._position()}",
+            dead,
         )
 
     cdef str _timeout_message(self):

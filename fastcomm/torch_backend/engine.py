@@ -67,7 +67,7 @@ class GlooEngine:
         own = self._members[self._gloo.rank()]
         gloo_says = f": {error}" if error is not None else ""
         message = f"{lost} died; rank {own} waits in {name}, over Gloo{gloo_says}"
-        raise PeerLostError(message) from error
+        raise PeerLostError(message, [self._members[rank] for rank in ended]) from error
 
 
 class EngineWork(BackendWork):

@@ -233,7 +233,7 @@ class ProcessGroup(dist.ProcessGroup):
         lost = self._peers.ended(ranks) | self._cpu.lost(ranks)
         if lost:
             names = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(lost.items()))
-            raise PeerLostError(f"{names} died")
+            raise PeerLostError(f"{names} died", lost)
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has called on the group.

@@ -24,8 +24,7 @@ from torch.futures import Future
 
 from fastcomm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.communicator import Communicator, Work
-from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
-from fastcomm.group.communicator import GroupCommunicator
+from fastcomm.errors import FastcommError, TimeoutError
 
 _POLL_S = 50e-6
 # How long a collective under way may lie before this rank goes on with it by itself: long against a
@@ -91,12 +90,8 @@ class SharedCommunicator:
 
     def lost(self, ranks: Collection[int]) -> dict[int, int]:
         """Which of `ranks` the communicator has found dead: their pids, by rank."""
-        failure = self.comm.life.failure if isinstance(self.comm, GroupCommunicator) else None
-        verdict = str(failure).partition(";")[0]
-        if not isinstance(failure, PeerLostError) or " died" not in verdict:
-            return {}
-        pids = self.comm.pids
-        return {rank: pids[rank] for rank in ranks if f"rank {rank} (pid {pids[rank]})" in verdict}
+        lost = getattr(self.comm.failure, "ranks", ())
+        return {rank: self.comm.pids[rank] for rank in ranks if rank in lost}
 
     def close(self) -> None:
         self._progress.stop()
