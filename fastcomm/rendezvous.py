@@ -27,6 +27,7 @@ from fastcomm.bootstrap import (
 from fastcomm.communicator import Communicator
 from fastcomm.errors import InitError
 from fastcomm.group.communicator import GroupCommunicator
+from fastcomm.group.exchange import Exchange
 from fastcomm.group.hierarchical import HierarchicalCommunicator
 from fastcomm.nccl.communicator import NcclCommunicator
 from fastcomm.shm.communicator import ShmCommunicator
@@ -201,9 +202,8 @@ def _connect_on_cpu(
         # A group over Gloo is asked for its ranks only: one of our own is not in the way of what
         # else the user does with it.
         is_foreign = group is not None and dist.get_backend(group) != "gloo"
-        return GroupCommunicator(
-            *place, bootstrap, timeout, neighbours, group if is_foreign else None
-        )
+        exchange = Exchange(place[0], place[1], group if is_foreign else None)
+        return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
 
 
 def _neighbours(bootstrap: Bootstrap) -> _Neighbours:

@@ -63,7 +63,7 @@ class Watched(Protocol):
 
     rank: int
     world_size: int
-    backend: str
+    leak: str | None  # what to warn of when it was dropped without close()
     pids: tuple[int, ...]
     number: int
     epoch: int
@@ -90,7 +90,7 @@ class Watchdog:
         one of them is gone already.
         """
         self._comm = weakref.ref(comm)
-        self._is_nccl = comm.backend == "nccl"
+        self._leak = comm.leak
         self._notes = notes
         self._timeout_s = timeout_s
         self._lifelines: dict[int, int] = {}
@@ -114,13 +114,8 @@ class Watchdog:
         while not self._stopped.wait(TICK_S):
             comm = self._comm()
             if comm is None:
-                if self._is_nccl:  # whose collector must not end it; the others' may
-                    warnings.warn(
-                        "an NcclCommunicator was dropped without close(): NCCL's part of it lives "
-                        "on",
-                        ResourceWarning,
-                        stacklevel=1,
-                    )
+                if self._leak is not None:
+                    warnings.warn(self._leak, ResourceWarning, stacklevel=1)
                 break
             try:
                 if is_new:

@@ -36,7 +36,7 @@ import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.group.call import reduce_rows
 from fastcomm.group.communicator import GroupCommunicator
-from fastcomm.group.exchange import CARRIED_NBYTES, SMALL_NBYTES
+from fastcomm.group.exchange import CARRIED_NBYTES, SMALL_NBYTES, Exchange
 
 # Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and
 # one more; of two, and no multiple of any number of ranks here.
@@ -343,7 +343,7 @@ def _go_through_a_group_itself(place):
             model._notes,
             timedelta(seconds=20),
             [place.rank],
-            gloo(),
+            Exchange(place.rank, place.world_size, gloo()),
         )
         for op in OPS:
             check_all_reduce(comm, 10_000, op=op)

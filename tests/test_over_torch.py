@@ -181,10 +181,10 @@ def _take_long(place, transport, collective):
     exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = CHUNK_NBYTES
     options = {"rank": place.rank, "world_size": 2, "init_method": place.init_method}
     with fastcomm.init(transport, **options) as comm:
-        comm._watchdog._timeout_s = TIMEOUT_S
+        comm._queue.watchdog._timeout_s = TIMEOUT_S
         comm._exchange.group = _Slow(comm._exchange.group)
         if transport == "hierarchical":
-            comm._shm = _Slow(comm._shm)
+            comm._exchange._shm = _Slow(comm._exchange._shm)
         before = time.monotonic()
         COLLECTIVES[collective](comm, N_CHUNKS * CHUNK_NBYTES // 4)
         seconds = time.monotonic() - before

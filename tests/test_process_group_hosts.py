@@ -287,3 +287,21 @@ def _killed_in_backward(place):
 
 def test_backward_raises_when_a_rank_was_killed():
     across_hosts("ab", _killed_in_backward, dies=1)
+
+
+def _member_has_died_elsewhere(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fastcomm.PeerLostError) as lost:
+        dist.all_reduce(torch.ones(3))
+    assert lost.value.ranks == (2,)
+    message = r"rank 1 waits in new_group: rank 2 \(pid \d+\) died"
+    if place.rank == 1:
+        with pytest.raises(fastcomm.InitError, match=message):
+            dist.new_group([1, 2])
+
+
+def test_a_new_group_does_not_wait_for_a_rank_that_died_on_another_host():
+    across_hosts("aab", _member_has_died_elsewhere, dies=2)

@@ -1,5 +1,5 @@
 """Exchange: moves and reduces the tensors of a torch.distributed group's ranks, all of which call
-the same method.
+the same method, each on the thread of its WorkQueue.
 
 Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The
 arithmetic is done here, in rank order, so that the results have the same bits on all ranks, 16-bit
@@ -10,15 +10,20 @@ travels with the announcement: then there is one exchange in all.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fastcomm.group.call import Call, as_bytes, reduce_rows, with_one_nan
+from fastcomm.errors import InitError
+from fastcomm.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
 
 # of a payload that travels with the announcement: adds nothing to speak of to a packet's way
 CARRIED_NBYTES = 1024
@@ -26,18 +31,84 @@ SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two
 # Of all ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
 CHUNK_NBYTES = 16 * 2**20
 _HEAD_NBYTES = 8 * len(Call("barrier").numbers())
+# The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
+GRACE = timedelta(seconds=10)
+_NEVER_SENT = 2**30  # a tag
 
 
 class Exchange:
     """group: of torch.distributed, or one of its engines. Errors are torch's RuntimeError.
 
+    With a group that is not its own nobody else may use that while collectives are under way here,
+    and a thread that waits in it when a peer is lost stays there until the group's own time-out.
+
     moved_at: when an exchange last ended. Deadlines are for what does not move.
     """
 
-    def __init__(self, group: Any, rank: int, world_size: int) -> None:
-        self.group = group
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+        """group: None stands for one of its own, which `connect` makes."""
+        self.group: Any = group
+        self._owns_group = group is None
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
+
+    def connect(self, store: Store, timeout: timedelta) -> None:
+        """Makes a Gloo group that nobody else knows, if it has none. Collective. Its addresses are
+        those of GLOO_SOCKET_IFNAME, else what the host's name stands for.
+        """
+        if not self._owns_group:
+            return
+        try:
+            self.group = dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout + GRACE)
+        except RuntimeError as error:
+            raise InitError(
+                f"rank {self._rank} cannot connect to its peers over Gloo: {error}. "
+                "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
+                "to use"
+            ) from error
+
+    def interrupt(self) -> None:
+        """Ends the wait of the thread that is inside. Gloo closes all connections of a group when
+        one receive has waited too long for what nobody sends.
+        """
+        group = self.group if self._owns_group else None
+        if group is None:
+            return
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                never = torch.empty(1, device="cpu")
+                with contextlib.suppress(RuntimeError):
+                    group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Lets go of the group."""
+        self.group = None
+
+    # What is asked of it by the caller's thread, too.
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+        """What a bucket is sent in. wire_dtype: None if none was chosen."""
+        return wire_dtype or dtype
+
+    def reduction_of(
+        self, flat: Tensor, wire_dtype: torch.dtype | None
+    ) -> Callable[[str, Tensor | None], None]:
+        """What reduces a bucket, given the op and the rows."""
+        if wire_dtype is None or wire_dtype == flat.dtype:
+            return functools.partial(self.all_reduce, flat)
+        with torch.inference_mode(False):  # buckets may be made under it
+            wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
+
+        def reduce(op: str, rows: Tensor | None) -> None:
+            wire.copy_(flat)
+            self.all_reduce(wire, op)
+            cast(wire, flat)
+
+        return reduce
 
     def announce(
         self, call: Call, payload: Tensor | None = None

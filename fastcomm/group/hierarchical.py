@@ -30,7 +30,8 @@ from torch import Tensor
 from fastcomm.collective import addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.group.call import HALVES, cast, reduce_rows
-from fastcomm.group.communicator import GRACE, Bootstrap, GroupCommunicator
+from fastcomm.group.communicator import Bootstrap, GroupCommunicator
+from fastcomm.group.exchange import GRACE, Exchange
 from fastcomm.shm.communicator import ShmCommunicator
 
 # Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
@@ -77,11 +78,7 @@ def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
 
 
 class HierarchicalCommunicator(GroupCommunicator):
-    """See GroupCommunicator. hosts: the ranks of each host, ascending.
-
-    16-bit floats are added in float32 and rounded once. A wire_dtype that was chosen for a bucket
-    applies across hosts only.
-    """
+    """See GroupCommunicator. hosts: the ranks of each host, ascending."""
 
     backend = "hierarchical"
 
@@ -94,57 +91,78 @@ class HierarchicalCommunicator(GroupCommunicator):
         timeout: timedelta,
         hosts: Sequence[Sequence[int]],
     ) -> None:
+        exchange = HierarchicalExchange(rank, world_size, local_rank, bootstrap, timeout, hosts)
+        neighbours = exchange.neighbours
+        super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours, exchange)
+
+
+class HierarchicalExchange(Exchange):
+    """As Exchange, and reduces inside the host first. hosts: the ranks of each host, ascending.
+
+    16-bit floats are added in float32 and rounded once. A wire_dtype that was chosen for a bucket
+    applies across hosts only.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        bootstrap: Bootstrap,
+        timeout: timedelta,
+        hosts: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__(rank, world_size)
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
-        neighbours = self._neighbours = hosts[self._host]
+        self.neighbours = hosts[self._host]
         self._n_hosts, self._n_units = len(hosts), n_units(hosts)
         self._segments = segments_of(hosts, rank)
         self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
-        meeting_point = _OneHost(bootstrap, neighbours)
-        self._shm = ShmCommunicator(
-            neighbours.index(rank), len(neighbours), local_rank, meeting_point, timeout + GRACE
-        )
-        super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours)
+        place = self.neighbours.index(rank), len(self.neighbours), local_rank
+        meeting_point = _OneHost(bootstrap, self.neighbours)
+        self._shm = ShmCommunicator(*place, meeting_point, timeout + GRACE)
 
-    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+    def interrupt(self) -> None:
+        """See Exchange.interrupt. Ends the thread's wait for ranks of this host, too."""
+        self._shm.abort()
+        super().interrupt()
+
+    def close(self) -> None:
+        """See Exchange.close. Ends the use of shared memory, too."""
+        super().close()
+        self._shm.close()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See Communicator.empty. In shared memory."""
-        self._check_empty(numel, dtype)
-        return self._empty(numel, dtype)
-
-    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._shm_turn:
             return self._shm.empty(numel, dtype=dtype)
 
-    def _end(self, failure: FastcommError) -> None:
-        super()._end(failure)
-        self._shm.close()
-
-    def _break_connections(self) -> None:
-        self._shm.abort()
-        super()._break_connections()
-
     # -- all_reduce --------------------------------------------------------------------------------
 
-    def _travels_as(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+    def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+        """See Exchange.wire_of. Halves are added in float32."""
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
-    def _bucket_reduction(
+    def reduction_of(
         self, flat: Tensor, wire_dtype: torch.dtype | None
     ) -> Callable[[str, Tensor | None], None]:
-        return lambda op, rows: self._reduce(flat, op, self._travels_as(flat.dtype, wire_dtype))
+        """See Exchange.reduction_of."""
+        return lambda op, rows: self._reduce(flat, op, self.wire_of(flat.dtype, wire_dtype))
 
-    def _all_reduce(self, flat: Tensor, op: str, rows: Tensor | None) -> None:
+    def all_reduce(self, flat: Tensor, op: str, rows: Tensor | None = None) -> None:
+        """See Exchange.all_reduce."""
         if rows is not None:
-            self._exchange.all_reduce(flat, op, rows)
+            super().all_reduce(flat, op, rows)
         elif op == "mean" and not flat.dtype.is_floating_point:  # of sums that do not wrap around
-            sums = addends_of_mean(flat, self.world_size)
+            sums = addends_of_mean(flat, self._world_size)
             self._reduce(sums.view(-1), "sum")
-            flat.copy_(mean_of_addends(sums, self.world_size))
+            flat.copy_(mean_of_addends(sums, self._world_size))
         else:
             self._reduce(flat, op)
 
     def _reduce(self, flat: Tensor, op: str, wire: torch.dtype | None = None) -> None:
         """wire: what is sent from host to host; None stands for what is added without rounding."""
-        wire = wire or self._travels_as(flat.dtype, None)
+        wire = wire or self.wire_of(flat.dtype, None)
         if self._n_hosts == 1:
             for chunk in flat.split(CHUNK_NBYTES // flat.element_size()):
                 self._in_host("all_reduce", chunk, op)
@@ -169,16 +187,16 @@ class HierarchicalCommunicator(GroupCommunicator):
         whole = self._whole(chunk)
         part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
         if op == "mean":  # before the wire, whose range may be small
-            part.mul_(1 / self.world_size)
+            part.mul_(1 / self._world_size)
         outgoing = part.to(wire)
         # Rounded to the chunk's dtype by one rank for all, unless the wire cannot hold that.
         rounded = chunk.dtype if torch.promote_types(wire, chunk.dtype) == wire else wire
-        result = outgoing if rounded == wire else self._empty(part.numel(), rounded)
+        result = outgoing if rounded == wire else self.empty(part.numel(), rounded)
         segments, reduced = self._cut(outgoing), self._cut(result)
         received = [torch.empty_like(segment) for segment in segments]
         works = self._trade(2 * index, received, segments)
         yield
-        self._wait(works)
+        self._wait_for_all(works)
         for ours, theirs, shards in zip(segments, received, reduced, strict=True):
             theirs[self._host] = ours[self._host]
             shards[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
@@ -186,7 +204,7 @@ class HierarchicalCommunicator(GroupCommunicator):
         answers = [shards[self._host].expand(self._n_hosts, -1) for shards in reduced]
         works = self._trade(2 * index + 1, reduced, answers)
         yield
-        self._wait(works)
+        self._wait_for_all(works)
         self._gather_in_host(chunk, whole, result)
 
     def _cut(self, part: Tensor) -> list[Tensor]:
@@ -204,10 +222,10 @@ class HierarchicalCommunicator(GroupCommunicator):
                 cast(part[: chunk.numel()], chunk)
             return
         if part.dtype != chunk.dtype:
-            part = cast(part, self._empty(part.numel(), chunk.dtype))
+            part = cast(part, self.empty(part.numel(), chunk.dtype))
         if whole.dtype != chunk.dtype:
             is_padded = whole.numel() > chunk.numel()
-            whole = self._empty(whole.numel(), chunk.dtype) if is_padded else chunk
+            whole = self.empty(whole.numel(), chunk.dtype) if is_padded else chunk
         self._in_host("all_gather_single", whole, part)
         if whole is not chunk:
             chunk.copy_(whole[: chunk.numel()])
@@ -220,7 +238,7 @@ class HierarchicalCommunicator(GroupCommunicator):
         dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
         if not padding and dtype == chunk.dtype:
             return chunk
-        whole = self._empty(chunk.numel() + padding, dtype)
+        whole = self.empty(chunk.numel() + padding, dtype)
         whole[: chunk.numel()] = chunk
         whole[chunk.numel() :] = 0
         return whole
@@ -228,7 +246,7 @@ class HierarchicalCommunicator(GroupCommunicator):
     def _reduce_in_host(self, whole: Tensor, op: str) -> Tensor:
         if self._shm.world_size == 1:
             return whole
-        part = self._empty(whole.numel() // self._shm.world_size, whole.dtype)
+        part = self.empty(whole.numel() // self._shm.world_size, whole.dtype)
         self._in_host("reduce_scatter_single", part, whole, op)
         return part
 
@@ -237,16 +255,16 @@ class HierarchicalCommunicator(GroupCommunicator):
             with self._shm_turn:
                 getattr(self._shm, collective)(*arguments)
         except FastcommError as error:  # counts the ranks of this host only
-            lost = [self._neighbours[rank] for rank in getattr(error, "ranks", ())]
+            lost = [self.neighbours[rank] for rank in getattr(error, "ranks", ())]
             raise PeerLostError(f"among the ranks of host {self._host}: {error}", lost) from error
-        self._exchange.moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
 
     # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the
     # order they were sent.
 
     def _trade(self, tag: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
         """Exchanges one row of every segment with its owner on each other host."""
-        group, works = self._exchange.group, []
+        group, works = self.group, []
         for segment, theirs, mine in zip(self._segments, incoming, outgoing, strict=True):
             for host, owner in self._others(segment):
                 works.append(group.recv([theirs[host]], owner, tag))
@@ -256,10 +274,10 @@ class HierarchicalCommunicator(GroupCommunicator):
     def _others(self, segment: Segment) -> list[tuple[int, int]]:
         return [(host, owner) for host, owner in enumerate(segment.owners) if host != self._host]
 
-    def _wait(self, works: list[Any]) -> None:
+    def _wait_for_all(self, works: list[Any]) -> None:
         for work in works:
             work.wait()
-        self._exchange.moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
 
 
 class _OneHost:

@@ -31,13 +31,13 @@ from fastcomm.lifetime import again
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: somebody who leans on Ctrl-C may end a few of them
 
-# Carries a collective out once all ranks have come to it; gets everybody's payload, if there is
-# one.
+# Carries a collective out once all ranks have come to it, if there is more to it than that; gets
+# everybody's payload, if there is one.
 Move = Callable[[Tensor | None], None]
 
 
 class Waiter(Protocol):
-    """What a work has of its communicator. `post` and `look_at_clock` raise nothing themselves."""
+    """What a work knows of its queue. `post` and `look_at_clock` raise nothing themselves."""
 
     def post(self, work: GroupWork) -> None: ...
     def holds(self, work: GroupWork) -> bool: ...
@@ -81,14 +81,14 @@ class GroupWork(BucketWork):
         self,
         waiter: Waiter,
         call: Call,
-        move: Move,
+        move: Move | None,
         payload: Tensor | None = None,
         presence: Tensor | None = None,
     ) -> None:
         self.call = call
         # These hold the tensors. The payload goes with the announcement if it is small.
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
-        self.move: Move | None = move
+        self.move = move
         self.payload = payload if is_small else None
         self.error: FastcommError | None = None
         self._waiter = waiter

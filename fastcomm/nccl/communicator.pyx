@@ -91,6 +91,8 @@ cdef class NcclCommunicator(Link):
     cdef object one  # a tensor for barrier()
 
     backend = "nccl"
+    # the collector must not end what NCCL holds
+    leak = "an NcclCommunicator was dropped without close(): NCCL's part of it lives on"
     has_streams = reduces_fp8 = counts_nonfinite = progresses_itself = True
     is_threadsafe = False
 

@@ -1,0 +1,438 @@
+"""WorkQueue: the collectives of one communicator in the order of their calls, and the thread that
+carries them out.
+
+Owns the works, the thread and the watchdog: how a work is posted, carried out or refused, how the
+ranks meet anew after one of them has abandoned, and how all that waits ends by a failure. Which
+collectives there are is communicator.py's business, how tensors move exchange.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcomm.collective import abandonment, mismatch, own_abandonment
+from fastcomm.errors import (
+    AbandonedError,
+    FastcommError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+)
+from fastcomm.group.call import ABANDON, Call
+from fastcomm.group.exchange import Exchange
+from fastcomm.group.work import GroupWork, see_through
+from fastcomm.lifetime import Lifetime
+from fastcomm.watchdog import Notes, Watchdog, failure_note
+
+# how long the watchdog has to name the missing once a deadline has passed: longer than it asks
+# around
+VERDICT_S = 4.0
+# how long the watchdog has to find out why a connection broke: longer than idle ranks take to
+# answer a question
+EXPLAIN_S = 3.0
+TOLD_S = 0.3  # how long ranks that wait take to read a note
+# From a failure on: by then whoever found it has told all who wait, unless an exception out of a
+# signal handler was in its way.
+INTERRUPTED_S = 3.0
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """Other ranks have abandoned a round. The caller knows of it once n_abandoned is `number`."""
+
+    number: int
+    error: FastcommError
+    meeting: GroupWork  # ends when all ranks stand at one place again
+
+
+class WorkQueue:
+    """What the works (work.Waiter) and the watchdog (watchdog.Watched) know of a communicator.
+
+    Any number of threads may call it. life: until when the communicator can be used.
+    """
+
+    # For the watchdog: the collector may end it, and `number` goes on when the ranks meet anew.
+    leak: str | None = None
+    epoch = 0
+
+    def __init__(
+        self,
+        rank: int,
+        pids: tuple[int, ...],
+        exchange: Exchange,
+        notes: Notes,
+        timeout: timedelta,
+        neighbours: Sequence[int],
+    ) -> None:
+        self.rank, self.world_size, self.pids = rank, len(pids), pids
+        self.n_abandoned = 0
+        self.number = 0  # of the newest collective this rank has announced
+        self.life = Lifetime()
+        self._exchange, self._notes = exchange, notes
+        self._timeout_s = timeout.total_seconds()
+        # Guards what follows. Hold it to settle a work, so that a settled one never starts.
+        # Reentrant, as a signal handler may call abort(). A handler may also raise where a caller
+        # holds it: what must change together is changed by the thread.
+        self._lock = threading.RLock()
+        self._works: list[GroupWork] = []  # by age; being put here is being posted
+        self._current: GroupWork | None = None
+        self._since = 0.0  # when the current work was begun
+        self._interruption: Interruption | None = None  # the newest
+        self._n_met = 0  # how often the ranks have begun to meet anew
+        # the error that stopped the thread, and when
+        self._trouble: tuple[float, Exception] | None = None
+        self._failed_at = 0.0
+        # Each wakes the thread, which then carries out the oldest of _works. Works, as these keep
+        # the queue alive.
+        self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_carry_out_all,
+            args=(self._wakeups, weakref.ref(self)),
+            name="fastcomm group",
+            daemon=True,
+        ).start()
+        weakref.finalize(self, self._wakeups.put, None)
+        self.watchdog = _Watchdog(self, notes, self._timeout_s, neighbours)
+
+    # -- the caller's side -------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raises what has ended the communicator, or why a forked process cannot use it."""
+        refusal = self.life.refusal()
+        if refusal is not None:
+            raise refusal
+
+    def check(self) -> None:
+        """As check_usable; also raises, once, that other ranks have abandoned the round."""
+        self.check_usable()
+        interruption = self._unheard()
+        if interruption is not None:
+            self.n_abandoned = interruption.number
+            raise interruption.error
+
+    def abandon(self) -> None:
+        """Ends what has begun properly, and what waits before it has begun, on all ranks.
+
+        What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
+        """
+        own: GroupWork | None = None
+        theirs: Interruption | None = None
+
+        def meet(_: BaseException | None) -> None:
+            nonlocal own, theirs
+            if own is None:
+                own = GroupWork(self, ABANDON, None)
+            if not own.is_posted and theirs is None:
+                theirs = self._post_abandonment(own)
+            if theirs is None:
+                own.sleep()
+            else:  # they have announced it: this rank joins them
+                self.n_abandoned = theirs.number
+                theirs.meeting.sleep()
+
+        raised = see_through(meet, self.abort)
+        met = own if theirs is None else theirs.meeting
+        error = None if met is None else met.error
+        if raised is not None:
+            raise raised from error
+        if error is not None:
+            raise error
+
+    def _post_abandonment(self, own: GroupWork) -> Interruption | None:
+        """Returns that of others, if this rank has not heard of it yet: then own is not posted."""
+        refusal = self.life.refusal()
+        if refusal is not None:  # without the lock, which a forked process may have got locked
+            own.refuse(refusal)
+            return None
+        with self._lock:
+            theirs = self._unheard()
+            if theirs is None:
+                self._append(own)
+        return theirs
+
+    def abort(self) -> None:
+        """Ends the communicator on all ranks."""
+        if self.life.is_forked():
+            return
+        if self.life.failure is None:
+            message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
+            with contextlib.suppress(RuntimeError):
+                self._notes.write_once("failure", failure_note(PeerLostError(message)))
+        self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
+
+    def close(self) -> None:
+        """Ends it on this rank."""
+        if self.life.is_forked():
+            return
+        if self.life.failure is None:
+            with contextlib.suppress(RuntimeError):
+                self._notes.write(
+                    f"closed/{self.rank}", json.dumps([self.epoch, self.number - bool(self._works)])
+                )
+        self._end(FastcommError(f"rank {self.rank} has closed this communicator"))
+
+    def _end(self, failure: FastcommError) -> None:
+        self._fail(failure)
+        self._wakeups.put(None)
+        self.watchdog.stop()
+        self._exchange.close()
+
+    def post(self, work: GroupWork) -> None:
+        """Hands the work to the thread, or refuses it."""
+        with self._lock:
+            interruption = self._unheard()
+            if interruption is None:
+                self._append(work)
+            else:  # it belongs to what was abandoned, not to the next round
+                work.refuse(interruption.error)
+
+    def _append(self, work: GroupWork) -> None:
+        """Under the lock."""
+        if self.life.failure is not None:
+            work.refuse(self.life.failure)
+            return
+        try:
+            self._works.append(work)  # this call is what posts it
+        finally:
+            self._wakeups.put(work)
+
+    def holds(self, work: GroupWork) -> bool:
+        """Whether the work is posted and not settled."""
+        return work in self._works
+
+    def hear(self, error: FastcommError) -> None:
+        """The caller learns of `error`, which may be that another rank has abandoned the round."""
+        interruption = self._unheard()
+        if interruption is not None and error is interruption.error:
+            self.n_abandoned = interruption.number
+
+    def _unheard(self) -> Interruption | None:
+        """Of which the caller does not know yet. What it calls after that is of the next round."""
+        interruption = self._interruption
+        return (
+            None
+            if interruption is None or interruption.number <= self.n_abandoned
+            else interruption
+        )
+
+    def look_at_clock(self) -> None:
+        """This rank's own clock, for a watchdog that waits for a store that is out of reach.
+
+        Also makes up for what an exception out of a signal handler may have cut short.
+        """
+        failure, works = self.life.failure, self._works
+        if failure is not None and time.monotonic() - self._failed_at > INTERRUPTED_S:
+            self._fail(failure)
+        if works and self._current is None:
+            self._wakeups.put(works[0])
+        oldest = self._oldest_unfinished()
+        if oldest is not None and oldest[1] > self._timeout_s + VERDICT_S:
+            number, _, what = oldest
+            message = (
+                f"waited {self._timeout_s:g} s; rank {self.rank} waits for collective number "
+                f"{number}, {what}"
+            )
+            self._fail(
+                TimeoutError(f"{message}; the store the ranks met at does not answer either")
+            )
+
+    def _settle(self, works: list[GroupWork], error: FastcommError | None) -> None:
+        """Under the lock."""
+        for work in works:
+            work.settle(error)
+        self._works = [work for work in self._works if not work.is_completed()]
+
+    # -- the thread's side -------------------------------------------------------------------------
+
+    def _carry_out_oldest(self) -> None:
+        """Carries out the oldest work there is."""
+        with self._lock:
+            if self._trouble is not None or not self._works:
+                return
+            work = self._own_abandonment() or self._works[0]
+            self._settle_before(work)
+            self._current, self._since = work, time.monotonic()
+        error: FastcommError | None = None
+        try:
+            self._perform(work)
+        except MismatchError as mismatch:
+            error = mismatch
+        # torch has no better one; PeerLostError of a part of this transport is one, too
+        except RuntimeError as trouble:
+            self._trouble = time.monotonic(), trouble
+            return  # the watchdog finds out why, and ends the communicator
+        except Exception as defect:
+            self.watchdog.give_up(
+                self, FastcommError(f"rank {self.rank} failed in {work.call}: {defect!r}")
+            )
+            return
+        with self._lock:
+            self._current = None
+            self._settle([work], error)
+
+    def _own_abandonment(self) -> GroupWork | None:
+        """Under the lock: what was called before it is not begun any more."""
+        return next((work for work in self._works if work.call is ABANDON), None)
+
+    def _settle_before(self, work: GroupWork) -> None:
+        """Under the lock."""
+        older = self._works[: self._works.index(work)]
+        if older:
+            self._settle(older, FastcommError(own_abandonment(self.rank)))
+
+    def _perform(self, work: GroupWork) -> None:
+        """Raises MismatchError when the ranks call different collectives."""
+        calls, payloads = self._announce(work.call, work.payload)
+        abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
+        if abandoning:
+            self._meet_anew(calls, abandoning)
+        elif any(call != calls[0] for call in calls):
+            raise MismatchError(mismatch(self.number, calls))
+        elif work.move is not None:
+            work.move(payloads)
+
+    def _announce(
+        self, call: Call, payload: Tensor | None = None
+    ) -> tuple[list[Call], Tensor | None]:
+        """See Exchange.announce."""
+        self.number += 1
+        return self._exchange.announce(call, payload)
+
+    def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
+        """Some ranks abandon the round. This one does so, too, until all ranks have come to
+        that.
+        """
+        with self._lock:
+            self._n_met += 1
+            own = self._own_abandonment()
+            meeting = self._current = own or GroupWork(self, ABANDON, None)
+            if own is None:
+                error = AbandonedError(abandonment(abandoning))
+                self._interruption = Interruption(self._n_met, error, meeting)
+                self._settle(list(self._works), error)
+            else:
+                self._settle_before(own)
+        while any(call != ABANDON for call in calls):
+            calls, _ = self._announce(ABANDON)
+        with self._lock:
+            if own is not None:
+                self.n_abandoned = self._n_met
+            self._settle([meeting], None)
+
+    # -- what the watchdog sees; see fastcomm.watchdog.Watched -------------------------------------
+
+    def _oldest_unfinished(self) -> tuple[int, float, str] | None:
+        with self._lock:
+            work = self._current
+            moved_at = max(self._since, self._exchange.moved_at)
+            return (
+                None if work is None else (self.number, time.monotonic() - moved_at, str(work.call))
+            )
+
+    def _asynchronous_error(self) -> FastcommError | None:
+        """A broken connection says nothing of who broke it. Whoever has not answered in a while
+        after it is missing.
+        """
+        if self._trouble is None:
+            return None
+        since, trouble = self._trouble
+        # the store may be gone, too, which the watchdog will find
+        with contextlib.suppress(RuntimeError):
+            self._notes.write_once("question", "where are you?")
+        if time.monotonic() - since < EXPLAIN_S:
+            return None
+        if isinstance(trouble, FastcommError):
+            return trouble
+        silent = [
+            rank for rank in range(self.world_size) if rank != self.rank and self._is_silent(rank)
+        ]
+        names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in silent)
+        what = (
+            f"{names} died or cannot be reached"
+            if silent
+            else "a connection between the ranks broke"
+        )
+        return PeerLostError(
+            f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
+        )
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether the rank has not said lately where it stands. Ranks are never more than one
+        collective apart.
+        """
+        with contextlib.suppress(RuntimeError):
+            position = self._notes.read(f"position/{self.epoch}/{rank}")
+            return position is None or int(json.loads(position)[0]) < self.number - 1
+        return False
+
+    def _fail(self, error: FastcommError) -> None:
+        """The communicator is of no more use: whoever waits hears of it. May be called again."""
+        with self._lock:
+            if self.life.failure is None:
+                self._failed_at = time.monotonic()
+                self.life.end(error)
+            error = self.life.failure or error
+            is_under_way = bool(self._unfinished())
+        if is_under_way:
+            self._exchange.interrupt()
+            # With this rank's process the store may go, in which the others are about to read what
+            # has happened.
+            if self.rank == 0:
+                time.sleep(TOLD_S)
+        with self._lock:
+            self._settle(self._unfinished(), error)
+
+    def _unfinished(self) -> list[GroupWork]:
+        """Under the lock: all that somebody may be waiting for."""
+        works = list(self._works)
+        if self._interruption is not None and not self._interruption.meeting.is_completed():
+            works.append(self._interruption.meeting)
+        return works
+
+    def _has_graphs(self) -> bool:
+        return False
+
+    def _interrupt(self, error: FastcommError, epoch: int) -> None:
+        """Ranks abandon a round by announcing it."""
+
+    def _enter_thread(self) -> None:
+        """Nothing belongs to a thread here."""
+
+
+class _Watchdog(Watchdog):
+    """Leaves it to the announcements to find ranks that call different collectives, which does not
+    end the communicator.
+    """
+
+    def _compare(self, comm: Any, number: int, what: str) -> None:
+        pass
+
+
+def _carry_out_all(
+    works: queue.SimpleQueue[GroupWork | None], reference: weakref.ref[WorkQueue]
+) -> None:
+    """The life of the thread. While it waits for work it does not keep the queue alive.
+
+    Under inference mode, which takes the tensors of callers that are under it, and all others.
+    """
+    with torch.inference_mode():
+        while True:
+            work = works.get()
+            alive = reference()
+            if work is None or alive is None:
+                return
+            alive._carry_out_oldest()
+            del work, alive
