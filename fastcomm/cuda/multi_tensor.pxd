@@ -16,6 +16,10 @@ cdef extern from "cuda/multi_tensor.h" nogil:
         uint64_t n_nonfinite
 
 
+cdef enum Pass:
+    FLATTEN, UNFLATTEN, NORM
+
+
 cdef struct Kernel:
     CUfunction function
     unsigned int n_blocks
@@ -24,10 +28,10 @@ cdef struct Kernel:
 cdef struct Part:
     const void *tiles
     uint32_t n_tiles
-    size_t first  # place of its first tensor's address
+    size_t first  # index of its first tensor
     void *stats
     void *ticket
-    Kernel flatten, unflatten, norm
+    Kernel[3] kernels  # by Pass
 
 
 cdef class MultiTensor:
@@ -49,3 +53,5 @@ cdef class MultiTensor:
     cdef int unflatten_on(self, CUstream stream, const void *flat, double scale,
                           bint with_stats) except -1 nogil
     cdef int norm_on(self, CUstream stream) except -1 nogil
+    cdef int _launch(self, Pass which, CUstream stream, const void **flat, double *scale,
+                     bint with_stats) except -1 nogil

@@ -41,7 +41,7 @@ TILE = numpy.dtype([("offset", "u8"), ("start", "u4"), ("tensor", "u2"), ("numel
 
 
 cdef class MultiTensor:
-    """n tensors and their places in a flat buffer: tensor i begins at element offsets[i]. Worked
+    """n tensors and their offsets in a flat buffer: tensor i begins at element offsets[i]. Worked
     out once, launched often.
 
     numels, offsets: n integers each. dtype: of the tensors. flat_dtype: of the flat buffer; see
@@ -85,9 +85,9 @@ cdef class MultiTensor:
         part.n_tiles = len(tiles)
         capacity = MT_SMALL if <int>(end - first) <= MT_SMALL else MT_LARGE
         grad, wire = NAMES[self.dtype], NAMES[self.flat_dtype]
-        part.flatten = self._kernel(part.n_tiles, f"flatten_{grad}_{wire}_{capacity}")
-        part.unflatten = self._kernel(part.n_tiles, f"unflatten_{wire}_{grad}_{capacity}")
-        part.norm = self._kernel(part.n_tiles, f"norm_{grad}_{capacity}")
+        names = (f"flatten_{grad}_{wire}", f"unflatten_{wire}_{grad}", f"norm_{grad}")
+        for which, name in enumerate(names):  # by Pass
+            part.kernels[<int>which] = self._kernel(part.n_tiles, f"{name}_{capacity}")
 
     cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *:
         """With as many blocks as run at the same time, so that all warps have the same number of
@@ -105,7 +105,8 @@ cdef class MultiTensor:
     cdef _make_stats(self):
         cdef size_t i
         n_blocks = [
-            max(self.parts[i].unflatten.n_blocks, self.parts[i].norm.n_blocks)
+            max(self.parts[i].kernels[<int>UNFLATTEN].n_blocks,
+                self.parts[i].kernels[<int>NORM].n_blocks)
             for i in range(self.n_parts)
         ]
         n_rows = 1 + max(n_blocks, default=0)
@@ -119,45 +120,42 @@ cdef class MultiTensor:
 
     cdef int flatten_on(self, CUstream stream, void *flat, double scale) except -1 nogil:
         """Launches flat = tensors * scale. The tensors' addresses stand in `addresses`."""
-        cdef void *parameters[5]
-        cdef Part *part
-        cdef size_t i
-        for i in range(self.n_parts):
-            part = &self.parts[i]
-            parameters[0] = &self.addresses[part.first]
-            parameters[1], parameters[2] = &part.tiles, &part.n_tiles
-            parameters[3], parameters[4] = &flat, &scale
-            _launch(part.flatten, stream, parameters)
-        return 0
+        return self._launch(FLATTEN, stream, <const void **>&flat, &scale, False)
 
     cdef int unflatten_on(
         self, CUstream stream, const void *flat, double scale, bint with_stats
     ) except -1 nogil:
         """Launches tensors = flat * scale, and what is written into `stats`."""
-        cdef void *parameters[7]
-        cdef void *no_stats = NULL
-        cdef Part *part
-        cdef size_t i
-        for i in range(self.n_parts):
-            part = &self.parts[i]
-            parameters[0] = &self.addresses[part.first]
-            parameters[1], parameters[2] = &part.tiles, &part.n_tiles
-            parameters[3], parameters[4], parameters[6] = &flat, &scale, &part.ticket
-            parameters[5] = &part.stats if with_stats else &no_stats
-            _launch(part.unflatten, stream, parameters)
-        return 0
+        return self._launch(UNFLATTEN, stream, &flat, &scale, with_stats)
 
     cdef int norm_on(self, CUstream stream) except -1 nogil:
         """Launches the pass that reads the tensors and leaves what it finds in `stats`."""
-        cdef void *parameters[5]
+        return self._launch(NORM, stream, NULL, NULL, True)
+
+    cdef int _launch(
+        self, Pass which, CUstream stream, const void **flat, double *scale, bint with_stats
+    ) except -1 nogil:
+        """One launch for each part. Parameters in the kernels' order: the tensors and their tiles;
+        for all but NORM, the flat buffer and the scale; for all but FLATTEN, the statistics.
+        """
+        cdef void *parameters[7]
+        cdef void *no_stats = NULL
         cdef Part *part
-        cdef size_t i
+        cdef Kernel *kernel
+        cdef size_t i, n
         for i in range(self.n_parts):
             part = &self.parts[i]
+            kernel = &part.kernels[<int>which]
+            if kernel.n_blocks == 0:  # tensors without elements
+                continue
             parameters[0] = &self.addresses[part.first]
-            parameters[1], parameters[2] = &part.tiles, &part.n_tiles
-            parameters[3], parameters[4] = &part.stats, &part.ticket
-            _launch(part.norm, stream, parameters)
+            parameters[1], parameters[2], n = &part.tiles, &part.n_tiles, 3
+            if which != NORM:
+                parameters[3], parameters[4], n = <void *>flat, scale, 5
+            parameters[n] = &part.stats if with_stats else &no_stats
+            parameters[n + 1] = &part.ticket
+            check(driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0,
+                                stream, parameters, NULL), b"cuLaunchKernel")
         return 0
 
     # -- the same from Python, on the current stream --
@@ -235,13 +233,6 @@ cdef class MultiTensor:
                 f"it is {flat.dtype} with {flat.numel()} on {flat.device}"
             )
         return <void *><size_t>flat.data_ptr()
-
-
-cdef inline int _launch(Kernel kernel, CUstream stream, void **parameters) except -1 nogil:
-    if kernel.n_blocks == 0:  # tensors without elements
-        return 0
-    return check(driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0,
-                               stream, parameters, NULL), b"cuLaunchKernel")
 
 
 def tiles_of(numels, offsets):
