@@ -57,9 +57,13 @@ EXTENSIONS = (
         "shm.bucket",
         "shm.communicator",
         "cuda.driver",
+        "cuda.graphs",
         "cuda.multi_tensor",
     ),
-    *(f"nccl.{name}" for name in ("library", "memory", "lane", "link", "bucket", "communicator")),
+    *(
+        f"nccl.{name}"
+        for name in ("library", "memory", "lane", "launches", "link", "bucket", "communicator")
+    ),
 )
 
 

@@ -20,8 +20,8 @@ from stand_ins import environment, stand_ins
 
 import fastcomm
 from fastcomm import InitError, NcclError
+from fastcomm.nccl import agreement
 from fastcomm.nccl import library as nccl_library
-from fastcomm.nccl import link as nccl_link
 
 NOWHERE = "/nowhere/lib.so"
 
@@ -157,7 +157,7 @@ def facts_of(**facts):
 
 
 def test_ranks_with_a_card_each_are_taken():
-    nccl_link.refuse_shared_cards([facts_of(), facts_of(card="other"), facts_of(host="there")])
+    agreement.refuse_shared_cards([facts_of(), facts_of(card="other"), facts_of(host="there")])
 
 
 def test_two_ranks_on_one_card_are_refused():
@@ -165,15 +165,15 @@ def test_two_ranks_on_one_card_are_refused():
         InitError,
         match="ranks 1 and 3 use the same GPU.*cuda:0 on here.*NCCL_MULTI_RANK_GPU_ENABLE",
     ):
-        nccl_link.refuse_shared_cards(
+        agreement.refuse_shared_cards(
             [facts_of(card="other"), facts_of(), facts_of(host="there"), facts_of()]
         )
 
 
 def test_ranks_may_share_a_card_when_they_are_set_up_for_it():
-    nccl_link.refuse_shared_cards([facts_of(may_share=True, version=23004)] * 2)
+    agreement.refuse_shared_cards([facts_of(may_share=True, version=23004)] * 2)
     with pytest.raises(InitError, match="2.30 or newer"):
-        nccl_link.refuse_shared_cards([facts_of(may_share=True)] * 2)
+        agreement.refuse_shared_cards([facts_of(may_share=True)] * 2)
 
 
 # Which copy

@@ -71,6 +71,7 @@ cdef int check(int code, const char *call) except -1 nogil
 cdef class Event:
     cdef CUevent handle
     cdef long pid
+    cdef bint is_over(self) except -1
 
 
 cdef class Stream:
@@ -84,5 +85,6 @@ cdef class Device:
     cdef CUcontext context
     cdef public object raw_stream
     cdef CUstream current_stream(self) except? NULL
+    cdef CUstream order_current_after(self, Event event) except? NULL
     cdef CUcontext enter(self) except? NULL nogil
     cdef void leave(self, CUcontext before) noexcept nogil

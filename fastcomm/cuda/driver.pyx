@@ -113,6 +113,15 @@ cdef class Event:
         if self.handle != NULL and self.pid == getpid():
             driver.destroy_event(self.handle)
 
+    cdef bint is_over(self) except -1:
+        """Whether all that came before its newest record is done."""
+        cdef int code
+        with nogil:
+            code = driver.query_event(self.handle)
+        if code != CUDA_ERROR_NOT_READY:
+            check(code, b"cuEventQuery")
+        return code == CUDA_SUCCESS
+
 
 cdef class Stream:
     """A CUDA stream of the highest priority, which does not wait for the legacy default stream.
@@ -160,6 +169,16 @@ cdef class Device:
     cdef CUstream current_stream(self) except? NULL:
         """The stream that torch launches this thread's work on."""
         return NULL if self.raw_stream is None else <CUstream><size_t>self.raw_stream(self.index)
+
+    cdef CUstream order_current_after(self, Event event) except? NULL:
+        """Returns the current stream, on which all that comes now comes after the event."""
+        cdef CUstream current = self.current_stream()
+        cdef CUcontext before = self.enter()
+        try:
+            check(driver.wait_event(current, event.handle, 0), b"cuStreamWaitEvent")
+        finally:
+            self.leave(before)
+        return current
 
     cdef CUcontext enter(self) except? NULL nogil:
         """Makes this device's context the thread's. Returns the one it had, for `leave`."""

@@ -28,19 +28,20 @@ cdef class NcclBucketWork:
     """A bucket under way."""
 
     cdef NcclBucket bucket
-    cdef object op
+    cdef object op, token
     cdef int epoch
-    cdef bint is_captured
+    cdef bint is_captured, is_awaited
+    cdef CUstream awaited_on  # which stream was ordered after the work, if one was
 
     def wait(self):
         """As NcclWork.wait."""
-        self.bucket.comm._check_work(self.epoch)
-        self.bucket.awaited_on = self.bucket.comm._order_current_after(self.bucket.ticket.done)
-        self.bucket.is_awaited = True
+        self.bucket.link.check_work(self.epoch)
+        self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.ticket.done)
+        self.is_awaited = True
 
     def is_completed(self):
         """Whether the result is in place."""
-        return self.bucket.comm._is_over(self.bucket.ticket.done)
+        return self.bucket.ticket.done.is_over()
 
     def present(self):
         """See BucketWork.present. Waits for the device; while a CUDA graph is captured all
@@ -48,75 +49,70 @@ cdef class NcclBucketWork:
         """
         if self.is_captured:
             return [True] * len(self.bucket.views)
-        absent, _ = presence_values(self.op)
-        present = (self.bucket.presence.float() != absent).tolist()
-        self.bucket.comm._check_work(self.epoch)
+        present = self.bucket.presence.reduced(self.op)
+        self.bucket.link.check_work(self.epoch)
         return present
 
 
 cdef class NcclBucket:
-    """A flat buffer, the places of the gradients in it, and its way over the wire: one launch of
+    """A flat buffer, the slots of the gradients in it, and its way over the wire: one launch of
     the host's per round.
     """
 
     cdef readonly NcclBucketWork posted  # see BoundBucket.posted
-    cdef Link comm
+    cdef NcclBucketWork last  # of the newest launch, also while the next is gathered
+    cdef Link link
     cdef object __weakref__
     cdef Lane lane
     cdef Ticket ticket
-    cdef object flat, wire, presence
-    cdef list views, kept
-    cdef MultiTensor gathering, scattering, measuring
-    cdef size_t numel
+    cdef object flat, wire
+    cdef int dtype  # NCCL's number of the wire's
+    cdef list views
     cdef FlatBuffer known
-    cdef int dtype
-    cdef set streams  # on which gradients of this round were produced
-    cdef CUstream awaited_on  # which stream was ordered after the last round, if one was
-    cdef dict tokens  # by op: what the presence of all parameters looks like, on the device
-    cdef Event side
-    cdef object token  # what last round has left in the wire
-    cdef bint is_moved, is_captured, was_captured, is_awaited
+    cdef Presence presence
+    cdef MultiTensor gathering, scattering, measuring
+    cdef list kept  # gradients of this round that the launch will read where they are
+    cdef Producers producers
+    cdef bint is_captured
 
-    def __cinit__(self, Link comm, flat, list views, list offsets, wire, uint32_t label, int lane):
+    def __cinit__(self, Link link, flat, list views, list offsets, wire, uint32_t label, int lane):
         cdef size_t n = len(views)
-        self.comm, self.flat, self.wire, self.views = comm, flat, wire, views
-        self.lane = comm._lane(lane)
-        self.ticket = comm._new_ticket()
+        self.link, self.flat, self.wire, self.views = link, flat, wire, views
+        self.lane, self.ticket = link.lane(lane), link.launches.new_ticket()
         self.ticket.kind, self.ticket.label = ALL_REDUCE, label
         self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
-        self.dtype, self.numel = dtype_number(wire.dtype), wire.numel()
-        self.presence = wire[wire.numel() - n:]
+        self.dtype, self.kept = dtype_number(wire.dtype), []
+        self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
+        self.producers = Producers()
         numels = [view.numel() for view in views]
         self.gathering = MultiTensor(
-            [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, comm.cuda
+            [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
         )
         if wire is not flat:
-            self.scattering = MultiTensor(numels, offsets, flat.dtype, wire.dtype, comm.cuda)
-        self.measuring = MultiTensor(numels, offsets, flat.dtype, flat.dtype, comm.cuda)
-        self.streams, self.tokens, self.kept, self.side = set(), {}, [], Event()
+            self.scattering = MultiTensor(numels, offsets, flat.dtype, wire.dtype, link.cuda)
+        self.measuring = MultiTensor(numels, offsets, flat.dtype, flat.dtype, link.cuda)
         for i in range(n):
             self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
             self.measuring.addresses[i] = self.gathering.addresses[i]
             if self.scattering is not None:
                 self.scattering.addresses[i] = self.gathering.addresses[i]
-        comm._register(self.lane, wire, label)
+        link.register(self.lane, wire, label)
         self.known = FlatBuffer(flat)
-        comm.buckets.add(self)
+        link.buckets.add(self)
 
     def register_memory(self):
         """Anew, with this rank's NCCL alone."""
-        self.comm.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, False)
+        self.link.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, False)
 
     def note_stream(self):
         """A gradient has been produced on the current stream."""
-        self.streams.add(<size_t>self.comm.cuda.current_stream())
+        self.producers.note(self.link.cuda.current_stream())
 
     def gather(self, list parameters):
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
         cdef list left = []
         self.posted = None
         self._order_gathering()
-        self.is_moved = False
         self.kept = []
         for i in range(len(parameters)):
             parameter, view = parameters[i], self.views[i]
@@ -135,7 +131,7 @@ cdef class NcclBucket:
         return left
 
     cdef int _take(self, Py_ssize_t i, gradient, view) except -1:
-        """Notes where one gradient is, or moves it to its place if the launch cannot."""
+        """Notes where one gradient is, or moves it to its slot if the launch cannot."""
         cdef char *source = <char *><size_t>gradient.data_ptr()
         cdef bint is_at_home = source == self.gathering.addresses[i]
         if not is_at_home and is_in_a_flat_buffer(source):
@@ -145,7 +141,6 @@ cdef class NcclBucket:
         elif not is_at_home:
             self.gathering.addresses[i] = source
             self.kept.append(gradient)
-            self.is_moved = True
         return 0
 
     def launch(self, str op, list missing):
@@ -153,33 +148,33 @@ cdef class NcclBucket:
         lane's.
         """
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
-        cdef Link comm = self.comm
-        cdef double scale = 1.0 / comm.world_size if op == "mean" else 1.0
+        cdef Link link = self.link
+        cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
         cdef int code
-        comm._check_usable()
+        link.check_usable()
         self.posted = None
-        cdef CUstream current = comm.cuda.current_stream()
-        cdef CUcontext before = comm.cuda.enter()
+        cdef CUstream current = link.cuda.current_stream()
+        cdef CUcontext before = link.cuda.enter()
         try:
             work.is_captured = self.is_captured
-            token = self._token(op, () if work.is_captured else tuple(missing))
-            self.gathering.addresses[len(self.views)] = <void *><size_t>token.data_ptr()
+            work.token = self.presence.token(op, () if work.is_captured else tuple(missing))
+            self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
             # Where nothing moves and nothing is scaled, last round's presence still stands in the
             # wire: see presence_values.
-            flattens = (bool(missing) or self.is_moved or scale != 1 or self.wire is not self.flat
-                        or token is not self.token)
-            comm._begin(self.lane, self.ticket, op)
+            flattens = (bool(missing) or bool(self.kept) or scale != 1
+                        or self.wire is not self.flat
+                        or self.last is None or self.last.token is not work.token)
+            link.launches.begin(self.lane, self.ticket, op)
             try:
                 code = self._launch_on(current, scale, flattens, op_number(op))
             finally:
-                comm._end(self.lane, self.ticket, work.is_captured)
+                link.launches.end(self.lane, self.ticket, work.is_captured)
             if code != ncclSuccess:
-                raise comm._reason(comm._error(code, b"ncclAllReduce"))
+                raise link.reason(link.error(code, b"ncclAllReduce"))
         finally:
-            comm.cuda.leave(before)
-        work.bucket, work.op, work.epoch = self, op, comm.epoch
-        self.posted = work
-        self.token, self.was_captured, self.is_awaited = token, work.is_captured, False
+            link.cuda.leave(before)
+        work.bucket, work.op, work.epoch = self, op, link.epoch
+        self.posted = self.last = work
         self._release(current)
         return work
 
@@ -194,7 +189,9 @@ cdef class NcclBucket:
                 self.gathering.flatten_on(current, wire, scale)
             check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
             check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
-            code = nccl.all_reduce(wire, wire, self.numel, self.dtype, op, self.lane.comm, stream)
+            code = nccl.all_reduce(
+                wire, wire, self.ticket.numel, self.dtype, op, self.lane.comm, stream
+            )
             if code != ncclSuccess:
                 return code
             if scatters:
@@ -202,53 +199,29 @@ cdef class NcclBucket:
             check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
         return ncclSuccess
 
-    cdef _token(self, str op, tuple missing):
-        """What travels behind the gradients: for each parameter whether this rank has a gradient of
-        it. On the device, kept for reuse.
-        """
-        token = self.tokens.get((op, missing))
-        if token is None:
-            if missing:
-                self._token(op, ())  # so that it is there when a graph is captured
-            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
-                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
-            absent, present = presence_values(op)
-            # the flattening divides
-            values = [present * (self.comm.world_size if op == "mean" else 1)] * len(self.views)
-            for i in missing:
-                values[i] = absent
-            host = torch.tensor(
-                values, dtype=self.flat.dtype, device="cpu", pin_memory=self.flat.is_cuda
-            )
-            token = self.tokens[op, missing] = host.to(self.flat.device, non_blocking=True)
-        return token
-
     cdef int _order_gathering(self) except -1:
         """What happens on the current stream from here on comes after the gradients, whatever
         streams they were produced on, and after the last round's results.
         """
-        cdef CUstream current = self.comm.cuda.current_stream()
+        cdef CUstream current = self.link.cuda.current_stream()
         cdef CUcontext before
-        self.comm._check_usable()
-        before = self.comm.cuda.enter()
+        self.link.check_usable()
+        before = self.link.cuda.enter()
         try:
-            self.is_captured = self.comm._note_capture(current)
-            self._order(current)
+            self.is_captured = self.link.graphs.note_capture(current)
+            self.producers.order_before(current)
+            if self.last is not None:
+                self._order_after_last(current)
         finally:
-            self.comm.cuda.leave(before)
+            self.link.cuda.leave(before)
         return 0
 
-    cdef int _order(self, CUstream current) except -1:
-        cdef CUstream other
-        for stream in self.streams:
-            other = <CUstream><size_t>stream
-            if other != current:
-                check(driver.record_event(self.side.handle, other), b"cuEventRecord")
-                check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
+    cdef int _order_after_last(self, CUstream current) except -1:
+        cdef NcclBucketWork last = self.last
+        is_known = last.is_awaited and current == last.awaited_on
         # A capture takes no events from outside, and none of its own out; the caller synchronises
         # around it.
-        is_known = self.is_awaited and current == self.awaited_on
-        if self.ticket.number and not is_known and not self.is_captured and not self.was_captured:
+        if not is_known and not self.is_captured and not last.is_captured:
             check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
         return 0
 
@@ -256,11 +229,11 @@ cdef class NcclBucket:
         """The gradients have been read when the current stream comes this far: their memory may be
         used for what it does next.
         """
-        if self.streams - {<size_t>current}:
+        if self.producers.are_others(current):
             for gradient in self.kept:  # but they belong to other streams
                 gradient.record_stream(torch.cuda.current_stream(self.flat.device))
         self.kept = []
-        self.streams.clear()
+        self.producers.streams.clear()
 
     def square_sum(self):
         """See BoundBucket.square_sum. One pass over the flat buffer."""
@@ -277,20 +250,85 @@ cdef class NcclBucket:
         return self.measuring.n_nonfinite
 
     cdef int _measure(self) except -1:
-        cdef CUcontext before = self.comm.cuda.enter()
+        cdef CUcontext before = self.link.cuda.enter()
         try:
-            self.measuring.norm_on(self.comm.cuda.current_stream())
+            self.measuring.norm_on(self.link.cuda.current_stream())
         finally:
-            self.comm.cuda.leave(before)
+            self.link.cuda.leave(before)
+        return 0
+
+
+cdef class Presence:
+    """What travels behind the gradients of a bucket: for each of its parameters whether a rank has
+    a gradient of it.
+    """
+
+    cdef object wire, dtype
+    cdef int world_size
+    cdef dict tokens  # by op and by what is missing, on the device, kept for reuse
+
+    def __cinit__(self, wire, dtype, int world_size):
+        """wire: one element for each parameter. dtype: of the gradients."""
+        self.wire, self.dtype, self.world_size, self.tokens = wire, dtype, world_size, {}
+
+    cdef token(self, str op, tuple missing):
+        """What this rank puts there."""
+        token = self.tokens.get((op, missing))
+        if token is None:
+            if missing:
+                self.token(op, ())  # so that it is there when a graph is captured
+            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
+                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
+            absent, present = presence_values(op)
+            # the flattening divides
+            values = [present * (self.world_size if op == "mean" else 1)] * self.wire.numel()
+            for i in missing:
+                values[i] = absent
+            host = torch.tensor(
+                values, dtype=self.dtype, device="cpu", pin_memory=self.wire.is_cuda
+            )
+            token = self.tokens[op, missing] = host.to(self.wire.device, non_blocking=True)
+        return token
+
+    cdef list reduced(self, op):
+        """By parameter, whether some rank has a gradient. Waits for the device."""
+        absent, _ = presence_values(op)
+        return (self.wire.float() != absent).tolist()
+
+
+cdef class Producers:
+    """The streams on which gradients of this round were produced."""
+
+    cdef set streams
+    cdef Event side
+
+    def __cinit__(self):
+        """The device is the thread's own."""
+        self.streams, self.side = set(), Event()
+
+    cdef note(self, CUstream stream):
+        self.streams.add(<size_t>stream)
+
+    cdef bint are_others(self, CUstream current) except -1:
+        """Whether there are any but the current one."""
+        return bool(self.streams - {<size_t>current})
+
+    cdef int order_before(self, CUstream current) except -1:
+        cdef CUstream other
+        for stream in self.streams:
+            other = <CUstream><size_t>stream
+            if other != current:
+                check(driver.record_event(self.side.handle, other), b"cuEventRecord")
+                check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
         return 0
 
 
 cdef bint _lies_alike(gradient, view) except -1:
     """Whether both have the same strides, where those of dimensions of size 1 mean nothing."""
-    strides, places = gradient.stride(), view.stride()
-    if strides == places:
+    ours, theirs = view.stride(), gradient.stride()
+    if ours == theirs:
         return True
-    return all([one == other or n == 1 for one, other, n in zip(strides, places, view.shape)])
+    return all([one == other or n == 1 for one, other, n in zip(ours, theirs, view.shape)])
 
 
 BoundBucket.register(NcclBucket)

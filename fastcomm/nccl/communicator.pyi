@@ -15,8 +15,6 @@ class NcclWork(Work):
 class NcclCommunicator(Communicator):
     timeout: timedelta
     pids: tuple[int, ...]
-    number: int
-    epoch: int
     def __init__(
         self,
         rank: int,

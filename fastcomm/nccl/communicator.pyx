@@ -13,7 +13,7 @@ from fastcomm.collective import (
     addends_of_mean, canonical_op, check_numel, check_out, check_src, mean_of_addends,
     refuse_tensor, share_of,
 )
-from fastcomm.communicator import Communicator
+from fastcomm.communicator import Communicator, is_abandoned_already
 from fastcomm.errors import FastcommError
 from fastcomm.nccl.bucket import NcclBucket
 
@@ -21,11 +21,11 @@ cimport cython
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free, malloc
 
-from fastcomm.cuda.driver cimport CUcontext, CUstream, check, driver
+from fastcomm.cuda.driver cimport CUcontext, CUstream, Device, check, driver
 from fastcomm.nccl.lane cimport (
     ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket,
 )
-from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
+from fastcomm.nccl.library cimport dtype_number, nccl, ncclComm_t, ncclSuccess, op_number
 from fastcomm.nccl.link cimport Link
 
 
@@ -35,9 +35,13 @@ cdef tuple CALLS = (b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"nccl
 cdef int UINT8 = dtype_number(torch.uint8)
 
 
-cdef struct Bytes:
-    void *data
-    size_t nbytes
+# One call into NCCL.
+cdef struct Call:
+    Kind kind
+    void *source
+    void *target
+    size_t numel
+    int dtype, op, root
 
 
 @cython.freelist(8)
@@ -46,7 +50,7 @@ cdef class NcclWork:
     after it.
     """
 
-    cdef NcclCommunicator comm
+    cdef Link link
     cdef Ticket ticket
     cdef object tensors, divide_by, divided
     cdef int epoch
@@ -57,28 +61,28 @@ cdef class NcclWork:
         has ended the communicator.
         """
         if self.tensors is None:  # but the current stream may be another one
-            self.comm._order_current_after(self.ticket.done)
+            self.link.cuda.order_current_after(self.ticket.done)
             if self.divided is not None:
-                torch.cuda.current_stream(self.comm.device).wait_event(self.divided)
+                torch.cuda.current_stream(self.link.cuda.device).wait_event(self.divided)
             return
-        self.comm._check_work(self.epoch)
-        self.comm._order_current_after(self.ticket.done)
+        self.link.check_work(self.epoch)
+        self.link.cuda.order_current_after(self.ticket.done)
         if self.is_barrier:
-            self.comm._wait_for(self.ticket)
+            self.link.wait_for(self.ticket)
         if self.divide_by is not None:
             mean = mean_of_addends(self.tensors[1], self.divide_by)
             self.tensors[0].copy_(mean.view(self.tensors[0].shape))
             if mean.is_cuda:
-                self.divided = torch.cuda.current_stream(self.comm.device).record_event()
+                self.divided = torch.cuda.current_stream(self.link.cuda.device).record_event()
         self.tensors = None
 
     def is_completed(self):
         """Whether the result is in place."""
-        return self.comm._is_over(self.ticket.done)
+        return self.ticket.done.is_over()
 
 
 @cython.no_gc_clear
-cdef class NcclCommunicator(Link):
+cdef class NcclCommunicator:
     """Collectives between `world_size` processes with a GPU each. See
     fastcomm.communicator.Communicator for the contract.
 
@@ -88,28 +92,78 @@ cdef class NcclCommunicator(Link):
     ranks.
     """
 
+    cdef readonly int rank, world_size, local_rank
+    cdef public int left_in_backward
+    cdef readonly object device, timeout
+    cdef readonly tuple pids
+    cdef readonly Device cuda
+    cdef object __weakref__
+    cdef Link link
     cdef object one  # a tensor for barrier()
 
     backend = "nccl"
-    # the collector must not end what NCCL holds
-    leak = "an NcclCommunicator was dropped without close(): NCCL's part of it lives on"
     has_streams = reduces_fp8 = counts_nonfinite = progresses_itself = True
     is_threadsafe = False
+    __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
+
+    def __cinit__(
+        self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
+        object device, list neighbours,
+    ):
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device, self.timeout = device, timeout
+        self.left_in_backward = -1
+        self.link = Link(
+            rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
+        )
+        self.pids, self.cuda = self.link.pids, self.link.cuda
+
+    def close(self, double timeout=30):
+        """Ends the use of this communicator on this rank, when what was launched is done, or after
+        `timeout` seconds. Tensors stay valid.
+
+        Peers that still wait for this rank get PeerLostError. Raises FastcommError while a CUDA
+        graph lives that has captured collectives: NCCL would wait for ever for it to go;
+        TimeoutError or NcclError when the end was not in order. May be called twice.
+        """
+        self.link.close(timeout)
+
+    def abort(self):
+        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
+        others.
+        """
+        self.link.abort()
+
+    def abandon(self, *, bint in_any_case=False):
+        """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at
+        their next collective.
+
+        What other ranks have launched on gradients of this round is of no use, and their hosts may
+        hear of it a step later.
+        """
+        self.link.check_open()
+        if in_any_case or not is_abandoned_already(self):
+            self.link.abandon()
+
+    def check(self):
+        """See Communicator.check."""
+        self.link.hear()
+
+    @property
+    def n_abandoned(self):
+        """See Communicator.n_abandoned."""
+        return self.link.n_abandoned
+
+    @property
+    def failure(self):
+        """See Communicator.failure."""
+        return self.link.life.failure
 
     def __repr__(self):
         return (
             f"<NcclCommunicator: rank {self.rank} of {self.world_size} on "
-            f"{self.device}{', ended' if self.life.failure else ''}>"
+            f"{self.device}{', ended' if self.link.life.failure else ''}>"
         )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, value, traceback):
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
     # -- memory --
 
@@ -121,15 +175,17 @@ cdef class NcclCommunicator(Link):
         is memory of dropped tensors to free. Raises ValueError for a negative numel, TypeError for
         a dtype that NCCL does not reduce, NcclError when the memory is used up.
         """
-        self._check_open()
+        self.link.check_open()
         dtype_number(dtype)
         check_numel(numel)
         if numel == 0 or nccl.mem_alloc == NULL:
             return torch.empty(numel, dtype=dtype, device=self.device)
         self._refuse_capture("empty()")
-        memory = self.pool.allocate(numel * dtype.itemsize)
-        if not self.is_split_up:  # else there is nothing yet to register it with
-            self.pool.register(<void *><size_t>memory.data_ptr(), self.lanes[0], False)
+        memory = self.link.pool.allocate(numel * dtype.itemsize)
+        if not self.link.is_split_up:  # else there is nothing yet to register it with
+            self.link.pool.register(
+                <void *><size_t>memory.data_ptr(), self.link.lanes[0], False
+            )
         return memory.view(dtype)
 
     def bind_bucket(
@@ -139,7 +195,7 @@ cdef class NcclCommunicator(Link):
         TypeError for dtypes without a kernel, or that NCCL does not reduce; InitError without
         kernels.
         """
-        self._check_usable()
+        self.link.check_usable()
         wire = flat
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             dtype_number(wire_dtype)
@@ -152,10 +208,10 @@ cdef class NcclCommunicator(Link):
             wire.view(torch.uint8).zero_()
         dtype_number(wire.dtype)
         with self.cuda.selected():
-            return NcclBucket(self, flat, views, offsets, wire, label, lane)
+            return NcclBucket(self.link, flat, views, offsets, wire, label, lane)
 
     cdef int _refuse_capture(self, str what) except -1:
-        if self._note_capture(self.cuda.current_stream()):
+        if self.link.graphs.note_capture(self.cuda.current_stream()):
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
         return 0
@@ -197,55 +253,23 @@ cdef class NcclCommunicator(Link):
         for tensor in tensors:
             self._check(tensor)
         check_src(src, self.world_size)
-        cdef Lane lane = self.lanes[0]
-        cdef Ticket ticket = lane.ticket
-        cdef CUcontext before = self.cuda.enter()
-        cdef bint is_captured
-        cdef int code
-        ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
-        ticket.numel = sum([t.nbytes for t in tensors])
-        try:
-            is_captured = self._note_capture(self.cuda.current_stream())
-            self._begin(lane, ticket, None)
-            try:
-                places = [(t.data_ptr(), t.nbytes) for t in tensors if t.nbytes]
-                code = self._launch_group(lane, places, src)
-            finally:
-                self._end(lane, ticket, is_captured)
-            if code != ncclSuccess:
-                raise self._error(code, CALLS[BROADCAST])
-        except FastcommError as error:
-            raise self._reason(error) from error
-        finally:
-            self.cuda.leave(before)
-        self._order_current_after(ticket.done)
-
-    cdef int _launch_group(self, Lane lane, list places, int root) except -1:
-        """Broadcasts of (address, bytes). Returns NCCL's code: the first that is not success, but
-        the group is ended in any case.
-        """
-        cdef CUstream current = self.cuda.current_stream(), stream = lane.stream.handle
-        cdef size_t n = len(places), i
-        cdef Bytes *pieces = <Bytes *>malloc((n + 1) * sizeof(Bytes))
-        cdef int code, end
-        if pieces == NULL:
+        cdef Ticket ticket = (<Lane>self.link.lanes[0]).ticket
+        cdef size_t n = 0
+        cdef Call *calls = <Call *>malloc((len(tensors) + 1) * sizeof(Call))
+        if calls == NULL:
             raise MemoryError("out of memory")
-        for i in range(n):
-            pieces[i] = Bytes(<void *><size_t>places[i][0], places[i][1])
         try:
-            with nogil:  # may wait inside NCCL, which connects at the first collective
-                check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
-                check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
-                code = nccl.group_start()
-                for i in range(n):
-                    if code == ncclSuccess:
-                        code = nccl.broadcast(pieces[i].data, pieces[i].data, pieces[i].nbytes,
-                                              UINT8, root, lane.comm, stream)
-                end = nccl.group_end()
-                check(driver.record_event(lane.ticket.done.handle, stream), b"cuEventRecord")
+            for tensor in tensors:
+                if tensor.nbytes:
+                    data = <void *><size_t>tensor.data_ptr()
+                    calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
+                    n += 1
+            ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
+            ticket.numel = sum([tensor.nbytes for tensor in tensors])
+            self._launch(ticket, None, calls, n)
         finally:
-            free(pieces)
-        return code if code != ncclSuccess else end
+            free(calls)
+        self.cuda.order_current_after(ticket.done)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
@@ -280,7 +304,7 @@ cdef class NcclCommunicator(Link):
         """Returns when every rank has called it, and all that was launched on the current stream
         before is done.
         """
-        self._check_usable()
+        self.link.check_usable()
         self._refuse_capture("barrier()")
         if self.one is None:
             self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -288,12 +312,12 @@ cdef class NcclCommunicator(Link):
         if async_op:
             (<NcclWork>work).is_barrier = True
             return work
-        self._wait_for((<Lane>self.lanes[0]).ticket)
+        self.link.wait_for((<Lane>self.link.lanes[0]).ticket)
 
     # -- the way of every collective --
 
     cdef int _check(self, tensor) except -1:
-        self._check_usable()
+        self.link.check_usable()
         if not isinstance(tensor, TENSOR):
             refuse_tensor(tensor, self.backend, self.device)
         dtype_number(tensor.dtype)
@@ -308,62 +332,98 @@ cdef class NcclCommunicator(Link):
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
-        """Launches on the first lane. divided: where the mean of integers goes that `out` sums up.
-        """
-        cdef Lane lane = self.lanes[0]
+        """Launches one collective. divided: where the mean of integers goes that `out` sums up."""
+        cdef Link link = self.link
         cdef NcclWork work = NcclWork.__new__(NcclWork)
-        cdef Ticket ticket = self._new_ticket() if async_op else lane.ticket
+        cdef Ticket ticket = (
+            link.launches.new_ticket() if async_op else (<Lane>link.lanes[0]).ticket
+        )
+        cdef Call call
+        cdef bint is_captured
+        call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
+        call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
+        call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
+        call.op = 0 if op is None else op_number(op)
+        ticket.kind, ticket.root = kind, root
+        ticket.dtype, ticket.numel = inp.dtype, inp.numel()
+        is_captured = self._launch(ticket, op, &call, 1)
+        work.link, work.ticket, work.tensors, work.epoch = link, ticket, (out, inp), link.epoch
+        if divided is not None:
+            work.tensors, work.divide_by = (divided, out), self.world_size
+        if async_op and not is_captured:
+            link.launches.in_flight[ticket] = work.tensors  # also of those nobody waits for
+        if async_op:
+            return work
+        work.wait()
+
+    cdef bint _launch(self, Ticket ticket, op, Call *calls, size_t n) except -1:
+        """On the first lane, after what is on the current stream. Returns whether it is only
+        captured.
+        """
+        cdef Link link = self.link
+        cdef Lane lane = link.lanes[0]
         cdef CUstream current = self.cuda.current_stream()
         cdef CUcontext before = self.cuda.enter()
         cdef bint is_captured
         cdef int code
         try:
-            is_captured = self._note_capture(current)
-            ticket.kind, ticket.root = kind, root
-            ticket.dtype, ticket.numel = inp.dtype, inp.numel()
-            self._begin(lane, ticket, op)
+            is_captured = link.graphs.note_capture(current)
+            link.launches.begin(lane, ticket, op)
             try:
-                code = self._launch_on(lane, ticket, current, kind, inp, out, op, root)
+                with nogil:  # may wait inside NCCL, which connects at the first collective
+                    code = _launch_on(lane, ticket, current, calls, n)
             finally:
-                self._end(lane, ticket, is_captured)
+                link.launches.end(lane, ticket, is_captured)
             if code != ncclSuccess:
-                raise self._error(code, CALLS[kind])
+                raise link.error(code, CALLS[<int>ticket.kind])
         except FastcommError as error:
-            raise self._reason(error) from error
+            raise link.reason(error) from error
         finally:
             self.cuda.leave(before)
-        work.comm, work.ticket, work.tensors, work.epoch = self, ticket, (out, inp), self.epoch
-        if divided is not None:
-            work.tensors, work.divide_by = (divided, out), self.world_size
-        if async_op and not is_captured:
-            self.in_flight[ticket] = work.tensors  # also of those nobody waits for
-        if async_op:
-            return work
-        work.wait()
+        return is_captured
 
-    cdef int _launch_on(
-        self, Lane lane, Ticket ticket, CUstream current, Kind kind, inp, out, op, int root
-    ) except -1:
-        """Returns NCCL's code."""
-        cdef void *source = <void *><size_t>inp.data_ptr()
-        cdef void *target = <void *><size_t>out.data_ptr()
-        cdef size_t numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
-        cdef int dtype = dtype_number(inp.dtype), op_code = 0 if op is None else op_number(op), code
-        cdef CUstream stream = lane.stream.handle
-        with nogil:  # may wait inside NCCL, which connects at the first collective
-            check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
-            check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
-            if kind == ALL_REDUCE:
-                code = nccl.all_reduce(source, target, numel, dtype, op_code, lane.comm, stream)
-            elif kind == BROADCAST:
-                code = nccl.broadcast(source, target, numel, dtype, root, lane.comm, stream)
-            elif kind == ALL_GATHER:
-                code = nccl.all_gather(source, target, numel, dtype, lane.comm, stream)
-            else:
-                code = nccl.reduce_scatter(source, target, numel, dtype, op_code, lane.comm, stream)
-            if code == ncclSuccess:
-                check(driver.record_event(ticket.done.handle, stream), b"cuEventRecord")
-        return code
+
+cdef int _launch_on(
+    Lane lane, Ticket ticket, CUstream current, Call *calls, size_t n
+) except -1 nogil:
+    """Returns NCCL's code."""
+    cdef CUstream stream = lane.stream.handle
+    cdef int code
+    check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
+    check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
+    code = _call(calls, lane.comm, stream) if n == 1 else _call_all(calls, n, lane.comm, stream)
+    if code == ncclSuccess:
+        check(driver.record_event(ticket.done.handle, stream), b"cuEventRecord")
+    return code
+
+
+cdef int _call_all(Call *calls, size_t n, ncclComm_t comm, CUstream stream) noexcept nogil:
+    """As one group. Returns NCCL's code: the first that is not success, but the group is ended in
+    any case.
+    """
+    cdef int code = nccl.group_start(), end
+    cdef size_t i
+    for i in range(n):
+        if code == ncclSuccess:
+            code = _call(&calls[i], comm, stream)
+    end = nccl.group_end()
+    return code if code != ncclSuccess else end
+
+
+cdef int _call(Call *call, ncclComm_t comm, CUstream stream) noexcept nogil:
+    if call.kind == ALL_REDUCE:
+        return nccl.all_reduce(
+            call.source, call.target, call.numel, call.dtype, call.op, comm, stream
+        )
+    if call.kind == BROADCAST:
+        return nccl.broadcast(
+            call.source, call.target, call.numel, call.dtype, call.root, comm, stream
+        )
+    if call.kind == ALL_GATHER:
+        return nccl.all_gather(call.source, call.target, call.numel, call.dtype, comm, stream)
+    return nccl.reduce_scatter(
+        call.source, call.target, call.numel, call.dtype, call.op, comm, stream
+    )
 
 
 Communicator.register(NcclCommunicator)

@@ -28,4 +28,4 @@ cdef class Lane:
     cdef Stream stream
     cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
     cdef Ticket ticket
-    cdef int in_call  # the host is inside NCCL
+    cdef Ticket calling  # of the launch from which a thread has not returned

@@ -102,7 +102,7 @@ cdef class Lane:
             revocation.comm = self.comm
             revocation.start()
             revocation.over.wait(LEAVE_S)
-            while self.in_call and time.monotonic() < deadline:
+            while self.calling is not None and time.monotonic() < deadline:
                 time.sleep(0.001)
         cdef _End call = _Abort(self.device)
         if self.comm != NULL:

@@ -1,0 +1,66 @@
+# cython: language_level=3
+"""CapturedGraphs: counts the CUDA graphs that have captured something, for as long as they live.
+Holds none of them; the driver says when one is gone.
+"""
+
+from libc.stdlib cimport calloc
+
+from fastcomm.cuda.driver cimport (
+    CU_GRAPH_USER_OBJECT_MOVE, CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
+    CUgraph, CUuserObject, check, driver,
+)
+
+
+cdef class CapturedGraphs:
+    """Of one communicator."""
+
+    def __cinit__(self):
+        self.n_alive = <int *>calloc(1, sizeof(int))
+        if self.n_alive == NULL:
+            raise MemoryError("out of memory")
+
+    cdef int count(self) noexcept:
+        """How many are alive."""
+        return self.n_alive[0]
+
+    cdef bint note_capture(self, CUstream current) except -1:
+        """Whether the stream is being captured into a CUDA graph. Each graph is counted until it,
+        and all that was made of it, is gone.
+        """
+        cdef int status = 0
+        cdef unsigned long long identifier = 0
+        cdef CUgraph graph = NULL
+        cdef CUuserObject counted = NULL
+        if current == NULL:  # the legacy default stream, which cannot be captured
+            return False
+        check(driver.capture_info(current, &status, &identifier, &graph, NULL, NULL),
+              b"cuStreamGetCaptureInfo")
+        if status != CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            return False
+        if identifier != self.newest:
+            self.newest = identifier
+            check(driver.create_user_object(&counted, self.n_alive, _graph_is_gone, 1,
+                                            CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
+                  b"cuUserObjectCreate")
+            check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
+                  b"cuGraphRetainUserObject")
+            fastcomm_count_up(self.n_alive)
+        return True
+
+
+cdef extern from *:
+    """
+    static void fastcomm_count_up(void *counter) {
+        __atomic_add_fetch((int *)counter, 1, __ATOMIC_RELAXED);
+    }
+    static void fastcomm_count_down(void *counter) {
+        __atomic_sub_fetch((int *)counter, 1, __ATOMIC_RELAXED);
+    }
+    """
+    void fastcomm_count_up(void *counter) noexcept nogil
+    void fastcomm_count_down(void *counter) noexcept nogil
+
+
+cdef void _graph_is_gone(void *counter) noexcept nogil:
+    """Called by the driver, on a thread of its own."""
+    fastcomm_count_down(counter)

@@ -1,0 +1,18 @@
+from libc.stdint cimport uint64_t
+
+from fastcomm.cuda.driver cimport Device
+from fastcomm.nccl.lane cimport Lane, Ticket
+
+
+cdef class Launches:
+    cdef Device cuda
+    cdef list lanes  # the link's own list
+    cdef uint64_t number  # of the newest launch in this epoch
+    cdef object tickets
+    cdef dict in_flight  # by ticket: the tensors of collectives that have not ended
+    cdef Ticket new_ticket(self)
+    cdef begin_epoch(self)
+    cdef int begin(self, Lane lane, Ticket ticket, op) except -1
+    cdef int end(self, Lane lane, Ticket ticket, bint is_captured) except -1
+    cdef Ticket calling(self)
+    cdef oldest_unfinished(self)
