@@ -42,6 +42,7 @@ cdef class ShmCommunicator:
     backend = "shm"
     has_streams = reduces_fp8 = counts_nonfinite = False
     progresses_itself = is_threadsafe = False
+    __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > MAX_RANKS:
@@ -79,15 +80,6 @@ cdef class ShmCommunicator:
             f"<ShmCommunicator: rank {self.rank} of "
             f"{self.world_size}{', ended' if self.ring.life.failure is not None else ''}>"
         )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, value, traceback):
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
     # -- memory --
 
