@@ -26,7 +26,7 @@ rebuild := $(python) setup.py --quiet build_ext --inplace
 python_sources := setup.py fastcomm tests bench examples
 cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd fastcomm/*/*.pyx fastcomm/*/*.pxd)
 kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
-    tests/*.[ch] tests/*.cpp tests/stand_in/*.[ch])
+    tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
 .PHONY: test fuzz demo bench lint sanitize format clean
@@ -38,7 +38,7 @@ test: $(VENV)/.installed-dev
 
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)
-	PYTHONPATH=tests $(python) -m programs --minutes $(MINUTES) --seed $(SEED)
+	$(python) -m tests.programs --minutes $(MINUTES) --seed $(SEED)
 
 demo: $(VENV)/.installed-demo
 	$(rebuild)

@@ -57,8 +57,8 @@ step() { # <name> <seconds> <command ...>: runs it in a session of its own, all 
 pytest=(python3 -m pytest -q -o addopts= -p no:cacheprovider -W ignore::pytest.PytestConfigWarning)
 # Collectives between ranks that share a card take milliseconds each, and new ranks seconds: of the
 # reducer's tests those of two ranks with one kind of bucket; not those of hundreds of steps or
-# thousands of broadcasts, nor (test_reducer_errors.py) those that use up their ranks.
-reducer_files=(tests/test_reducer.py tests/test_reducer_{autograd,buckets,models,training}.py)
+# thousands of broadcasts, nor (test_errors.py) those that use up their ranks.
+reducer_files=(tests/reducer/test_{backward,autograd,buckets,models,training}.py)
 reducer='nccl and 2 and not 3 and not 4 and not many and not 200_steps and not thousand'
 
 # All limits together are the 480 seconds above.

@@ -8,20 +8,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Iterator
 
 import pytest
-from ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
+
+from tests.support.ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
 
 LONGEST = (
-    "test_package",
-    "test_examples",
-    "test_bench",
-    "test_matrix",
-    "test_programs",
-    "test_nccl_faults",
-    "test_torchrun",
+    "tests.test_package",
+    "tests.test_examples",
+    "tests.test_bench",
+    "tests.matrix.test_matrix",
+    "tests.programs.test_programs",
+    "tests.nccl.test_faults",
+    "tests.test_torchrun",
 )
 
 # The transports over torch.distributed share all that these suites do not reach.
-SUITES_OVER_TORCH = ("test_reducer", "test_reducer_errors", "test_interrupts", "test_defects")
+SUITES_OVER_TORCH = tuple(
+    f"tests.reducer.test_{name}" for name in ("backward", "errors", "interrupts", "defects")
+)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +40,7 @@ def ranks() -> Iterator[Ranks]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the files that take longest, so that none of them is left over for one worker."""
     order = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    items.sort(key=lambda item: order.get(item.module.__name__, len(order)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

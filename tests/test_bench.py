@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import environment, stand_ins
+
+from tests.support.stand_ins import environment, stand_ins
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
@@ -32,7 +33,7 @@ def run(script: str, *arguments: str, env: Mapping[str, str] | None = None) -> s
 def host_clock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which a benchmark of the GPU runs on the host."""
     site = tmp_path_factory.mktemp("site")
-    shutil.copy(ROOT / "tests/host_clock.py", site / "sitecustomize.py")
+    shutil.copy(ROOT / "tests/support/host_clock.py", site / "sitecustomize.py")
     path = os.pathsep.join([str(site), str(ROOT)])
     return (
         os.environ

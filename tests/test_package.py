@@ -122,9 +122,9 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
     assert sources <= names
     assert {
         "kernels/cuda/flatten.cu",
-        "kernels/cuda/host_shim.h",
+        "tests/support/host_shim.h",
         "kernels/cuda/nvcc.options",
-        "tests/kernel_driver.cpp",
+        "tests/kernels/driver.cpp",
         "ci/kernels.sh",
     } <= names
     assert not [name for name in names if name.endswith((".so", ".pyc", ".fatbin"))]

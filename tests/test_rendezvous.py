@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-import ranks as harness
 import torch
-from ranks import on_ranks
 
 import fastcomm
+from tests.support import ranks as harness
+from tests.support.ranks import on_ranks
 
 
 def _meet(comm, path: str) -> fastcomm.Communicator:

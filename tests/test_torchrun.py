@@ -25,7 +25,7 @@ def train(folder: Path, how: str) -> dict[str, Any]:
         "--max-restarts=1",
     )
     done = subprocess.run(
-        [*launcher, str(ROOT / "tests" / "elastic_training.py"), str(folder), how],
+        [*launcher, str(ROOT / "tests/support/elastic_training.py"), str(folder), how],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import batch
-from process_groups import world
-from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastcomm
 from fastcomm.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
+from tests.support.models import batch
+from tests.support.process_groups import world
+from tests.support.ranks import Ranks, on_ranks
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: run ci/gpu.sh where there is one"

@@ -3,8 +3,17 @@
 A module for each theme; what a row is stands in row.py.
 """
 
-from matrix import backwards, changes, compiled, dtypes, functions, gradients, modules, optimizers
-from matrix.row import ROWS, Row, run_row
+from tests.matrix import (
+    backwards,
+    changes,
+    compiled,
+    dtypes,
+    functions,
+    gradients,
+    modules,
+    optimizers,
+)
+from tests.matrix.row import ROWS, Row, run_row
 
 THEMES = (backwards, functions, modules, dtypes, gradients, changes, optimizers, compiled)
 

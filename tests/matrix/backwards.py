@@ -8,12 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from models import backward, batch, loss_of, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced
+from tests.support.models import backward, batch, loss_of, mlp
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
 

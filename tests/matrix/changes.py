@@ -6,13 +6,13 @@ import io
 from collections import OrderedDict
 
 import torch
-from models import backward, batch, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from matrix.modules import Adapter
-from matrix.row import error, reduced
+from tests.matrix.modules import Adapter
+from tests.matrix.row import error, reduced
+from tests.support.models import backward, batch, mlp
 
 REFRESH = "`reducer.refresh()` on every rank, and an optimizer that has the new parameters"
 

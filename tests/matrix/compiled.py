@@ -6,11 +6,11 @@ import contextlib
 import functools
 
 import torch
-from models import batch
 from torch import nn
 from torch.nn import functional as F
 
-from matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced
+from tests.support.models import batch
 
 slow_reduced = functools.partial(reduced, is_slow=True)
 slow_error = functools.partial(error, is_slow=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import backward, batch, loss_of, mlp
 from torch import nn
 from torch.nn import functional as F
 
-from matrix.row import Training, reduced
+from tests.matrix.row import Training, reduced
+from tests.support.models import backward, batch, loss_of, mlp
 
 
 class _Mixed(nn.Module):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from models import Fail, backward, batch, loss_of, mlp
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced
+from tests.support.models import Fail, backward, batch, loss_of, mlp
 
 
 class _Scale(torch.autograd.Function):

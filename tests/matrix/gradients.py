@@ -6,13 +6,13 @@ import multiprocessing
 import os
 
 import torch
-from models import backward, batch, convnet, image_backward, mlp
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from matrix.functions import BY_HAND
-from matrix.row import Training, error, reduced
+from tests.matrix.functions import BY_HAND
+from tests.matrix.row import Training, error, reduced
+from tests.support.models import backward, batch, convnet, image_backward, mlp
 
 
 @reduced("`p.grad = None` between two backwards")

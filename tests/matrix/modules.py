@@ -5,7 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
-from models import (
+from torch import nn
+from torch.ao import quantization
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+from tests.matrix.row import Training, error, reduced
+from tests.support.models import (
     Heads,
     Transformer,
     backward,
@@ -16,12 +22,6 @@ from models import (
     mlp,
     text_backward,
 )
-from torch import nn
-from torch.ao import quantization
-from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
-
-from matrix.row import Training, error, reduced
 
 
 def layers(*modules):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
-from models import Fail, backward, batch, loss_of, mlp
 from torch import nn
 from torch.nn import functional as F
 
-from matrix.row import Training, error, reduced, sgd
+from tests.matrix.row import Training, error, reduced, sgd
+from tests.support.models import Fail, backward, batch, loss_of, mlp
 
 
 @reduced("one optimizer with several param groups, gradients accumulated over two backwards")

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import mean_of
 from torch import Tensor, nn
 
 import fastcomm
+from tests.support.models import mean_of
 
 Body = Callable[["Case"], None]
 Make = Callable[[], nn.Module]

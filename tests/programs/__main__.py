@@ -1,6 +1,6 @@
-"""Runs generated programs for as long as it is told to: `make fuzz`, or, in tests/,
+"""Runs generated programs for as long as it is told to: `make fuzz`, or
 
-    python -m programs --minutes 10 --seed random
+    python -m tests.programs --minutes 10 --seed random
 
 Prints how many ran over each transport, and the least program that fails, with which it ends.
 """
@@ -17,9 +17,8 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
 
-from ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
-
-from programs.batches import STRATEGIES, Failed, find_failure
+from tests.programs.batches import STRATEGIES, Failed, find_failure
+from tests.support.ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
 
 BATCH = 50
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
-from ranks import RankError, Ranks
 
-from programs.strategies import collective_programs, reducer_programs
+from tests.programs.strategies import collective_programs, reducer_programs
+from tests.support.ranks import RankError, Ranks
 
 # What draws programs for so many ranks over a transport.
 STRATEGIES: dict[str, Callable[[int, str], Any]] = {

@@ -1,5 +1,5 @@
 """Runs a CollectiveProgram on one rank of several, and compares every result, and what lies around
-it in memory, with tests/reference.py."""
+it in memory, with tests/support/reference.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import zlib
 from typing import Any
 
 import torch
-from ranks import finish_together
-from reference import HALVES, reduced
 from torch import Tensor
 
 from fastcomm import FastcommError, MismatchError
-from programs.data import Call, CollectiveProgram, Round
+from tests.programs.data import Call, CollectiveProgram, Round
+from tests.support.ranks import finish_together
+from tests.support.reference import HALVES, reduced
 
 DONE_WITHIN_S = 20.0
 GUARD = 77

@@ -196,7 +196,7 @@ class ReducerProgram(_Compact):
     second: Model | None = None
 
     def run(self, comm: Any) -> list[dict[str, Any]]:
-        from programs.reducer_programs import run_reducer_program
+        from tests.programs.reducer_programs import run_reducer_program
 
         return run_reducer_program(comm, self)
 
@@ -249,6 +249,6 @@ class CollectiveProgram(_Compact):
     rounds: tuple[Round, ...]
 
     def run(self, comm: Any) -> list[dict[str, Any]]:
-        from programs.collective_programs import run_collective_program
+        from tests.programs.collective_programs import run_collective_program
 
         return run_collective_program(comm, self)

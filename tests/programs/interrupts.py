@@ -14,8 +14,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from ranks import meeting_place
 from torch import Tensor
+
+from tests.support.ranks import meeting_place
 
 TICK_S = 0.002
 # A rank whose stack has not moved for so long, at two signals, waits.

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from models import Fail as RaiseInBackward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from programs.data import Backward, Layer, Model, Route, Touch
+from tests.programs.data import Backward, Layer, Model, Route, Touch
+from tests.support.models import Fail as RaiseInBackward
 
 BATCH = 3
 

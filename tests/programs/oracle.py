@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from programs.data import Layer, Model, ReducerProgram
-from programs.modules import ProgramModel, stages
+from tests.programs.data import Layer, Model, ReducerProgram
+from tests.programs.modules import ProgramModel, stages
 
 LEARNING_RATE = 0.05
 _COMBINE = {

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from ranks import finish_together
 from torch import Tensor
 
 import fastcomm
 from fastcomm import FastcommError
-from programs.data import (
+from tests.programs.data import (
     Backward,
     Clip,
     Fail,
@@ -37,9 +36,10 @@ from programs.data import (
     Touch,
     ZeroGrad,
 )
-from programs.interrupts import Interrupted, interrupting, new_gate
-from programs.modules import ProgramModel, stages, touch_gradient
-from programs.oracle import LEARNING_RATE, Oracle
+from tests.programs.interrupts import Interrupted, interrupting, new_gate
+from tests.programs.modules import ProgramModel, stages, touch_gradient
+from tests.programs.oracle import LEARNING_RATE, Oracle
+from tests.support.ranks import finish_together
 
 # A few roundings of each, relative to the largest number that goes into a sum.
 _EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from programs.data import (
+from tests.programs.data import (
     Backward,
     Call,
     Clip,
@@ -36,7 +36,7 @@ from programs.data import (
     Touch,
     ZeroGrad,
 )
-from programs.modules import MODULES
+from tests.programs.modules import MODULES
 
 MAX_CALLS = 24
 _KINDS = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier")

@@ -1,0 +1,389 @@
+"""What is built on torch.distributed, over the backend "fastcomm": DDP, FSDP2, DTensor, optimizers,
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import fastcomm
+from tests.support import ranks as harness
+from tests.support.models import (
+    Heads,
+    Transformer,
+    backward,
+    convnet,
+    image_backward,
+    loss_of,
+    mlp,
+    text_backward,
+)
+from tests.support.process_groups import gloo, ranks, start, values, world  # noqa: F401 (the fixture)
+from tests.support.ranks import fresh_ranks, on_ranks
+
+
+def _train(model, run, comm, steps=4, **optimizer_options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **optimizer_options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        run(model, comm.rank, step)
+        optimizer.step()
+
+
+def _assert_same_parameters(model, other):
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(
+    "make, run, options",
+    [
+        (mlp, backward, {}),
+        (mlp, backward, {"gradient_as_bucket_view": True}),
+        (mlp, backward, {"static_graph": True}),
+        (mlp, backward, {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}),
+        (convnet, image_backward, {}),
+        (Transformer, text_backward, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}),
+    ],
+    ids=["mlp", "bucket views", "static graph", "small buckets", "convnet", "transformer"],
+)
+@on_ranks(2)
+def test_ddp_trains_bitwise_as_over_gloo(comm, make, run, options):
+    models = [
+        DistributedDataParallel(make(), process_group=group, **options)
+        for group in (world(), gloo())
+    ]
+    for model in models:
+        _train(model, run, comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_with_changing_branches_trains_bitwise_as_over_gloo(comm):
+    models = [
+        DistributedDataParallel(Heads(4), process_group=group, find_unused_parameters=True)
+        for group in (world(), gloo())
+    ]
+    for model in models:
+        _train(
+            model,
+            lambda one, rank, step: loss_of(one, rank, step, (rank + step * step) % 3).backward(),
+            comm,
+        )
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_accumulates_without_synchronising(comm):
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+
+    def run(model, rank, step):
+        with model.no_sync():
+            backward(model, rank, 2 * step)
+        backward(model, rank, 2 * step + 1)
+
+    for model in models:
+        _train(model, run, comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_joins_uneven_inputs(comm):
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        with model.join():
+            _train(model, backward, comm, steps=3 + 2 * comm.rank)
+    _assert_same_parameters(*models)
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [False, True])
+@on_ranks(2, 3)
+def test_ddp_joins_uneven_inputs_dividing_as_over_gloo(comm, divide_by_initial_world_size):
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            _train(model, backward, comm, steps=2 + comm.rank)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def _end_in_c(work):
+    """Waits for a Work that nobody in Python holds any more, as C++ may."""
+    boxed = work.boxed()
+    del work
+    gc.collect()
+    assert dist.Work.unbox(boxed).wait()
+
+
+@on_ranks(2)
+def test_works_can_be_waited_for_in_c_alone(comm):
+    world()
+    tensors = [values(comm), values(comm).to(torch.int8)]
+    for tensor in tensors:
+        _end_in_c(dist.all_reduce(tensor, async_op=True))
+    _end_in_c(dist.all_gather([torch.zeros(2)] * 2, torch.ones(2), async_op=True))
+    total = values(comm)
+    dist.all_reduce(total)
+    assert torch.equal(tensors[0], total) and torch.equal(tensors[1], total.to(torch.int8))
+
+
+@on_ranks(2)
+def test_an_error_that_passes_through_c_keeps_its_type(comm):
+    world()
+    with pytest.raises(fastcomm.MismatchError):
+        _end_in_c(dist.all_reduce(torch.ones(4 + comm.rank), async_op=True))
+
+
+@on_ranks(2)
+def test_ddp_with_a_hook_that_chains_futures(comm):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
+        _train(model, backward, comm)
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_ddp_with_power_sgd_trains_as_over_gloo(comm):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
+
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        model.register_comm_hook(
+            PowerSGDState(model.process_group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
+            powerSGD_hook,
+        )
+        _train(model, backward, comm, steps=5)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2)
+def test_fully_shard_trains_as_one_process(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world()
+    alone, sharded = mlp(), mlp()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    inputs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    for model, batch in ((alone, inputs.view(8, 8)), (sharded, inputs[comm.rank])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    for parameter, wanted in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), wanted)
+
+
+@on_ranks(2)
+def test_a_distributed_tensor_is_reduced(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    world()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    partial = DTensor.from_local(values(comm), mesh, [Partial("avg")])
+    total = values(comm)
+    dist.all_reduce(total, group=mesh.get_group("data"))
+    torch.testing.assert_close(partial.redistribute(placements=[Replicate()]).to_local(), total / 2)
+    sharded = DTensor.from_local(torch.full((3,), comm.rank), mesh, [Shard(0)])
+    assert sharded.full_tensor().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@on_ranks(2)
+def test_zero_redundancy_optimizer_trains_as_sgd(comm):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [DistributedDataParallel(mlp(), process_group=world()) for _ in range(2)]
+    optimizers = [
+        torch.optim.SGD(models[0].parameters(), lr=0.05, momentum=0.9),
+        ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.SGD, lr=0.05, momentum=0.9),
+    ]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            optimizer.step()
+    _assert_same_parameters(*models)
+
+
+@on_ranks(2)
+def test_the_state_of_a_zero_redundancy_optimizer_is_gathered_and_loaded(comm):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def trained(state=None):
+        model = DistributedDataParallel(mlp(), process_group=world(), gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=True
+        )
+        if state is not None:
+            optimizer.load_state_dict(state)
+        backward(model, comm.rank, 0)
+        optimizer.step()
+        return model, optimizer
+
+    _, optimizer = trained()
+    optimizer.consolidate_state_dict(to=0)
+    box = [optimizer.state_dict() if comm.rank == 0 else None]
+    dist.broadcast_object_list(box)
+    _, other = trained(box[0])
+    other.consolidate_state_dict(to=0)
+    if comm.rank == 0:
+        assert [float(state["step"]) for state in other.state_dict()["state"].values()] == [
+            2.0
+        ] * len(box[0]["state"])
+
+
+@on_ranks(2)
+def test_ddp_and_zero_join_uneven_inputs_together(comm):
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
+    for model in models:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=model.process_group, lr=0.05
+        )
+        with Join([model, optimizer]):
+            for step in range(2 + comm.rank):
+                optimizer.zero_grad()
+                backward(model, comm.rank, step)
+                optimizer.step()
+    _assert_same_parameters(*models)
+
+
+def _step_over_rpc(place):
+    import torch.distributed.rpc as rpc
+    from torch.distributed.autograd import backward as distributed_backward
+    from torch.distributed.autograd import context
+    from torch.distributed.optim import DistributedOptimizer
+
+    start(place)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{place.directory}/rpc", rpc_timeout=30
+    )
+    rpc.init_rpc(
+        f"rank{place.rank}",
+        rank=place.rank,
+        world_size=place.world_size,
+        rpc_backend_options=options,
+    )
+    parameter = rpc.RRef(torch.ones(3, requires_grad=True))
+    with context() as identity:
+        theirs = rpc.remote(f"rank{1 - place.rank}", torch.mul, args=(parameter.local_value(), 2.0))
+        distributed_backward(identity, [theirs.to_here().sum()])
+        DistributedOptimizer(torch.optim.SGD, [parameter], lr=0.5).step(identity)
+    value = parameter.local_value().detach().clone()
+    dist.all_reduce(value)
+    rpc.shutdown()
+    dist.destroy_process_group()
+    return value.tolist()
+
+
+def test_the_optimizer_of_rpc_works_beside_the_backend():
+    environment = {"TP_SOCKET_IFNAME": "lo"}
+    outcomes = fresh_ranks(2, _step_over_rpc, env=environment)
+    assert [outcome.value for outcome in outcomes] == [[0.0] * 3] * 2, outcomes
+
+
+@on_ranks(2)
+def test_post_local_sgd_averages_over_the_group(comm):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    world()
+    model = mlp()
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), averager)
+    backward(model, comm.rank, 0)
+    optimizer.step()
+    weight = model[0].weight.detach().clone()
+    dist.broadcast(weight, 0)
+    assert torch.equal(weight, model[0].weight)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_saved_and_loaded(comm):
+    import torch.distributed.checkpoint as checkpoint
+
+    world()
+    folder = f"{harness._place.directory}/checkpoint"
+    model = mlp()
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    _assert_same_parameters(model, other)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_saved_in_the_background(comm):
+    import torch.distributed.checkpoint as checkpoint
+
+    world()
+    folder = f"{harness._place.directory}/background"
+    state = {"weight": torch.arange(4.0)}
+    checkpoint.async_save(state, checkpoint_id=folder).result(timeout=30)
+    state["weight"] = torch.zeros(4)
+    checkpoint.load(state, checkpoint_id=folder)
+    assert state["weight"].tolist() == [0, 1, 2, 3]
+
+
+@on_ranks(2)
+def test_a_function_of_the_all_reduce_has_gradients(comm):
+    from torch.distributed.nn.functional import all_reduce
+
+    world()
+    tensor = values(comm).requires_grad_()
+    (all_reduce(tensor) * (comm.rank + 1)).sum().backward()
+    assert torch.equal(tensor.grad, torch.full((12,), 3.0))
+
+
+TRAINING_SCRIPT = """
+    import torch, torch.distributed as dist, fastcomm
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("fastcomm")
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    model(torch.ones(3, 4) * dist.get_rank()).sum().backward()
+    gradient = model.module.weight.grad[0, 0].item()
+    assert gradient == 1.5, gradient
+    del model
+    dist.destroy_process_group()
+"""
+
+
+def test_a_script_under_torchrun_trains(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TRAINING_SCRIPT))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr

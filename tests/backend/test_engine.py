@@ -1,0 +1,209 @@
+"""What the backend "fastcomm" leaves to Gloo: the same results, and a lost rank that is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+import fastcomm
+from tests.support.process_groups import gloo, ranks, start, world  # noqa: F401 (the fixture)
+from tests.support.ranks import fresh_ranks, note, on_ranks
+
+LAYOUTS = {
+    "flat": lambda: torch.zeros(6),
+    "matrix": lambda: torch.zeros(2, 3),
+    "transposed": lambda: torch.zeros(3, 2).t(),
+    "with gaps": lambda: torch.zeros(2, 6)[:, ::2],
+    "scalar": lambda: torch.zeros(()),
+    "empty": lambda: torch.zeros(0),
+}
+BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+
+def _numbers(layout: str, dtype: torch.dtype, salt: int = 0) -> Tensor:
+    tensor = LAYOUTS[layout]()
+    tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    return tensor.copy_(((torch.arange(tensor.numel()) * 3 + 5 * salt) % 7 + 1).view(tensor.shape))
+
+
+def _outcome(call) -> object:
+    """What a collective leaves in a tensor, or that it raises."""
+    try:
+        return call().tolist()
+    except (RuntimeError, ValueError):
+        return "an error"
+
+
+def _reduce_scatter(group, rank: int, layout: str, dtype: torch.dtype, op) -> Tensor:
+    output = _numbers(layout, dtype)
+    parts = [_numbers(layout, dtype, rank + to) for to in range(group.size())]
+    dist.reduce_scatter(output, parts, op, group=group)
+    return output
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_list_is_reduced_bit_by_bit_as_by_gloo(comm, layout):
+    for dtype in (torch.int64, torch.int8):
+        for op in BITWISE:
+            arguments = comm.rank, layout, dtype, op
+            ours = _outcome(partial(_reduce_scatter, world(), *arguments))
+            assert ours == _outcome(partial(_reduce_scatter, gloo(), *arguments)), (dtype, op)
+
+
+@pytest.mark.parametrize("layout", ["flat", "scalar"])
+@on_ranks(2)
+def test_bits_of_floats_are_an_error_as_over_gloo(comm, layout):
+    world()
+    with pytest.raises(RuntimeError, match="non-integral"):
+        _reduce_scatter(world(), comm.rank, layout, torch.float32, dist.ReduceOp.BAND)
+    with pytest.raises(RuntimeError, match="non-integral"):
+        _reduce_scatter(gloo(), comm.rank, layout, torch.float32, dist.ReduceOp.BAND)
+
+
+@on_ranks(2)
+def test_scalars_are_reduced_and_scattered(comm):
+    """Over Gloo alone this ends the process."""
+    world()
+    bits, total = torch.tensor(0), torch.tensor(0, dtype=torch.int8)
+    dist.reduce_scatter_tensor(bits, torch.tensor([1, 4]) << comm.rank, dist.ReduceOp.BOR)
+    dist.reduce_scatter_tensor(total, torch.tensor([3, 5], dtype=torch.int8))
+    assert bits.item() == (3, 12)[comm.rank] and total.item() == (6, 10)[comm.rank]
+    with pytest.raises(RuntimeError):
+        dist.reduce_scatter_tensor(total, torch.tensor(3, dtype=torch.int8))
+
+
+# ---- a rank that is lost ----
+
+
+def _bytes(numel: int = 9) -> Tensor:
+    return torch.ones(numel, dtype=torch.int8)
+
+
+CALLS = {
+    "all_reduce": lambda n: dist.all_reduce(_bytes()),
+    "async all_reduce": lambda n: dist.all_reduce(_bytes(), async_op=True).wait(),
+    "functional all_reduce": lambda n: functional.all_reduce(_bytes(), "sum", world()).wait(),
+    "reduce_scatter_tensor": lambda n: dist.reduce_scatter_tensor(_bytes(), _bytes(9 * n)),
+    "recv": lambda n: dist.recv(torch.ones(9), 1),
+    "gather": lambda n: dist.gather(torch.ones(9), [torch.ones(9) for _ in range(n)]),
+    "all_to_all": lambda n: dist.all_to_all([_bytes()] * n, [_bytes()] * n),
+}
+
+
+def _killed_while_another_waits(place, name):
+    start(place)
+    dist.barrier()
+    if place.rank == 1:
+        dist.recv(torch.ones(1), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pid = dist.group.WORLD._cpu.comm.pids[1]
+    dist.send(torch.ones(1), 1)
+    before = time.monotonic()
+    message = rf"rank 1 \(pid {pid}\) died; rank 0 waits in .*over Gloo"
+    with pytest.raises(fastcomm.PeerLostError, match=message) as raised:
+        CALLS[name](place.world_size)
+    assert isinstance(raised.value.__cause__, RuntimeError) or "functional" in name
+    assert time.monotonic() - before < 10
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_who_waits_in_gloo_hears_who_was_killed(name):
+    assert fresh_ranks(2, _killed_while_another_waits, name)[0].kind == "returned"
+
+
+def _killed_far_away(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fastcomm.PeerLostError, match="rank 1 .*died"):
+        dist.all_reduce(_bytes())
+    note(place, **{f"heard{place.rank}": ""})
+    while not all(Path(place.directory, f"heard{rank}").exists() for rank in (0, 2, 3)):
+        time.sleep(0.01)  # Gloo tells rank 3 when the others end, not before
+
+
+def test_a_rank_hears_though_it_does_not_wait_for_the_lost_one_itself():
+    outcomes = fresh_ranks(4, _killed_far_away)
+    kinds = [outcome.kind for outcome in outcomes]
+    assert kinds == ["returned", "died", "returned", "returned"], outcomes
+
+
+@on_ranks(2)
+def test_a_work_of_gloo_s_waits_as_long_as_it_is_told(comm):
+    world()
+    if comm.rank == 0:
+        work = dist.all_reduce(_bytes(), async_op=True)
+        with pytest.raises(RuntimeError, match="timed out"):
+            work.wait(timedelta(seconds=0.05))
+        assert not work.is_completed()
+        dist.send(torch.ones(1), 1)
+        assert work.wait() and work.is_completed() and work.is_success()
+        assert work.get_future().wait()[0].tolist() == [2] * 9
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(_bytes())
+
+
+@on_ranks(2)
+def test_batches_of_transfers_and_of_collectives_are_waited_for(comm):
+    world()
+    sent, received = torch.full((3,), float(comm.rank)), torch.zeros(3)
+    peer = 1 - comm.rank
+    transfers = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+    assert received.tolist() == [float(peer)] * 3
+    outputs = [0 * _bytes(2), 0 * _bytes(4)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as batch:
+        for output in outputs:
+            dist.all_gather_into_tensor(output, comm.rank * _bytes(len(output) // 2))
+    batch.wait()
+    assert [output.tolist() for output in outputs] == [[0, 1], [0, 0, 1, 1]]
+
+
+@on_ranks(2)
+def test_who_has_sent_is_known(comm):
+    world()
+    if comm.rank == 0:
+        assert dist.recv(torch.ones(3)) == 1
+    else:
+        dist.send(torch.ones(3), 0)
+
+
+# ---- sequence numbers ----
+
+
+@on_ranks(3)
+def test_the_sequence_number_grows_with_every_collective_and_is_the_same_on_all_ranks(comm):
+    group, n = world(), comm.world_size
+    group._set_sequence_number_for_group()
+    numbers = [group._get_sequence_number_for_group()]
+    for call in (
+        lambda: dist.all_reduce(torch.ones(3)),
+        lambda: dist.all_reduce(_bytes()),
+        lambda: dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * n),
+        lambda: dist.all_gather([torch.ones(2)] * n, torch.ones(2)),
+        lambda: dist.broadcast(torch.ones(2), 0),
+        lambda: dist.reduce(torch.ones(2), 0),
+        dist.barrier,
+    ):
+        call()
+        numbers.append(group._get_sequence_number_for_group())
+    if comm.rank < 2:  # what two ranks do alone does not count
+        (dist.send if comm.rank else dist.recv)(torch.ones(1), 1 - comm.rank)
+    assert [number - numbers[0] for number in numbers] == list(range(8))
+    everyone: list[int] = [0] * n
+    dist.all_gather_object(everyone, group._get_sequence_number_for_group())
+    assert len(set(everyone)) == 1

@@ -1,0 +1,307 @@
+"""The backend "fastcomm" of torch.distributed among ranks that take each other for ranks of several
+hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+
+import fastcomm
+from fastcomm.group.communicator import GroupCommunicator
+from tests.support.models import backward, mlp
+from tests.support.process_groups import start, values
+from tests.support.ranks import Place, fresh_ranks
+
+
+def across_hosts(hosts: str, body: Callable[[Place], None], dies: int | None = None) -> None:
+    """Runs the body on a rank for each letter, which names its host. `dies`: the rank that kills
+    itself.
+    """
+    outcomes = fresh_ranks(
+        len(hosts),
+        body,
+        env=[{"FASTCOMM_HOST_ID": host, "GLOO_SOCKET_IFNAME": "lo"} for host in hosts],
+    )
+    for outcome in outcomes:
+        if outcome.rank == dies:
+            assert outcome.exitcode == -signal.SIGKILL
+        else:
+            assert outcome.kind == "returned", "\n".join(map(str, outcomes))
+
+
+# Collectives
+
+
+def _reduce(place):
+    start(place)
+    n = place.world_size
+    assert dist.group.WORLD._cpu.comm.backend == "hierarchical"
+    integers = torch.tensor([3 * place.rank] * 5)
+    dist.all_reduce(integers, dist.ReduceOp.AVG)
+    assert integers.tolist() == [3 * (n - 1) // 2] * 5
+    part = torch.zeros(2)
+    columns = torch.ones(300, 1000).t()
+    works = [
+        dist.reduce_scatter_tensor(part, torch.arange(2.0 * n), async_op=True),
+        dist.all_reduce(columns, async_op=True),
+        dist.barrier(async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    assert torch.equal(part, n * torch.arange(2.0 * n).view(n, 2)[place.rank])
+    assert bool((columns == n).all())
+    dist.destroy_process_group()
+
+
+def test_ranks_of_several_hosts_reduce_in_each_of_them_first():
+    across_hosts("aab", _reduce)
+
+
+def _move(place):
+    start(place)
+    moved = torch.full((3,), float(place.rank))
+    dist.broadcast(moved, 1)
+    everyone = torch.zeros(3 * place.world_size)
+    dist.all_gather_into_tensor(everyone, moved)
+    assert everyone.tolist() == [1.0] * 3 * place.world_size
+    dist.destroy_process_group()
+
+
+def test_what_is_only_moved_goes_to_gloo():
+    across_hosts("aab", _move)
+
+
+def _share_a_group(place):
+    """Two threads and a group, in which each reduces as many tensors as the other, of one size: the
+    ranks' calls match.
+    """
+    start(place)
+    tensors = [torch.ones(1000) for _ in range(60)]
+
+    def reduce(part: list[torch.Tensor], is_async: bool) -> None:
+        for tensor in part:
+            work = dist.all_reduce(tensor, async_op=is_async)
+            if is_async:
+                work.wait()
+
+    threads = [threading.Thread(target=reduce, args=(tensors[i::2], bool(i))) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(bool((tensor == place.world_size).all()) for tensor in tensors)
+    dist.destroy_process_group()
+
+
+def test_threads_share_a_group():
+    across_hosts("ab", _share_a_group)
+
+
+def _chain(place):
+    start(place)
+    tensor = torch.ones(3)
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    # What is chained may reduce further, and wait for it.
+    chained = future.then(
+        lambda one: dist.all_reduce(one.value()[0], async_op=True).get_future().wait()[0]
+    )
+    assert chained.wait().tolist() == [4.0] * 3
+    dist.destroy_process_group()
+
+
+def test_what_is_chained_to_a_future_may_call_collectives():
+    across_hosts("ab", _chain)
+
+
+def _crowded(place):
+    fastcomm.rendezvous.MAX_RANKS = 1
+    start(place)
+    assert isinstance(dist.group.WORLD._cpu.comm, GroupCommunicator)
+    integers = torch.tensor([2 * place.rank])
+    dist.all_reduce(integers, dist.ReduceOp.AVG)
+    assert integers.item() == 1
+    dist.destroy_process_group()
+
+
+def test_more_ranks_on_a_host_than_shared_memory_takes_meet_over_the_network():
+    across_hosts("aa", _crowded)
+
+
+# DDP
+
+
+def trained(place, hook=None, group=None):
+    """A small model after a few steps of DDP with many buckets, and how far its ranks are apart."""
+    model = DistributedDataParallel(mlp(), process_group=group, bucket_cap_mb=0.0005)
+    if hook is powerSGD_hook:
+        model.register_comm_hook(
+            PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5), hook
+        )
+    elif hook is not None:
+        model.register_comm_hook(group, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, place.rank, step)
+        optimizer.step()
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def _train(place):
+    start(place)
+    wanted = trained(place, group=dist.new_group(backend="gloo"))
+    torch.testing.assert_close(trained(place), wanted)
+    torch.testing.assert_close(
+        trained(place, default_hooks.fp16_compress_hook), wanted, rtol=1e-2, atol=1e-3
+    )
+    compressed = trained(place, powerSGD_hook)  # over Gloo it hangs where there are several buckets
+    highest, lowest = compressed.clone(), compressed.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    assert torch.equal(highest, lowest)
+    torch.testing.assert_close(compressed, wanted, rtol=0, atol=0.1)
+    dist.destroy_process_group()
+
+
+def test_ddp_and_its_hooks_train():
+    across_hosts("aab", _train)
+
+
+def _compute_while_a_bucket_is_under_way(place):
+    start(place)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = DistributedDataParallel(nn.Sequential(first, last), bucket_cap_mb=1e-5)
+    # The second backward has a bucket for each layer. Rank 1 comes only after rank 0 has left the
+    # last layer behind.
+    first.register_full_backward_hook(
+        lambda *_: dist.send(torch.zeros(1), 1) if place.rank == 0 else None
+    )
+    for _ in range(2):
+        loss = model(torch.ones(1, 4)).sum()
+        if place.rank == 1:
+            dist.recv(torch.zeros(1), 0)
+        loss.backward()
+    del model
+    dist.destroy_process_group()
+
+
+def test_ddp_computes_while_a_bucket_is_under_way():
+    across_hosts("ab", _compute_while_a_bucket_is_under_way)
+
+
+# When it goes wrong
+
+
+def _disagree(place):
+    start(place)
+    with pytest.raises(fastcomm.MismatchError, match="rank 0: .* of 4 .*rank 1: .* of 5 "):
+        dist.all_reduce(torch.ones(4 + place.rank))
+    work = dist.all_reduce(torch.ones(4 + place.rank), async_op=True)
+    with pytest.raises(fastcomm.MismatchError):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_tensors_that_differ_raise_on_all_ranks():
+    across_hosts("aab", _disagree)
+
+
+def _wait_for_a_late_one(place):
+    start(place)
+    tensor = values(place, 9)
+    if place.rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(fastcomm.TimeoutError, match="waited 0.1 s"):
+            work.wait(timedelta(seconds=0.1))
+        dist.send(torch.zeros(1), 1)
+        work.wait()
+    else:
+        dist.recv(torch.zeros(1), 0)
+        dist.all_reduce(tensor)
+    assert torch.equal(
+        tensor, ((torch.arange(9) * 2) % 5 + 1 + (torch.arange(9) * 3) % 5 + 1).float()
+    )
+    dist.destroy_process_group()
+
+
+def test_a_wait_ends_at_its_own_timeout():
+    across_hosts("ab", _wait_for_a_late_one)
+
+
+def _leave(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 1:
+        dist.destroy_process_group()
+        return
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(fastcomm.PeerLostError, match="rank 1"):
+        work.wait()
+
+
+def test_the_others_hear_of_a_rank_that_has_left():
+    across_hosts("ab", _leave)
+
+
+def _abort(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 1:
+        dist.distributed_c10d._abort_process_group()
+        return
+    with pytest.raises(fastcomm.PeerLostError, match="rank 1 .*aborted"):
+        dist.all_reduce(torch.ones(4))
+
+
+def test_abort_ends_what_the_others_wait_for():
+    across_hosts("ab", _abort)
+
+
+def _killed_in_backward(place):
+    start(place)
+    model = DistributedDataParallel(mlp())
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = time.monotonic()
+    # A future carries the text of an error, torch's C++ makes a RuntimeError of it.
+    with pytest.raises(RuntimeError, match="PeerLostError: .*rank 1"):
+        backward(model, place.rank, 0)
+    assert time.monotonic() - before < 20
+
+
+def test_backward_raises_when_a_rank_was_killed():
+    across_hosts("ab", _killed_in_backward, dies=1)
+
+
+def _member_has_died_elsewhere(place):
+    start(place)
+    dist.barrier()
+    if place.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fastcomm.PeerLostError) as lost:
+        dist.all_reduce(torch.ones(3))
+    assert lost.value.ranks == (2,)
+    message = r"rank 1 waits in new_group: rank 2 \(pid \d+\) died"
+    if place.rank == 1:
+        with pytest.raises(fastcomm.InitError, match=message):
+            dist.new_group([1, 2])
+
+
+def test_a_new_group_does_not_wait_for_a_rank_that_died_on_another_host():
+    across_hosts("aab", _member_has_died_elsewhere, dies=2)

@@ -1,0 +1,430 @@
+"""backend="hierarchical" on hosts that are network namespaces: results, what crosses a link, and
+what the others hear when a host goes. What a reducer needs of it is in tests/reducer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastcomm
+from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError, rendezvous
+from fastcomm.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
+from tests.support import ranks as harness
+from tests.support.namespaces import INTERFACE, Hosts, enter, why_not
+from tests.support.ranks import fresh_ranks, gloo, values_of
+from tests.support.reference import (
+    DTYPES,
+    FLOATS,
+    HALVES,
+    OPS,
+    assert_same_bits,
+    check_all_reduce,
+    reduced,
+    shards_of,
+)
+
+LAYOUTS = {"2+2": [2, 2], "1+1": [1, 1], "2+1+3": [2, 1, 3]}
+# Of float32: nothing, a few elements for each shard, one chunk, more chunks than are ever under
+# way.
+SIZES = (0, 37, 5000)
+LARGE = (2 * AHEAD + 2) * CHUNK_NBYTES // 4 + 5
+PORT = 29500  # in namespaces of our own every port is free
+
+
+@pytest.fixture(scope="module")
+def may_make_hosts() -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=LAYOUTS)
+def hosts(request: pytest.FixtureRequest, may_make_hosts: None) -> Iterator[Hosts]:
+    with Hosts(LAYOUTS[request.param]) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def two_hosts(may_make_hosts: None) -> Iterator[Hosts]:
+    with Hosts([2, 2]) as hosts:
+        yield hosts
+
+
+def outcomes_on(hosts, body, *args, **options):
+    """How `body(comm, *args)` ended, by rank, on ranks that fastcomm.init(**options) has brought
+    together.
+    """
+    namespaces = [hosts.namespace(host) for host in hosts.host_of]
+    environments = [hosts.environment(rank) for rank in range(hosts.world_size)]
+    return fresh_ranks(
+        hosts.world_size,
+        _run_on_its_host,
+        namespaces,
+        hosts.address(0),
+        options,
+        body,
+        args,
+        env=environments,
+    )
+
+
+def run_on(hosts, body, *args, **options):
+    return values_of(outcomes_on(hosts, body, *args, **options))
+
+
+def _run_on_its_host(place, namespaces, address, options, body, args):
+    enter(namespaces[place.rank])
+    options = {
+        "init_method": f"tcp://{address}:{PORT}",
+        "rank": place.rank,
+        "world_size": place.world_size,
+    } | options
+    with fastcomm.init(**options) as comm:
+        value = body(comm, *args)
+        comm.barrier()
+        return value
+
+
+# Who owns what
+
+ALL_LAYOUTS = [[1], [4], [1, 1], [2, 2], [3, 1], [2, 3], [2, 1, 3], [4, 6], [1, 2, 3, 5], [8] * 4]
+
+
+def _hosts_of(layout):
+    ranks = iter(range(sum(layout)))
+    return [[next(ranks) for _ in range(n)] for n in layout]
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
+def test_every_unit_has_one_owner_on_each_host_and_all_owners_agree(layout):
+    hosts = _hosts_of(layout)
+    n = n_units(hosts)
+    owners = {}
+    for host, ranks in enumerate(hosts):
+        for place, rank in enumerate(ranks):
+            segments = segments_of(hosts, rank)
+            assert [segments[0].begin, segments[-1].end] == [0, n // len(ranks)]
+            assert all(
+                one.end == other.begin for one, other in zip(segments, segments[1:], strict=False)
+            )
+            for segment in segments:
+                assert segment.owners[host] == rank
+                for unit in range(segment.begin, segment.end):
+                    owners.setdefault(place * n // len(ranks) + unit, []).append(segment.owners)
+    assert sorted(owners) == list(range(n))
+    assert all(len(said) == len(hosts) and len(set(said)) == 1 for said in owners.values())
+
+
+# Results
+
+
+def _describe(comm):
+    return comm.backend, comm.local_rank
+
+
+def test_init_chooses_it_where_ranks_have_several_hosts(two_hosts):
+    assert run_on(two_hosts, _describe) == [("hierarchical", 0), ("hierarchical", 1)] * 2
+
+
+def _init_from_a_group(place, backend):
+    with fastcomm.init(backend, group=gloo()) as comm:
+        _check_sum(comm)
+        return comm.backend
+
+
+@pytest.mark.parametrize("backend", ["auto", "hierarchical"])
+def test_ranks_of_several_hosts_may_meet_in_a_group(backend):
+    outcomes = fresh_ranks(3, _init_from_a_group, backend, transport="hierarchical")
+    assert [outcome.value for outcome in outcomes] == ["hierarchical"] * 3, "\n".join(
+        map(str, outcomes)
+    )
+
+
+def _one_fails_in_a_group(place):
+    group = gloo()
+    if place.rank == 1:
+        rendezvous.HierarchicalCommunicator = _broken
+    before = time.monotonic()
+    with pytest.raises(
+        (fastcomm.InitError, ZeroDivisionError),
+        match="rank 1 failed in fastcomm.init: broken|^broken",
+    ):
+        fastcomm.init("hierarchical", group=group, timeout=timedelta(seconds=20))
+    return time.monotonic() - before
+
+
+def _broken(*arguments):
+    raise ZeroDivisionError("broken")
+
+
+def test_ranks_that_meet_in_a_group_hear_of_one_that_fails():
+    assert max(values_of(fresh_ranks(2, _one_fails_in_a_group, transport="hierarchical"))) < 10
+
+
+def _one_host(place):
+    with fastcomm.init(
+        "hierarchical", init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
+        for op in OPS:
+            check_all_reduce(comm, 70_001, op=op)
+
+
+def test_one_host_is_a_hierarchy_too():
+    values_of(fresh_ranks(2, _one_host, env={"GLOO_SOCKET_IFNAME": "lo"}))
+
+
+def _check_every_op(comm):
+    for dtype in DTYPES:
+        for numel in SIZES:
+            for op in OPS:
+                shards = shards_of(dtype, comm.world_size, numel, seed=numel)
+                tensor = comm.empty(numel, dtype=dtype).copy_(shards[comm.rank])
+                comm.all_reduce(tensor, op)
+                _assert_reduced(tensor, shards, op)
+
+
+def _assert_reduced(tensor, shards, op, wire=None):
+    """Within the rounding of what has crossed the network, of numbers as large as the sum of all
+    magnitudes.
+    """
+    if not tensor.dtype.is_floating_point or op in ("min", "max"):
+        assert_same_bits(tensor, reduced(shards, op))
+        return
+    magnitude = reduced([shard.abs().double() for shard in shards], op)
+    epsilon = torch.finfo(wire or tensor.dtype).eps
+    excess = (
+        tensor.double() - reduced([shard.double() for shard in shards], op)
+    ).abs() - 4 * epsilon * magnitude
+    assert (excess <= 2 * torch.finfo(wire or tensor.dtype).tiny).all(), (
+        tensor.dtype,
+        op,
+        excess.max(),
+    )
+
+
+def _bits_of_random_sums(comm):
+    results = []
+    for dtype in FLOATS:
+        tensor = shards_of(dtype, comm.world_size, 70_001)[comm.rank].clone()
+        comm.all_reduce(tensor, "mean")
+        results.append(bytes(tensor.view(torch.uint8).numpy()))
+    return results
+
+
+def _check_against_gloo(comm, address):
+    """Large enough for several chunks, in our own memory and elsewhere."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}:{PORT + 1}",
+        rank=comm.rank,
+        world_size=comm.world_size,
+    )
+    values = torch.rand(LARGE, generator=torch.Generator().manual_seed(comm.rank)) + 0.5
+    expected = values.clone()
+    dist.all_reduce(expected)
+    for tensor in (values.clone(), comm.empty(LARGE, dtype=torch.float32).copy_(values)):
+        comm.all_reduce(tensor)
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _check_all(comm, address):
+    _check_every_op(comm)
+    bits = _bits_of_random_sums(comm)
+    _check_against_gloo(comm, address)
+    for src in range(comm.world_size):
+        tensor = torch.tensor([float(comm.rank)])
+        comm.broadcast(tensor, src)
+        assert tensor.item() == src
+    return bits
+
+
+def test_results_are_right_in_every_layout_and_have_the_same_bits_on_all_ranks(hosts):
+    first, *others = run_on(hosts, _check_all, hosts.address(0))
+    assert all(other == first for other in others)
+
+
+def _reduce_on_the_wire(comm, wire_dtype, op, numel):
+    flat = comm.empty(numel, dtype=torch.float32)
+    shards = shards_of(torch.float32, comm.world_size, numel)
+    flat.copy_(shards[comm.rank])
+    bucket = comm.bind_bucket(flat, [flat[:5]], [0], wire_dtype=wire_dtype, label=1)
+    work = bucket.launch(op, [0] if comm.rank else [])
+    assert work.present() == [True]
+    _assert_reduced(flat[:-1], [shard[:-1] for shard in shards], op, wire_dtype)
+    return bytes(flat.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("wire_dtype", HALVES, ids=str)
+def test_a_bucket_with_a_wire_dtype_is_rounded_no_more_than_on_its_way(two_hosts, wire_dtype):
+    first, *others = run_on(two_hosts, _reduce_on_the_wire, wire_dtype, "mean", 1_500_001)
+    assert all(other == first for other in others)
+
+
+def _mean_of_large_values(comm):
+    flat = torch.full((1001,), 40_000.0)
+    bucket = comm.bind_bucket(flat, [flat[:5]], [0], wire_dtype=torch.float16, label=1)
+    bucket.launch("mean", []).wait()
+    return flat[:1000].unique().tolist()
+
+
+def test_a_mean_that_float16_can_hold_does_not_overflow_on_the_wire(two_hosts):
+    assert run_on(two_hosts, _mean_of_large_values) == [[40_000.0]] * 4
+
+
+def _bytes_sent(comm, wire_dtype, numel):
+    flat = comm.empty(numel, dtype=torch.float32).fill_(1)
+    bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire_dtype=wire_dtype, label=1)
+    comm.barrier()
+    before = _transmitted()
+    bucket.launch("sum", []).wait()
+    comm.barrier()
+    return _transmitted() - before
+
+
+def _transmitted():
+    """By this rank's host. From /proc: /sys shows the interfaces of the namespace it was mounted
+    in.
+    """
+    line = next(
+        line
+        for line in Path("/proc/thread-self/net/dev").read_text().splitlines()
+        if line.strip().startswith(f"{INTERFACE}:")
+    )
+    return int(line.partition(":")[2].split()[8])
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_host_sends_every_element_once(two_hosts, wire_dtype):
+    numel = 4 * 2**20
+    for sent in run_on(two_hosts, _bytes_sent, wire_dtype, numel):
+        assert 1 <= sent / (numel * wire_dtype.itemsize) < 1.1
+
+
+def _launch_while_the_others_are_late(comm):
+    flat = comm.empty(3_000_000, dtype=torch.float32).fill_(1)
+    bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire_dtype=None, label=1)
+    launched = [
+        Path(harness._place.directory, f"launched by {rank}") for rank in range(comm.world_size)
+    ]
+    if comm.rank == 3:
+        while not all(path.exists() for path in launched[:3]):
+            time.sleep(0.01)
+    work = bucket.launch("sum", [])
+    other = comm.empty(1000, dtype=torch.float32)  # memory is to be had meanwhile
+    launched[comm.rank].touch()
+    work.wait()
+    assert other.numel() == 1000 and (flat[:-1] == 4).all()
+
+
+def test_a_launch_does_not_wait_for_anybody(two_hosts):
+    run_on(two_hosts, _launch_while_the_others_are_late)
+
+
+# When it goes wrong
+
+
+def _disagree(comm):
+    with pytest.raises(
+        MismatchError, match="rank 0: all_reduce of 5 float32.*rank 3: all_reduce of 6 float32"
+    ):
+        comm.all_reduce(torch.ones(6 if comm.rank == 3 else 5))
+    _check_sum(comm)
+
+
+def _check_sum(comm):
+    tensor = torch.ones(10_000)
+    comm.all_reduce(tensor)
+    assert (tensor == comm.world_size).all()
+
+
+def test_ranks_of_different_hosts_that_disagree_all_hear_of_it(two_hosts):
+    run_on(two_hosts, _disagree)
+
+
+def _lose_a_peer(comm, moment):
+    """The last rank dies, between two collectives or in the midst of one."""
+    large = comm.empty(8_000_000, dtype=torch.float32).zero_()
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        if moment == "in one":
+            for _ in range(2):
+                comm.all_reduce(large, async_op=True)
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(large)
+    except PeerLostError as error:
+        raise PeerLostError(f"{error} after {time.monotonic() - before:.1f} s") from error
+
+
+def test_a_killed_rank_is_named_on_every_host_within_seconds(hosts):
+    _assert_all_are_told_of_the_loss(outcomes_on(hosts, _lose_a_peer, "between collectives"))
+
+
+def test_a_rank_that_is_killed_in_a_collective_is_named_on_every_host_within_seconds(two_hosts):
+    _assert_all_are_told_of_the_loss(outcomes_on(two_hosts, _lose_a_peer, "in one"))
+
+
+def _assert_all_are_told_of_the_loss(outcomes):
+    *others, last = outcomes
+    assert last.exitcode == -signal.SIGKILL
+    for outcome in others:
+        assert outcome.is_a(PeerLostError), str(outcome)
+        assert re.search(rf"rank {last.rank} \(pid \d+\) died", outcome.failure.message), (
+            outcome.failure.message
+        )
+        assert float(outcome.failure.message.split()[-2]) < 6
+
+
+def _lose_the_network(comm, directory):
+    """Until somebody outside has cut a host off."""
+    _check_sum(comm)
+    Path(directory, f"ready-{comm.rank}").touch()
+    while not Path(directory, "cut").exists():
+        time.sleep(0.01)
+    before = time.monotonic()
+    try:
+        comm.all_reduce(torch.ones(10_000_000))
+    except FastcommError as error:
+        raise type(error)(f"{error} after {time.monotonic() - before:.1f} s") from error
+
+
+def test_ranks_whose_hosts_cannot_reach_each_other_all_time_out(two_hosts, tmp_path):
+    def cut_off_when_all_are_ready():
+        while len(list(tmp_path.glob("ready-*"))) < two_hosts.world_size:
+            time.sleep(0.01)
+        two_hosts.cut(1)
+        (tmp_path / "cut").touch()
+
+    threading.Thread(target=cut_off_when_all_are_ready, daemon=True).start()
+    for outcome in outcomes_on(
+        two_hosts, _lose_the_network, str(tmp_path), timeout=timedelta(seconds=2)
+    ):
+        assert outcome.is_a((TimeoutError, PeerLostError)), str(outcome)
+        assert float(outcome.failure.message.split()[-2]) < 15
+
+
+# The hosts of these tests
+
+
+def test_hosts_are_removed_after_a_failure(may_make_hosts):
+    with pytest.raises(RuntimeError, match="of the test's own making"), Hosts([1, 1]) as hosts:
+        left = [hosts.namespace(0), hosts.namespace(1)]
+        assert all(Path("/run/netns", name).exists() for name in left)
+        raise RuntimeError("of the test's own making")
+    assert not any(Path("/run/netns", name).exists() for name in left)

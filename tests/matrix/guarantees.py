@@ -1,0 +1,51 @@
+"""The matrix as a page for users: `python -m tests.matrix.guarantees > docs/guarantees.md`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from tests.matrix import ROWS, THEMES, Row
+
+INTRO = """\
+# Guarantees
+
+Whatever you do with autograd and `nn.Module`, one of two things happens under a `fastcomm.Reducer`:
+
+- **reduced**: gradients are the mean over ranks of what every rank's own model would have had,
+  bitwise equal on all ranks; after the optimizer's step, so are the parameters;
+- **error**: every rank gets an exception (`FastcommError`; `ValueError` from `attach()`; torch's
+  own where torch refuses) that names the parameter, where it is about one, and says what to do.
+  No parameter has moved, and after the remedy training goes on.
+
+There is no third outcome: no hang, and no rank that silently goes its own way. One thing a rank has
+to say itself, by `comm.abandon()`: that it skips a step, or fails before its first gradient.
+
+Every line below is a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared
+memory with 3 and across two hosts with 4 (what compiles, over shared memory and NCCL alone). The
+tables are made from the tests: instead of editing them, run
+`python -m tests.matrix.guarantees > docs/guarantees.md`.
+"""
+
+
+def page() -> str:
+    """The text of docs/guarantees.md."""
+    return "\n".join([INTRO, *(line for theme in THEMES for line in _section(theme))])
+
+
+def _section(theme: object) -> Iterator[str]:
+    yield f"## {inspect.getdoc(theme)}\n"
+    yield "| | outcome | instead |"
+    yield "|---|---|---|"
+    for row in ROWS.values():
+        if row.theme == theme.__name__:
+            yield f"| {row.feature} | {_outcome(row)} | {row.instead} |"
+    yield ""
+
+
+def _outcome(row: Row) -> str:
+    return "reduced" if row.is_reduced else "**error**"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

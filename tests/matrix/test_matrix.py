@@ -1,0 +1,62 @@
+"""Runs every row of the matrix over every transport; docs/guarantees.md says what the rows say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.matrix import ROWS, THEMES, Row, run_row
+from tests.matrix.guarantees import page
+from tests.support.ranks import fresh_ranks, values_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WORLDS = [
+    ("shm", 2),
+    ("shm", 3),
+    ("nccl", 2),
+    ("group", 2),
+    ("hierarchical", 2),
+    ("hierarchical", 4),
+]
+# For rows that take seconds, and are about hooks: those with streams differ from those without.
+ENOUGH = [("shm", 2), ("nccl", 2)]
+
+
+def _worlds_and_rows():
+    for world in WORLDS:
+        for row in ROWS.values():
+            if world in ENOUGH or not row.is_slow:
+                yield world, row
+
+
+@pytest.mark.parametrize(
+    "world, row",
+    list(_worlds_and_rows()),
+    ids=lambda part: part.name if isinstance(part, Row) else f"{part[0]} of {part[1]}",
+)
+def test_row(ranks, monkeypatch, world, row):
+    transport, world_size = world
+    if not row.needs:
+        pytest.skip("this release of torch has no such feature")
+    if row.is_whole:
+        monkeypatch.setattr(ranks, "transport", transport)
+        ran = ranks(world_size, run_row, row.name)
+    else:
+        outcomes = fresh_ranks(world_size, run_row, row.name, transport=transport, pass_comm=True)
+        ran = values_of(outcomes)
+    assert all(one.digests == ran[0].digests for one in ran), "the ranks have different results"
+    assert not all(one.has_heard for one in ran), "no rank has said what is wrong"
+
+
+def test_the_page_of_guarantees_says_what_the_rows_say():
+    current = (ROOT / "docs" / "guarantees.md").read_text()
+    assert current == page(), "python -m tests.matrix.guarantees > docs/guarantees.md"
+
+
+def test_every_error_says_what_to_do_instead():
+    assert [row.name for row in ROWS.values() if not row.is_reduced and not row.instead] == []
+
+
+def test_no_row_is_missing_from_the_themes():
+    assert {row.theme for row in ROWS.values()} == {theme.__name__ for theme in THEMES}

@@ -1,0 +1,191 @@
+"""Where gradients lie: which of them share a bucket, and how much memory a training takes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from tests.support.models import (
+    backward,
+    mlp,
+)
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+# Buckets
+
+
+def _flat_buffers(model):
+    """The flat buffers the gradients lie in, in the order a backward fills them: the size in bytes
+    of each, and its gradients' sizes.
+
+    In a buffer each gradient begins at the next cache line; two buffers never share a page.
+    """
+    found = []
+    end = None
+    for parameter in reversed(list(model.parameters())):
+        begin, nbytes = parameter.grad.data_ptr(), parameter.grad.nbytes
+        if end is None or not 0 <= begin - end < 64:
+            found.append([0, []])
+            first = begin
+        end = begin + nbytes
+        found[-1][0] = end - first
+        found[-1][1].append(nbytes)
+    return found
+
+
+def _layers(number, size=32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(number)))
+
+
+def _backward_of_layers(model, rank):
+    model(torch.full((2, model[0].in_features), rank + 1.0)).sum().backward()
+
+
+@on_ranks(2)
+def test_gradients_of_a_bucket_share_one_flat_buffer(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    ((nbytes, sizes),) = _flat_buffers(model)
+    assert nbytes <= sum(sizes) + 64 * len(sizes)
+
+
+@on_ranks(2)
+def test_a_saved_gradient_takes_its_own_size(comm):
+    model = _layers(4)
+    fastcomm.Reducer(comm).attach(model)
+    _backward_of_layers(model, comm.rank)
+    saved = io.BytesIO()
+    torch.save(model[1].weight.grad, saved)
+    assert len(saved.getvalue()) < 2 * model[1].weight.nbytes
+
+
+@on_ranks(2)
+def test_buckets_fill_up_to_their_caps_and_the_first_is_smaller(comm):
+    model = _layers(11)
+    nbytes = model[0].weight.nbytes
+    fastcomm.Reducer(
+        comm, bucket_cap_mb=4 * nbytes / 2**20, first_bucket_cap_mb=2 * nbytes / 2**20
+    ).attach(model)
+    _backward_of_layers(model, comm.rank)
+    assert [len(sizes) for _, sizes in _flat_buffers(model)] == [2, 4, 4, 1]
+
+
+@on_ranks(2)
+def test_a_bucket_overshoots_its_cap_by_at_most_one_parameter(comm):
+    model = mlp()
+    fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001).attach(model)
+    backward(model, comm.rank)
+    first, *others = _flat_buffers(model)
+    assert sum(first[1][:-1]) < 0.0001 * 2**20
+    assert all(sum(sizes[:-1]) < 0.0005 * 2**20 for _, sizes in others)
+    assert others
+
+
+@on_ranks(2)
+def test_by_default_the_first_bucket_takes_1_mib_and_the_others_25(comm):
+    model = _layers(28, size=512)
+    fastcomm.Reducer(comm).attach(model)
+    _backward_of_layers(model, comm.rank)
+    assert [len(sizes) for _, sizes in _flat_buffers(model)] == [1, 25, 2]
+
+
+@on_ranks(2)
+def test_gradients_keep_their_memory_when_they_are_zeroed_in_place(comm, buckets):
+    model = mlp()
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        backward(model, comm.rank, step)
+    assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
+
+
+@on_ranks(2)
+def test_gradients_return_to_their_memory_after_they_were_none(comm, buckets):
+    model = mlp()
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        backward(model, comm.rank, step)
+    assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
+
+
+# Memory
+
+
+def _memory_of_training(comm, set_to_none):
+    """What training with a reducer adds to a rank's memory, per byte of gradients: when backward is
+    nearly through, and after it.
+
+    The mean over the ranks: which of them is charged for a page that they share depends on which of
+    them has touched it.
+    """
+    model = _layers(16, size=1024)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    comm.barrier()
+    before = _resident_bytes()
+    at_the_end_of_backward = []
+    # The last gradient of a backward.
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda _: at_the_end_of_backward.append(_resident_bytes())
+    )
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=8).attach(model)
+    for _ in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        _backward_of_layers(model, comm.rank)
+    after = _resident_bytes()
+    reducer.detach()
+    grown = torch.tensor([(then - before) / nbytes for then in (at_the_end_of_backward[-1], after)])
+    comm.all_reduce(grown, "mean")
+    return grown.tolist()
+
+
+def _resident_bytes():
+    """Memory this rank occupies, without what malloc keeps for later. Memory that n ranks share
+    counts as 1/n in each.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/smaps_rollup") as rollup:
+        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+
+
+def test_a_training_that_zeroes_gradients_in_place_holds_one_gradient_sized_buffer(ranks):
+    # 64 MiB of gradients.
+    for during, after in ranks(2, _memory_of_training, False):
+        assert during <= 1.1
+        assert after <= 1.05
+
+
+def test_a_training_that_sets_gradients_to_none_needs_at_most_one_gradient_sized_buffer_more(ranks):
+    # Autograd makes new gradients in every backward, which live until they are in their bucket.
+    for during, after in ranks(2, _memory_of_training, True):
+        assert during <= 2.05
+        assert after <= 1.05
+
+
+@on_ranks(2)
+def test_memory_does_not_grow_when_reducers_come_and_go(comm):
+    for number in range(40):
+        model = _layers(4, size=256)
+        reducer = fastcomm.Reducer(comm).attach(model)
+        _backward_of_layers(model, comm.rank)
+        reducer.detach()
+        del model, reducer
+        gc.collect()
+        if number == 20:
+            before = _resident_bytes()
+    # Twenty models have gradients of 20 MiB.
+    assert _resident_bytes() - before < 4 * 2**20

@@ -1,0 +1,290 @@
+"""reduce(), for gradients that no backward has made; check_in_sync(), for ranks to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import MismatchError
+from tests.support.models import assert_gradients, backward, convnet, gradients, mean_gradients, mlp
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+# reduce()
+
+
+def _by_hand(model: nn.Module, rank: int) -> None:
+    for k, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 2.0**rank + k)
+
+
+@on_ranks(2, 3)
+def test_reduce_gives_the_mean_of_what_stands_in_grad(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, _by_hand)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    for _ in range(2):
+        _by_hand(model, comm.rank)
+        reducer.reduce()
+        assert_gradients(model, expected)
+
+
+@on_ranks(2, 3)
+def test_reduce_counts_a_gradient_that_a_rank_lacks_as_zero(comm, buckets):
+    def run(model, rank):
+        for p in list(model.parameters())[: 2 + 2 * (rank % 2)]:
+            p.grad = torch.full_like(p, rank + 1.0)
+
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, run)
+    assert [gradient is None for gradient in expected] == [False] * 4 + [True] * 2
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    for _ in range(2):
+        model.zero_grad()
+        run(model, comm.rank)
+        reducer.reduce()
+        assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_reduce_of_no_gradients_leaves_none(comm, buckets):
+    model = mlp()
+    fastcomm.Reducer(comm, **buckets).attach(model).reduce()
+    assert gradients(model) == [None] * 6
+
+
+@on_ranks(2, 3)
+def test_reduce_with_op_sum_gives_the_sum(comm, buckets):
+    model = mlp()
+    means = mean_gradients(model, comm.world_size, _by_hand)
+    reducer = fastcomm.Reducer(comm, op="sum", **buckets).attach(model)
+    _by_hand(model, comm.rank)
+    reducer.reduce()
+    assert_gradients(model, [mean * comm.world_size for mean in means])
+
+
+@on_ranks(2)
+def test_reduce_passes_through_the_wire_dtype(comm, buckets):
+    def run(model, rank):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1 + 2.0**-12)  # bfloat16 has no more than 8 bits
+
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, **buckets).attach(model)
+    run(model, comm.rank)
+    reducer.reduce()
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+
+
+class _Count:
+    """A state for the hook, which counts its calls."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.calls = 0
+
+
+def _three_times_the_sum(state: _Count, bucket) -> torch.futures.Future:
+    state.calls += 1
+    flat = bucket.buffer() * 3
+    state.comm.all_reduce(flat, "sum")
+    future = torch.futures.Future()
+    future.set_result(flat)
+    return future
+
+
+@on_ranks(2)
+def test_reduce_goes_through_the_hook(comm, buckets):
+    model, state = mlp(), _Count(comm)
+    means = mean_gradients(model, comm.world_size, _by_hand)
+    reducer = fastcomm.Reducer(comm, hook=(state, _three_times_the_sum), **buckets).attach(model)
+    _by_hand(model, comm.rank)
+    reducer.reduce()
+    assert state.calls >= 1
+    assert_gradients(model, [mean * comm.world_size * 3 for mean in means])
+
+
+@on_ranks(2)
+def test_reduce_after_no_sync_reduces_what_was_accumulated(comm, buckets):
+    def run(model, rank):
+        backward(model, rank, 0)
+        backward(model, rank, 1)
+
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, run)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    with reducer.no_sync():
+        run(model, comm.rank)
+    reducer.reduce()
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_reduce_after_backward_leaves_the_mean_a_mean(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    reducer.reduce()
+    assert_gradients(model, expected)
+    backward(model, comm.rank)
+    assert_gradients(model, [2 * gradient for gradient in expected])
+
+
+@on_ranks(2)
+def test_reduce_leaves_the_optimizer_and_clip_nothing_to_refuse(comm, buckets):
+    model, alone = mlp(), mlp()
+    for p, gradient in zip(alone.parameters(), mean_gradients(model, 2, _by_hand), strict=True):
+        p.grad = gradient
+    torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    _by_hand(model, comm.rank)
+    reducer.reduce()
+    reducer.clip_grad_norm_(1.0)
+    optimizer.step()
+    mine, wanted = list(model.parameters()), list(alone.parameters())
+    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_reduce_refuses_a_sparse_gradient_by_name(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    _by_hand(model, comm.rank)
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+    with pytest.raises(fastcomm.FastcommError, match=r"2\.weight.*sparse"):
+        reducer.reduce()
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@pytest.mark.parametrize("method", ["reduce", "check_in_sync"])
+@on_ranks(2)
+def test_reduce_and_check_in_sync_before_attach_say_that_attach_is_missing(comm, method):
+    with pytest.raises((fastcomm.FastcommError, ValueError), match="attach"):
+        getattr(fastcomm.Reducer(comm), method)()
+
+
+# check_in_sync()
+
+
+def _trained(comm, make: Callable[[], nn.Module] = mlp):
+    model = make()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    _by_hand(model, 0)  # the same on all ranks
+    reducer.reduce()
+    optimizer.step()
+    return model, reducer, optimizer
+
+
+@on_ranks(2, 3)
+def test_ranks_in_sync_pass(comm):
+    model, reducer, optimizer = _trained(comm, convnet)
+    reducer.check_in_sync()
+    reducer.check_in_sync(optimizer)
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] = float("nan")  # the same bits on all ranks
+    reducer.check_in_sync(optimizer)
+
+
+@on_ranks(2)
+def test_buffers_of_every_dtype_pass(comm):
+    model = mlp()
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model.register_buffer("count", torch.tensor(3))
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("transposed", torch.arange(6.0).view(2, 3).t())
+    model.register_buffer("empty", torch.empty(0))
+    fastcomm.Reducer(comm).attach(model).check_in_sync()
+
+
+def _refused(reducer, words: str, optimizer=None) -> None:
+    for _ in range(2):  # on every rank, and as often as it is asked
+        with pytest.raises(MismatchError, match=words):
+            reducer.check_in_sync(optimizer)
+
+
+@on_ranks(2, 3)
+def test_a_parameter_that_differs_is_named_with_its_rank(comm):
+    model, reducer, _ = _trained(comm)
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[2].weight[3, 5] += 1e-6
+            model[4].bias[0] += 1
+    _refused(reducer, r"(?s)^(?!.*4\.bias).*2\.weight.*rank.*1")
+    with torch.no_grad():
+        model.load_state_dict(mlp().state_dict())
+    reducer.check_in_sync()
+    expected = mean_gradients(model, comm.world_size, backward)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_frozen_parameter_that_differs_is_named(comm):
+    model = mlp()
+    model[2].requires_grad_(False)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 0:
+        model[2].bias.zero_()
+    _refused(reducer, r"2\.bias")
+
+
+@on_ranks(2)
+def test_a_buffer_that_differs_is_named(comm):
+    model, reducer, _ = _trained(comm, convnet)
+    model[1].running_mean[0] += comm.rank
+    _refused(reducer, r"(?s)1\.running_mean.*rank.*1")
+    reducer.sync_buffers()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_optimizer_state_that_differs_is_named(comm):
+    model, reducer, optimizer = _trained(comm)
+    if comm.rank == 1:
+        optimizer.state[model[2].weight]["exp_avg"][0, 0] += 1
+    reducer.check_in_sync()  # the model alone is in sync
+    _refused(reducer, r"(?s)(exp_avg.*2\.weight|2\.weight.*exp_avg).*rank.*1", optimizer)
+
+
+@on_ranks(2)
+def test_a_step_count_that_differs_is_named(comm):
+    model, reducer, optimizer = _trained(comm)
+    optimizer.state[model[0].weight]["step"] += comm.rank
+    _refused(reducer, r"(?s)(step.*0\.weight|0\.weight.*step)", optimizer)
+
+
+@on_ranks(2)
+def test_a_learning_rate_that_differs_is_named(comm):
+    _, reducer, optimizer = _trained(comm)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+    _refused(reducer, r"(?s)\blr\b.*rank.*1", optimizer)
+
+
+@on_ranks(2)
+def test_optimizer_state_that_a_rank_lacks_is_an_error_on_both(comm):
+    model, reducer, optimizer = _trained(comm)
+    if comm.rank == 1:
+        del optimizer.state[model[2].weight]
+    _refused(reducer, r"2\.weight", optimizer)
+
+
+@on_ranks(2)
+def test_check_in_sync_changes_nothing(comm):
+    model, reducer, optimizer = _trained(comm)
+    before = [*gradients(model), *(p.detach().clone() for p in model.parameters())]
+    reducer.check_in_sync(optimizer)
+    after = [*(p.grad for p in model.parameters()), *model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

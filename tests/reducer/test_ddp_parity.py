@@ -1,0 +1,131 @@
+"""fastcomm against torch's DistributedDataParallel over Gloo, step by step: bitwise the same
+gradients from two ranks, where both add two numbers; from three on Gloo adds in another order, and
+the gradients agree to 1e-6 of their norm.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastcomm
+from tests.support.models import (
+    Heads,
+    Transformer,
+    backward,
+    convnet,
+    gradients,
+    image_backward,
+    loss_of,
+    mlp,
+    text_backward,
+)
+from tests.support.ranks import gloo, on_ranks
+
+
+def _wide_mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 4)
+    )
+
+
+MODELS = pytest.mark.parametrize(
+    "make, run",
+    [
+        (mlp, backward),
+        (_wide_mlp, backward),
+        (convnet, image_backward),
+        (Transformer, text_backward),
+    ],
+    ids=["mlp", "wide mlp", "convnet", "transformer"],
+)
+
+
+def _pair(comm, model, buckets, **ddp_options):
+    """The model under DDP, and the model itself under a reducer."""
+    ddp = DistributedDataParallel(copy.deepcopy(model), process_group=gloo(), **ddp_options)
+    return ddp, fastcomm.Reducer(comm, **buckets).attach(model)
+
+
+def _assert_bitwise_equal(ddp, model):
+    for (name, parameter), wanted in zip(model.named_parameters(), gradients(ddp), strict=True):
+        if wanted is None:
+            assert parameter.grad is None, name
+        else:
+            assert torch.equal(parameter.grad, wanted), (
+                f"{name}: off by {(parameter.grad - wanted).abs().max()}"
+            )
+
+
+@MODELS
+@on_ranks(2)
+def test_gradients_of_two_ranks_are_bitwise_those_of_ddp(comm, buckets, make, run):
+    model = make()
+    ddp, _ = _pair(comm, model, buckets)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (ddp, model)]
+    for step in range(4):
+        for one, optimizer in zip((ddp, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            run(one, comm.rank, step)
+        _assert_bitwise_equal(ddp, model)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@MODELS
+@on_ranks(3, 4)
+def test_gradients_of_more_ranks_are_those_of_ddp_to_rounding(comm, buckets, make, run):
+    model = make()
+    ddp, _ = _pair(comm, model, buckets)
+    for step in range(2):
+        for one in (ddp, model):
+            one.zero_grad()
+            run(one, comm.rank, step)
+        reduced, wanted = (
+            torch.cat([gradient.flatten() for gradient in gradients(one)]).double()
+            for one in (model, ddp)
+        )
+        assert (reduced - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_gradients_over_several_backwards_are_bitwise_those_of_ddp(comm, buckets, set_to_none):
+    model = mlp()
+    ddp, _ = _pair(comm, model, buckets, gradient_as_bucket_view=not set_to_none)
+    for step in range(6):
+        for one in (ddp, model):
+            if step % 3 == 0:
+                one.zero_grad(set_to_none=set_to_none)
+            backward(one, comm.rank, step)
+        _assert_bitwise_equal(ddp, model)
+
+
+@on_ranks(2)
+def test_gradients_after_no_sync_are_bitwise_those_of_ddp(comm, buckets):
+    model = mlp()
+    ddp, reducer = _pair(comm, model, buckets)
+    for step in range(0, 6, 2):
+        for one, owner in ((ddp, ddp), (model, reducer)):
+            one.zero_grad()
+            with owner.no_sync():
+                backward(one, comm.rank, step)
+            backward(one, comm.rank, step + 1)
+        _assert_bitwise_equal(ddp, model)
+
+
+@on_ranks(2)
+def test_gradients_of_changing_branches_are_bitwise_those_of_ddp(comm, buckets):
+    model = Heads(4)
+    ddp, _ = _pair(comm, model, buckets, find_unused_parameters=True)
+    for step in range(6):
+        for one in (ddp, model):
+            if step % 3 == 0:
+                one.zero_grad()
+            loss_of(one, comm.rank, step, (comm.rank + step * step) % 3).backward()
+        _assert_bitwise_equal(ddp, model)

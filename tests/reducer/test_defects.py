@@ -1,0 +1,340 @@
+"""Ways to train with ranks that differ and hear nothing, which hard use has shown: each must be
+right, or an error.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import AbandonedError, FastcommError
+from tests.support.models import (
+    Heads,
+    assert_gradients,
+    backward,
+    batch,
+    loss_of,
+    mean_gradients,
+    mlp,
+)
+from tests.support.ranks import fresh_ranks, on_ranks, values_of
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
+
+
+# Whose parameters an optimizer steps
+
+
+@on_ranks(2)
+def test_a_step_ends_no_round_of_a_reducer_whose_parameters_it_does_not_own(comm):
+    """One that is open, because a thread is inside its backward."""
+    model, other = mlp(), mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    handle = model[0].weight.register_hook(lambda _: optimizer.step())
+    for _ in range(2):
+        model.zero_grad()
+        backward(other, comm.rank)
+        backward(model, comm.rank)
+        assert_gradients(model, expected)
+    handle.remove()
+
+
+def _two_communicators(place):
+    """A thread trains over each; neither may touch the other's rounds."""
+    comms = [
+        fastcomm.init(
+            "shm",
+            init_method=f"{place.init_method}-{i}",
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+        for i in range(2)
+    ]
+    models = [mlp(), mlp()]
+    troubles = []
+
+    def train(comm, model):
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for step in range(60):
+                optimizer.zero_grad()
+                backward(model, place.rank, step)
+                optimizer.step()
+        except BaseException as error:
+            troubles.append(error)
+
+    reducers = [
+        fastcomm.Reducer(comm).attach(model) for comm, model in zip(comms, models, strict=True)
+    ]
+    threads = [
+        threading.Thread(target=train, args=pair) for pair in zip(comms, models, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not troubles, troubles
+    for reducer in reducers:
+        reducer.check_in_sync()
+    return [p.detach() for p in models[0].parameters()]
+
+
+def test_threads_with_a_communicator_each_do_not_disturb_each_other(transport):
+    if transport != "shm":
+        pytest.skip("one transport is enough for a hook of torch's")
+    one, other = values_of(fresh_ranks(2, _two_communicators))
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+# Another rank's abandonment, heard of by polling
+
+
+@on_ranks(2, 3)
+def test_a_poll_leaves_the_error_of_an_abandoned_round_to_the_next_call(comm):
+    before = comm.n_abandoned
+    if comm.rank == 1:
+        comm.abandon()
+    else:
+        with pytest.raises(FastcommError, match="rank 1 abandoned"):
+            work = comm.all_reduce(
+                torch.ones(3), async_op=True
+            )  # over NCCL this may be the next call
+            while not work.is_completed():
+                time.sleep(0.001)
+            assert comm.n_abandoned == before
+            comm.all_reduce(torch.full((3,), 100.0))
+    assert comm.n_abandoned == before + 1
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [comm.world_size] * 3
+
+
+@on_ranks(2)
+def test_a_rank_that_abandons_what_it_has_seen_abandoned_joins_the_others(comm):
+    before = comm.n_abandoned
+    if comm.rank == 1:
+        comm.abandon()
+    else:
+        with (
+            contextlib.suppress(AbandonedError)
+            if comm.backend == "nccl"
+            else contextlib.nullcontext()
+        ):
+            work = comm.all_reduce(torch.ones(3), async_op=True)  # over NCCL this may raise
+            while not work.is_completed():
+                time.sleep(0.001)
+            comm.abandon()
+    assert comm.n_abandoned == before + 1
+    for _ in range(3):
+        tensor = torch.ones(3)
+        comm.all_reduce(tensor)
+        assert tensor.tolist() == [2.0] * 3
+
+
+# Memory
+
+
+@on_ranks(2)
+def test_a_gradient_made_by_hand_is_found_out_wherever_it_lies(comm):
+    """Also in memory that a gradient with a graph has left, which is not reduced again."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm).attach(model)
+    loss_of(model, comm.rank).backward(create_graph=True)
+    optimizer.step()
+    weight = model[0].weight
+    address = weight.grad.data_ptr()
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()
+    kept = [torch.ones_like(weight) for _ in range(100)]
+    weight.grad = next((tensor for tensor in kept if tensor.data_ptr() == address), kept[0])
+    with pytest.raises(FastcommError, match="0.weight was made without a backward"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_of_unused_parameters_are_looked_at_too(comm):
+    model = Heads()
+    fastcomm.Reducer(comm).attach(model)
+    loss_of(model, comm.rank, 0, 0, 1).backward()
+    one, other = (head.weight for head in model.heads)
+    one.grad, other.grad = other.grad, one.grad
+    with pytest.raises(FastcommError, match="heads.*weight lies in that of another one"):
+        model.trunk(batch(comm.rank)[0]).sum().backward()
+
+
+@on_ranks(2)
+def test_a_gradient_whose_data_was_replaced_is_reduced_in_this_step_and_the_next(comm):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data * 0.5
+    assert_gradients(model, [gradient / 2 for gradient in expected])
+    backward(model, comm.rank)  # on top of what is there
+    assert_gradients(model, [gradient * 1.5 for gradient in expected])
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_another_pattern_of_unused_parameters_in_every_step_takes_no_more_memory(comm):
+    model = Heads(10)
+    fastcomm.Reducer(comm).attach(model)
+    numbers = []
+    for step in range(200):
+        model.zero_grad()
+        used = [head for head in range(10) if (step >> head) & 1 or head == step % 10]
+        loss_of(model, comm.rank, step, *used).backward()
+        if step in (60, 199):
+            gc.collect()
+            numbers.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+    assert numbers[1] <= numbers[0] + 20
+
+
+def _write_in_a_forked_child(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    shared = comm.empty(5, dtype=torch.float32).fill_(7)
+
+    def child():
+        for parameter in model.parameters():
+            assert parameter.grad.abs().sum() > 0  # as it was
+            parameter.grad.zero_()
+        shared.zero_()
+
+    multiprocessing.current_process()._config["daemon"] = False  # or it may not have children
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert shared.tolist() == [7.0] * 5
+    assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), before, strict=True))
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), before, strict=True))
+
+
+def test_what_a_forked_child_writes_stays_with_it(transport):
+    values_of(fresh_ranks(2, _write_in_a_forked_child, pass_comm=True, transport=transport))
+
+
+# Threads
+
+
+@on_ranks(2)
+def test_a_backward_in_a_foreign_thread_is_reduced_though_a_parameter_is_not_used(
+    comm,
+):
+    model = Heads()
+    expected = mean_gradients(
+        model, comm.world_size, lambda model, rank: loss_of(model, rank, 0, 0).backward()
+    )
+    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    done = threading.Lock()
+    done.acquire()
+    device = torch.get_default_device()
+
+    def run():
+        torch.set_default_device(device)
+        loss_of(model, comm.rank, 0, 0).backward()
+        done.release()
+
+    _thread.start_new_thread(run, ())
+    with done:
+        assert_gradients(model, expected)
+
+
+# Clocks
+
+
+def _stage_slowly(place):
+    """The transfer takes longer than the deadline; nothing stands still for so long."""
+    comm = fastcomm.init(
+        "shm",
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=0.3),
+    )
+    tensor = torch.ones(200_000_000)
+    comm.all_reduce(tensor)
+    assert tensor[::1_000_000].tolist() == [place.world_size] * 200
+
+
+def test_a_deadline_is_for_what_does_not_move(transport):
+    if transport != "shm":
+        pytest.skip("the others have tests of their own")
+    values_of(fresh_ranks(2, _stage_slowly))
+
+
+# Warnings
+
+SCRIPT = """
+import sys, torch, fastcomm
+comm = fastcomm.init("shm", init_method=sys.argv[1], rank=0, world_size=1)
+model = torch.nn.Linear(3, 2)
+reducer = fastcomm.Reducer(comm).attach(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 3)).sum().backward()
+reducer.clip_grad_norm_(1.0)
+optimizer.step()
+reducer.check_in_sync(optimizer)
+comm.close()
+"""
+
+
+def test_a_training_gives_no_warnings(transport, tmp_path):
+    if transport != "shm":
+        pytest.skip("one process is enough")
+    strict = [
+        sys.executable,
+        "-W",
+        "error::ResourceWarning",
+        "-W",
+        "error::DeprecationWarning:fastcomm",
+        "-X",
+        "dev",
+    ]
+    done = subprocess.run(
+        [*strict, "-c", SCRIPT, f"file://{tmp_path}/meeting"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+
+
+# Sums
+
+
+@on_ranks(2)
+def test_the_norm_of_16_bit_gradients_is_taken_in_float32(comm):
+    model = nn.Linear(100, 100, bias=False).half()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model.weight.grad = torch.full_like(model.weight, 1000.0)
+    reducer.reduce()
+    assert reducer.grad_norm().item() == pytest.approx(1e5, rel=1e-3)
+    assert reducer.clip_grad_norm_(1e4).item() == pytest.approx(1e5, rel=1e-3)
+    torch.testing.assert_close(
+        model.weight.grad, torch.full_like(model.weight, 100.0), rtol=1e-2, atol=0
+    )

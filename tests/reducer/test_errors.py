@@ -1,0 +1,550 @@
+"""What a reducer refuses, and how it says so: on every rank, naming the parameter and what to do,
+and without hanging any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import FastcommError, MismatchError
+from tests.support.models import (
+    Fail,
+    Heads,
+    assert_gradients,
+    backward,
+    batch,
+    check_gradients,
+    loss_of,
+    mean_gradients,
+    mlp,
+)
+from tests.support.ranks import finish_together, fresh_ranks, hear_of_it, on_ranks
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+BAD_INPUT = (FastcommError, ValueError, TypeError)
+
+
+# One handler for all exceptions
+
+# By step, the ranks that raise there, and whether it happens in forward or in backward.
+UNLUCKY = {
+    1: ("forward", {1}),
+    2: ("forward", {1}),
+    3: ("backward", {0}),
+    4: ("backward", {0, 1}),
+    6: ("forward", {0, 1}),
+    8: ("backward", {1}),
+}
+
+
+def _step_that_may_fail(model, comm, step):
+    where, who = UNLUCKY.get(step, ("", set()))
+    finish_together(comm)
+    if where == "forward" and comm.rank in who:
+        raise ValueError("bad batch")
+    x, _ = batch(comm.rank, step)
+    model[2:](Fail.apply(model[:2](x), where == "backward" and comm.rank in who)).sum().backward()
+    if where:
+        hear_of_it(comm)
+
+
+@on_ranks(2, 3)
+def test_one_handler_may_abandon_after_any_exception(comm, buckets):
+    """Those that have heard of it say so, too, and nobody skips another step for that."""
+    model = mlp()
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    heard, n_before = {}, comm.n_abandoned
+    for step in range(10):
+        model.zero_grad()
+        try:
+            _step_that_may_fail(model, comm, step)
+        except Exception as error:
+            comm.abandon()
+            heard[step] = type(error)
+    assert heard.keys() == UNLUCKY.keys()
+    for step, (where, who) in UNLUCKY.items():
+        own = ValueError if where == "forward" else RuntimeError
+        allowed = {fastcomm.AbandonedError}  # of those that raise, it may be either
+        if comm.rank in who:
+            allowed = {own} if len(who) == 1 else {own, fastcomm.AbandonedError}
+        assert heard[step] in allowed, step
+    assert comm.n_abandoned == n_before + len(UNLUCKY)
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_before_its_first_gradient_may_be_abandoned(comm):
+    """Also right after one that the reducer has abandoned by itself."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    n_before, n_failed = comm.n_abandoned, 0
+    for step in range(4):
+        model.zero_grad()
+        finish_together(comm)
+        try:
+            if step == 1:
+                _step_that_may_fail(model, comm, 8)  # rank 1, in backward
+            else:
+                loss = loss_of(model, comm.rank, step)
+                (Fail.apply(loss, True) if step == 2 and comm.rank == 1 else loss).backward()
+                if step == 2:
+                    hear_of_it(comm)
+        except RuntimeError:
+            comm.abandon()
+            n_failed += 1
+    assert n_failed == comm.n_abandoned - n_before == 2
+    assert_gradients(
+        model, mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 3))
+    )
+
+
+@on_ranks(2)
+def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    before = comm.n_abandoned
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if comm.rank == 1:
+        model[0].weight.grad = torch.ones_like(model[0].weight).to_sparse()
+    with pytest.raises(
+        FastcommError, match="0.weight is sparse" if comm.rank == 1 else "rank 1 abandoned"
+    ):
+        try:
+            reducer.reduce()
+            hear_of_it(comm)
+        except FastcommError:
+            comm.abandon()
+            raise
+    assert comm.n_abandoned == before + 1
+    model.zero_grad()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_gradient_in_another_bucket_is_refused_though_its_parameter_is_unused(comm):
+    """Whatever the other bucket holds when it is copied would be taken for it."""
+    model = Heads(3)
+    # Every parameter in a bucket of its own, that of heads.2.bias being the first to be launched.
+    fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
+    loss_of(model, comm.rank, 0, 0, 1, 2).backward()
+    finish_together(comm)
+    one, other = model.heads[1].bias, model.heads[2].bias
+    one.grad, other.grad = other.grad, one.grad
+    with pytest.raises(FastcommError, match=r"heads\.2\.bias lies in that of another one"):
+        loss_of(model, comm.rank, 1, 0).backward()
+    model.zero_grad()
+
+    def run(model, rank):
+        loss_of(model, rank, 2, 0, 1).backward()
+
+    expected = mean_gradients(model, comm.world_size, run)
+    run(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+def _out_of_memory(*arguments, **options):
+    raise MemoryError("out of memory")
+
+
+@on_ranks(2)
+def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
+    model, reducer = mlp(), fastcomm.Reducer(comm)
+    error, words = (
+        (MemoryError, "out of memory") if comm.rank == 1 else (FastcommError, "rank 1 abandoned")
+    )
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match=words):
+        if comm.rank == 1:
+            patch.setattr(fastcomm.reducer.bucket, "Bucket", _out_of_memory)
+        reducer.attach(model)
+    reducer.attach(model)
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
+    """What is abandoned there is another step."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    try:
+        _step_that_may_fail(model, comm, 1)
+    except (ValueError, fastcomm.AbandonedError):
+        if comm.rank == 1:
+            comm.abandon()
+        with pytest.raises(RuntimeError, match="out of luck|rank 0 abandoned"):
+            _step_that_may_fail(model, comm, 3)
+    expected = mean_gradients(model, comm.world_size, backward)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+# Bad arguments
+
+
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("op", "median", "op must be one of"),
+        ("bucket_cap_mb", -1, "bucket.*positive"),
+        ("first_bucket_cap_mb", 0, "bucket.*positive"),
+        ("wire_dtype", torch.int32, "wire_dtype"),
+        ("wire_dtype", torch.complex64, "wire_dtype"),
+        ("wire_dtype", "bfloat16", "wire_dtype"),
+    ],
+)
+@on_ranks(2)
+def test_bad_options_are_refused_when_the_reducer_is_made(comm, option, value, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        fastcomm.Reducer(comm, **{option: value})
+
+
+@on_ranks(2)
+def test_attach_refuses_what_is_not_a_model(comm):
+    with pytest.raises((ValueError, TypeError), match="int"):
+        fastcomm.Reducer(comm).attach(42)
+    with pytest.raises(BAD_INPUT, match="named_parameters"):
+        fastcomm.Reducer(comm).attach(mlp().parameters())
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_without_trainable_parameters(comm):
+    with pytest.raises(BAD_INPUT, match="requires a gradient"):
+        fastcomm.Reducer(comm).attach(mlp().requires_grad_(False))
+
+
+@on_ranks(2)
+def test_attach_refuses_a_second_model(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(BAD_INPUT, match="detach"):
+        reducer.attach(mlp())
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_that_has_a_reducer(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(BAD_INPUT, match="detach"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_on_another_device(comm):
+    model = nn.Sequential(OrderedDict(here=nn.Linear(8, 4), away=nn.Linear(4, 4, device="meta")))
+    with pytest.raises(BAD_INPUT, match=r"away\.weight.*meta"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_whose_shapes_are_not_known_yet(comm):
+    with pytest.raises(BAD_INPUT, match=r"1\.weight is not initialised"):
+        fastcomm.Reducer(comm).attach(nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(4)))
+
+
+@on_ranks(2)
+def test_attach_refuses_parameters_of_a_dtype_that_cannot_be_reduced(comm):
+    model = nn.Linear(8, 4)
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(BAD_INPUT, match=r"phase.*complex64"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@pytest.mark.parametrize("method", ["grad_norm", "refresh", "sync_buffers"])
+@on_ranks(2)
+def test_methods_before_attach_say_that_attach_is_missing(comm, method):
+    with pytest.raises(BAD_INPUT, match="attach"):
+        getattr(fastcomm.Reducer(comm), method)()
+
+
+# Ranks that disagree about the model
+
+
+def _renamed():
+    return nn.Sequential(OrderedDict(zip(["0", "1", "two", "3", "4"], mlp(), strict=True)))
+
+
+def _another_shape():
+    model = mlp()
+    model[2] = nn.Linear(16, 12)
+    return model
+
+
+def _another_dtype():
+    model = mlp()
+    model[2].double()
+    return model
+
+
+def _another_stride():
+    model = mlp()
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def _frozen():
+    model = mlp()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def _another_order():
+    model = mlp()
+    del model[2].weight, model[2].bias
+    model[2].bias, model[2].weight = (
+        nn.Parameter(torch.zeros(16)),
+        nn.Parameter(torch.zeros(16, 16)),
+    )
+    return model
+
+
+def _one_more():
+    return mlp().append(nn.Linear(4, 4, bias=False))
+
+
+def _two_fewer():
+    return mlp()[:4]
+
+
+DIFFERENCES = pytest.mark.parametrize(
+    "make, words",
+    [
+        (_renamed, ["2.weight", "two.weight"]),
+        (_another_shape, ["2.weight", "16, 16", "12, 16"]),
+        (_another_dtype, ["2.weight", "float32", "float64"]),
+        (_another_stride, ["2.weight", "16, 1", "1, 16"]),
+        (_frozen, ["2.weight", "requires_grad", "True", "False"]),
+        (_another_order, ["2.weight", "2.bias"]),
+        (_one_more, ["5.weight"]),
+        (_two_fewer, ["4.weight"]),
+    ],
+)
+
+
+def _attach_another_model_on_the_last_rank(comm, make):
+    fastcomm.Reducer(comm).attach(make() if comm.rank == comm.world_size - 1 else mlp())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@DIFFERENCES
+def test_attach_names_the_first_difference_between_ranks_on_every_rank(
+    ranks, world_size, make, words
+):
+    failures = ranks.raises(
+        world_size, MismatchError, _attach_another_model_on_the_last_rank, make, survives=True
+    )
+    for failure in failures:
+        assert [
+            word for word in [*words, "rank", str(world_size - 1)] if word not in failure.message
+        ] == [], failure.message
+
+
+@on_ranks(2)
+def test_training_goes_on_after_attach_was_refused(comm):
+    with pytest.raises(MismatchError):
+        _attach_another_model_on_the_last_rank(comm, _another_shape)
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_ranks_whose_buffers_differ_are_told(comm):
+    model = mlp()
+    model.register_buffer("table", torch.zeros(3 + comm.rank))
+    with pytest.raises(MismatchError, match=r"(?s)table.*3.*4"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@pytest.mark.parametrize(
+    "option, values",
+    [
+        ("first_bucket_cap_mb", (1, 0.0001)),
+        ("op", ("mean", "sum")),
+        ("wire_dtype", (None, torch.bfloat16)),
+    ],
+)
+@on_ranks(2)
+def test_ranks_whose_options_differ_are_told_when_they_attach(comm, option, values):
+    with pytest.raises(MismatchError, match=option):
+        fastcomm.Reducer(comm, **{option: values[comm.rank]}).attach(mlp())
+    check_gradients(comm, mlp(), backward)
+
+
+@on_ranks(2)
+def test_one_rank_without_trainable_parameters_is_an_error_on_both(comm):
+    with pytest.raises(BAD_INPUT, match="requires a gradient"):
+        fastcomm.Reducer(comm).attach(mlp().requires_grad_(comm.rank == 0))
+
+
+@on_ranks(2)
+def test_one_rank_on_another_device_is_an_error_on_both(comm):
+    with pytest.raises(BAD_INPUT, match="meta"):
+        fastcomm.Reducer(comm).attach(mlp().to("meta" if comm.rank == 1 else "cpu"))
+
+
+@on_ranks(2)
+def test_ranks_that_refresh_to_different_models_are_told(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 1:
+        model[2].weight.requires_grad_(False)
+    with pytest.raises(MismatchError, match=r"2\.weight"):
+        reducer.refresh()
+
+
+# Gradients that cannot be reduced
+
+
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused_by_name(comm, buckets):
+    model = nn.Sequential(
+        OrderedDict(embedding=nn.Embedding(32, 8, sparse=True), head=nn.Linear(8, 4))
+    )
+    with pytest.raises(BAD_INPUT, match=r"(?s)embedding\.weight.*sparse"):
+        fastcomm.Reducer(comm, **buckets).attach(model)
+        model(torch.arange(4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_parameter_unfrozen_without_refresh_is_an_error_not_a_silent_difference(comm):
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    model[2].requires_grad_(True)
+    model.zero_grad()
+    with pytest.raises(FastcommError, match=r"(?s)2\.weight.*refresh"):
+        backward(model, comm.rank)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_model_converted_without_refresh_is_an_error_that_refresh_mends(comm):
+    def run(model, rank):
+        model(torch.full((2, 8), rank + 1.0, dtype=torch.float64)).square().mean().backward()
+
+    model = nn.Sequential(nn.Linear(8, 4))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model.double()
+    with pytest.raises(RuntimeError):
+        run(model, comm.rank)
+    model.zero_grad()
+    expected = mean_gradients(model, comm.world_size, run)
+    reducer.refresh()
+    run(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+# Steps that fail
+
+
+def _fragile_backward(model, rank, fails):
+    hidden = model[:2](torch.full((4, 8), rank + 1.0))
+    model[2:](Fail.apply(hidden, fails)).sum().backward()
+
+
+def _step_in_spite_of_a_failed_backward(comm, unlucky, buckets):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    finish_together(comm)
+    with pytest.raises(RuntimeError):
+        _fragile_backward(model, comm.rank, comm.rank in unlucky)
+        hear_of_it(comm)
+    with contextlib.suppress(FastcommError):
+        optimizer.step()
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    backward(model, comm.rank)
+    optimizer.step()
+    return after, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("unlucky", [(0, 1), (1,)], ids=["both ranks", "one rank"])
+def test_an_optimizer_step_in_spite_of_a_failed_backward_does_not_drive_the_ranks_apart(
+    ranks, unlucky, buckets
+):
+    one, other = ranks(2, _step_in_spite_of_a_failed_backward, unlucky, buckets)
+    for parameters, theirs in zip(one, other, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(parameters, theirs, strict=True))
+
+
+def _backward_after_close(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    comm.close()
+    with pytest.raises(FastcommError, match="close"):
+        backward(model, comm.rank)
+
+
+def test_a_backward_after_the_communicator_was_closed_says_so():
+    outcomes = fresh_ranks(2, _backward_after_close, pass_comm=True)
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
+
+
+def _backward_without_the_other(comm):
+    model = Heads()
+    fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 1:
+        comm.close()
+        return
+    with pytest.raises(FastcommError, match="1"):
+        loss_of(model, comm.rank, 0, 0, 1).backward()
+
+
+def test_a_backward_after_the_other_rank_left_is_an_error():
+    outcomes = fresh_ranks(2, _backward_without_the_other, pass_comm=True)
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
+
+
+def _fails_early(comm):
+    """A model of more buckets than may be under way at once, whose backward fails on rank 1 after
+    the first of them.
+    """
+    layers = [nn.Linear(8, 8) for _ in range(24)]
+    model = nn.Sequential(*layers)
+    fastcomm.Reducer(comm, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001).attach(model)
+    for _ in range(2):
+        hidden = model[:23](torch.ones(2, 8))
+        if comm.rank == 1:
+            hidden.register_hook(_raise)
+        with pytest.raises(RuntimeError) as caught:
+            model[23](hidden).sum().backward()
+        assert isinstance(caught.value, FastcommError) == (comm.rank == 0), caught.value
+        model.zero_grad()
+        model(torch.full((2, 8), comm.rank + 1.0)).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def _raise(_):
+    raise RuntimeError("out of luck")
+
+
+def test_an_exception_while_more_buckets_wait_than_the_ring_holds_is_an_error_for_one_step_only(
+    ranks,
+):
+    one, other = ranks(2, _fails_early)
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+@on_ranks(2)
+def test_attach_refuses_a_parameter_that_is_given_twice(comm):
+    weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(BAD_INPUT, match="twice"):
+        fastcomm.Reducer(comm).attach([("a", weight), ("b", weight)])

@@ -1,0 +1,468 @@
+"""A reducer's life with a model: attach, norms, optimizers, whole trainings, detach."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fastcomm
+from tests.support.models import (
+    Heads,
+    Transformer,
+    assert_gradients,
+    backward,
+    batch,
+    check_gradients,
+    convnet,
+    gradients,
+    image_backward,
+    loss_of,
+    mean_gradients,
+    mlp,
+    text_backward,
+)
+from tests.support.ranks import fresh_ranks, on_ranks, torchrun_env
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+# Attach
+
+
+class _Scattered(nn.Module):
+    """Parameters and buffers of every sort, with other values on every rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.dense = nn.Parameter(torch.randn(5, 3, generator=generator))
+        self.frozen = nn.Parameter(torch.randn(7, generator=generator), requires_grad=False)
+        self.channels_last = nn.Parameter(
+            torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+        )
+        self.sliced = nn.Parameter(torch.randn(4, 6, generator=generator)[:, ::2])
+        self.wide = nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
+        self.register_buffer("mask", torch.rand(3, 3, generator=generator) > 0.5)
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("short", torch.arange(5, dtype=torch.int16) * rank)
+        self.register_buffer("phase", torch.randn(4, generator=generator, dtype=torch.complex64))
+        self.register_buffer("transposed", torch.randn(4, 3, generator=generator).t())
+        self.register_buffer("temporary", torch.randn(2, generator=generator), persistent=False)
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("absent", None)
+
+
+@on_ranks(2, 3)
+def test_attach_gives_every_rank_the_parameters_and_buffers_of_rank_0(comm):
+    model, wanted = _Scattered(comm.rank), _Scattered(0)
+    fastcomm.Reducer(comm).attach(model)
+    for (name, tensor), expected in zip(
+        _tensors(model), dict(_tensors(wanted)).values(), strict=True
+    ):
+        assert torch.equal(tensor, expected), name
+        assert tensor.stride() == expected.stride(), name
+
+
+def _tensors(model):
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@on_ranks(2)
+def test_attach_changes_neither_the_module_nor_its_state_dict(comm):
+    model = mlp()
+    keys, parameters, modules = (
+        list(model.state_dict()),
+        list(model.parameters()),
+        list(model.modules()),
+    )
+    attributes = [sorted(vars(module)) for module in modules]
+    fastcomm.Reducer(comm).attach(model)
+    assert list(model.state_dict()) == keys
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    assert all(new is old for new, old in zip(model.modules(), modules, strict=True))
+    assert [sorted(vars(module)) for module in modules] == attributes
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        for module in modules
+    )
+
+
+@on_ranks(2)
+def test_attach_returns_the_reducer(comm):
+    reducer, model = fastcomm.Reducer(comm), mlp()
+    assert reducer.attach(model) is reducer
+
+
+@on_ranks(2)
+def test_attach_leaves_gradients_none(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    assert gradients(model) == [None] * 6
+
+
+@on_ranks(2)
+def test_attach_takes_named_parameters_instead_of_a_module(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm, **buckets).attach(model.named_parameters())
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_copy_of_an_attached_model_is_not_reduced(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    replica = copy.deepcopy(model)
+    local = mean_gradients(mlp(), 1, lambda model, _: backward(model, comm.rank, 1))
+    backward(replica, comm.rank, 1)
+    assert_gradients(replica, local)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_an_attached_model_saves_and_loads(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert mlp().load_state_dict(torch.load(file)) is not None
+    model.load_state_dict(mlp().state_dict())
+    expected = mean_gradients(mlp(), comm.world_size, backward)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_sync_buffers_gives_every_rank_the_buffers_of_one(comm):
+    model = convnet()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for step in range(comm.rank + 1):
+        model(torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(step)) + comm.rank)
+    mine = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    reducer.sync_buffers(src=1)
+    same = [torch.equal(buffer, mine[name]) for name, buffer in model.named_buffers()]
+    assert all(same) if comm.rank == 1 else not any(same)
+    assert model[1].num_batches_tracked == 2
+
+
+def _attach_without_a_communicator(place):
+    model = mlp()
+    expected = mean_gradients(model, place.world_size, backward)
+    fastcomm.Reducer().attach(model)
+    backward(model, place.rank)
+    assert_gradients(model, expected)
+
+
+def test_a_reducer_without_a_communicator_makes_one_from_the_launchers_environment():
+    outcomes = fresh_ranks(2, _attach_without_a_communicator, env=torchrun_env(2))
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
+
+
+# Norms
+
+
+def _with_norm(model):
+    return torch.nn.utils.clip_grad_norm_(
+        [_bearer(p) for p in model.parameters() if p.grad is not None], float("inf")
+    )
+
+
+def _bearer(parameter):
+    """A tensor with a copy of the parameter's gradient."""
+    bearer = torch.empty_like(parameter)
+    bearer.grad = parameter.grad.clone()
+    return bearer
+
+
+@on_ranks(2)
+def test_grad_norm_is_the_norm_of_all_reduced_gradients(comm, buckets):
+    model = Transformer()
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    text_backward(model, comm.rank)
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
+
+
+@on_ranks(2)
+def test_grad_norm_leaves_out_gradients_that_are_none(comm, buckets):
+    model = Heads()
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    loss_of(model, comm.rank, 0, 1).backward()
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
+
+
+@on_ranks(2)
+def test_grad_norm_sees_what_the_user_did_to_the_gradients(comm, buckets):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    model[0].weight.grad.mul_(10)
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
+
+
+@on_ranks(2)
+def test_grad_norm_takes_gradients_of_several_dtypes(comm):
+    model = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4, dtype=torch.float64)])
+    reducer = fastcomm.Reducer(comm).attach(model)
+    x, _ = batch(comm.rank)
+    (model[0](x).sum() + model[1](x.double()).square().sum()).backward()
+    torch.testing.assert_close(
+        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
+    )
+
+
+@on_ranks(2)
+def test_grad_norm_of_no_gradients_is_zero(comm):
+    model = mlp()
+    assert float(fastcomm.Reducer(comm).attach(model).grad_norm()) == 0
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
+@on_ranks(2)
+def test_clip_grad_norm_does_what_torchs_does(comm, buckets, share):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    max_norm = share * float(_with_norm(model))
+    bearers = [_bearer(parameter) for parameter in model.parameters()]
+    wanted = torch.nn.utils.clip_grad_norm_(bearers, max_norm)
+    torch.testing.assert_close(
+        float(reducer.clip_grad_norm_(max_norm)), float(wanted), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        gradients(model), [bearer.grad for bearer in bearers], rtol=1e-6, atol=0
+    )
+
+
+# Optimizers and synchronize
+
+
+@on_ranks(2)
+def test_the_optimizer_steps_with_reduced_gradients(comm, buckets):
+    model, alone = mlp(), mlp()
+    for parameter, gradient in zip(
+        alone.parameters(), mean_gradients(alone, comm.world_size, backward), strict=True
+    ):
+        parameter.grad = gradient
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    backward(model, comm.rank)
+    optimizer.step()
+    torch.testing.assert_close(
+        list(model.parameters()), list(alone.parameters()), rtol=1e-6, atol=1e-7
+    )
+
+
+@on_ranks(2)
+def test_an_optimizer_step_without_a_backward_waits_for_nobody(comm):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 0:
+        optimizer.step()
+    comm.barrier()
+
+
+@on_ranks(2)
+def test_synchronize_may_be_called_at_any_time_and_twice(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    reducer.synchronize()
+    backward(model, comm.rank)
+    reducer.synchronize()
+    reducer.synchronize()
+    assert_gradients(model, expected)
+
+
+# Whole trainings
+
+
+def _train(comm, model, run, steps, buckets, **options):
+    reducer = fastcomm.Reducer(comm, **buckets, **options).attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        run(model, comm.rank, step)
+        reducer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _train_mlp(comm, buckets):
+    return _train(comm, mlp(), backward, 200, buckets)
+
+
+def _train_mlp_over_bfloat16(comm, buckets):
+    return _train(comm, mlp(), backward, 200, buckets, wire_dtype=torch.bfloat16)
+
+
+def _train_convnet(comm, buckets):
+    return _train(comm, convnet(), image_backward, 200, buckets)
+
+
+def _train_transformer(comm, buckets):
+    return _train(comm, Transformer(), text_backward, 200, buckets)
+
+
+def _train_changing_heads(comm, buckets):
+    return _train(comm, Heads(3), _backward_of_a_head, 200, buckets)
+
+
+def _backward_of_a_head(model, rank, step):
+    loss_of(model, rank, step, (rank + step * step) % 3).backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("train", [_train_mlp, _train_mlp_over_bfloat16, _train_changing_heads])
+def test_parameters_are_bitwise_equal_on_all_ranks_after_200_steps(
+    ranks, world_size, train, buckets
+):
+    _assert_all_equal(ranks(world_size, train, buckets))
+
+
+@pytest.mark.parametrize("train", [_train_convnet, _train_transformer])
+def test_parameters_of_larger_models_are_bitwise_equal_on_all_ranks_after_200_steps(
+    ranks, train, buckets
+):
+    _assert_all_equal(ranks(2, train, buckets))
+
+
+def _assert_all_equal(parameters_by_rank):
+    first, *others = parameters_by_rank
+    for parameters in others:
+        assert all(torch.equal(one, other) for one, other in zip(first, parameters, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_trainings_give_the_same_bits(ranks, world_size, buckets):
+    _assert_all_equal(
+        [*ranks(world_size, _train_mlp, buckets), *ranks(world_size, _train_mlp, buckets)]
+    )
+
+
+def _whole_batch_of_vectors(model, world_size):
+    batches = [batch(rank) for rank in range(world_size)]
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    F.mse_loss(model(x), y).backward()
+
+
+def _whole_batch_of_text(model, world_size):
+    parts = [
+        torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(rank))
+        for rank in range(world_size)
+    ]
+    tokens = torch.cat(parts)
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+
+@pytest.mark.parametrize(
+    "make, run, whole_batch",
+    [(mlp, backward, _whole_batch_of_vectors), (Transformer, text_backward, _whole_batch_of_text)],
+    ids=["mlp", "transformer"],
+)
+@on_ranks(2, 3, 4)
+def test_gradients_are_those_of_one_process_with_the_whole_batch(comm, make, run, whole_batch):
+    model, alone = make(), make()
+    whole_batch(alone, comm.world_size)
+    fastcomm.Reducer(comm).attach(model)
+    run(model, comm.rank)
+    reduced, wanted = (
+        torch.cat([gradient.flatten() for gradient in gradients(one)]).double()
+        for one in (model, alone)
+    )
+    assert (reduced - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+# The end
+
+
+@on_ranks(2)
+def test_a_detached_model_is_no_longer_reduced(comm, buckets):
+    model = mlp()
+    reducer = check_gradients(comm, model, backward, **buckets)
+    reducer.detach()
+    local = mean_gradients(mlp(), 1, lambda model, _: backward(model, comm.rank))
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, local)
+
+
+@on_ranks(2)
+def test_gradients_outlive_the_reducer(comm, buckets):
+    model = mlp()
+    reducer = check_gradients(comm, model, backward, **buckets)
+    before = gradients(model)
+    reducer.detach()
+    del reducer
+    gc.collect()
+    assert_gradients(model, before)
+
+
+@on_ranks(2)
+def test_a_detached_reducer_may_be_attached_again(comm, buckets):
+    reducer = fastcomm.Reducer(comm, **buckets)
+    for _ in range(2):
+        model = mlp()
+        expected = mean_gradients(model, comm.world_size, backward)
+        reducer.attach(model)
+        backward(model, comm.rank)
+        assert_gradients(model, expected)
+        reducer.detach()
+
+
+@on_ranks(2)
+def test_detach_may_be_called_twice(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    reducer.detach()
+    reducer.detach()
+
+
+@on_ranks(2)
+def test_a_reducer_nobody_holds_goes_on_reducing(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    gc.collect()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_parameters_are_reduced_though_the_module_that_was_attached_is_gone(comm, buckets):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm, **buckets).attach(nn.ModuleList([model[:2], model[2:]]))
+    gc.collect()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_reducer_goes_with_its_model(comm):
+    model = mlp()
+    reducer = weakref.ref(fastcomm.Reducer(comm).attach(model))
+    backward(model, comm.rank)
+    del model
+    gc.collect()
+    assert reducer() is None

@@ -1,0 +1,375 @@
+/* What the driver has the ranks do: every collective, many at once, ranks that disagree, come late,
+ * leave or die. */
+#include <signal.h>
+
+#include "driver.h"
+
+static void all_reduce_ints(struct rank *me, uint64_t numel, char *room) {
+    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, numel, room);
+    run_and_verify(me, &q);
+}
+
+enum { SHARED, PRIVATE, MIXED, PLACES };
+
+static char *room_of(struct rank *me, int place, size_t skew) {
+    bool is_private = place == PRIVATE || (place == MIXED && me->rank == me->world_size - 1);
+    return (is_private ? me->private : me->shared) + skew;
+}
+
+static void one_of(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
+                   int place) {
+    if (kind == SHM_REDUCE_SCATTER) {
+        uint64_t n = (uint64_t)me->world_size;
+        numel = (numel + n - 1) / n * n;
+    }
+    /* Every second tensor is aligned to its elements only. */
+    struct request q = prepare(me, kind, op, dtype, numel,
+                               room_of(me, place, numel % 2 ? shm_dtype_size(dtype) : 0));
+    run_and_verify(me, &q);
+}
+
+static void every_collective(struct rank *me) {
+    for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype++) {
+        uint64_t itemsize = shm_dtype_size(dtype);
+        uint64_t in_mailbox = SHM_INLINE_BYTES / itemsize, in_slot = SHM_STAGING_BYTES / itemsize;
+        uint64_t sizes[] = {
+            0,
+            1,
+            37,
+            in_mailbox - 1,
+            in_mailbox,
+            in_mailbox + 1,
+            in_slot - 1,
+            in_slot + 1,
+            in_slot,
+            /* 1 MiB: */ (1u << 20) / itemsize + 3,
+        };
+        size_t n_sizes = full ? sizeof sizes / sizeof *sizes : 7 + (dtype == SHM_FLOAT16);
+        for (size_t i = 0; i < n_sizes; i++) {
+            for (int place = 0; place < PLACES; place++) {
+                /* Large sizes with one operation each: it is their way through memory that matters.
+                 */
+                uint32_t any = (uint32_t)(i + dtype + (unsigned)place) % 5;
+                for (uint32_t op = 0; op < 5; op++) {
+                    if (op == any || (sizes[i] * itemsize <= SHM_INLINE_BYTES * 2 && full)) {
+                        one_of(me, SHM_ALL_REDUCE, op, dtype, sizes[i], place);
+                        one_of(me, SHM_REDUCE_SCATTER, op, dtype, sizes[i], place);
+                    }
+                }
+                one_of(me, SHM_BROADCAST, 0, dtype, sizes[i], place);
+                one_of(me, SHM_ALL_GATHER, 0, dtype, sizes[i], place);
+                one_of(me, SHM_BARRIER, 0, 0, 0, place);
+            }
+        }
+    }
+}
+
+static void some_on_many_ranks(struct rank *me) {
+    for (int place = 0; place < PLACES; place++) {
+        one_of(me, SHM_BARRIER, 0, 0, 0, place);
+        for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 3) {
+            one_of(me, SHM_ALL_REDUCE, SHM_SUM, dtype, 37, place);
+            one_of(me, SHM_ALL_REDUCE, SHM_MEAN, dtype, 3001, place);
+            one_of(me, SHM_REDUCE_SCATTER, SHM_MAX, dtype, 3001, place);
+            one_of(me, SHM_ALL_GATHER, 0, dtype, 501, place);
+            one_of(me, SHM_BROADCAST, 0, dtype, 3001, place);
+        }
+    }
+}
+
+/* More chunks than there are staging slots, one collective right after the other. */
+static void many_chunks(struct rank *me) {
+    const uint64_t numel = 10 * SHM_STAGING_BYTES / sizeof(float) + 5;
+    for (int i = 0; i < 3; i++) {
+        one_of(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, numel, PRIVATE);
+        one_of(me, SHM_BROADCAST, 0, SHM_FLOAT32, numel + (uint64_t)i, MIXED);
+        one_of(me, SHM_ALL_GATHER, 0, SHM_FLOAT32, numel, PRIVATE);
+        one_of(me, SHM_REDUCE_SCATTER, SHM_SUM, SHM_FLOAT32, numel, MIXED);
+    }
+}
+
+/* Posts `n` all_reduces of many sizes, some in the arena and some not, then waits for them in an
+ * order of its own. */
+static void many_under_way(struct rank *me) {
+    enum { N = 40, STRIDE = 128 << 10 };
+    static _Thread_local struct request requests[N];
+    uint32_t seqs[N];
+    for (int backwards = 0; backwards < 2; backwards++) {
+        int n = backwards ? SHM_RING
+                          : N; /* a result can be asked for while it is one of the last SHM_RING */
+        for (int i = 0; i < n; i++) {
+            uint64_t numel = (uint64_t)(i * i * 37 % 30000);
+            char *area = i % 3 == 1 ? me->private : me->shared;
+            requests[i] =
+                prepare(me, SHM_ALL_REDUCE, (uint32_t)i % 5, SHM_FLOAT32, numel, area + i * STRIDE);
+            seqs[i] = post(me, &requests[i]);
+            shm_wait(me->comm, seqs[i * me->rank / me->world_size], 0);
+        }
+        for (int i = 0; i < n; i++) {
+            int j = backwards ? n - 1 - i : i;
+            if (n - j <= SHM_RING) {
+                CHECK(wait_for(me, seqs[j]) == SHM_OK, "number %d", j);
+            }
+        }
+        one_of(me, SHM_BARRIER, 0, 0, 0, 0);
+        for (int i = 0; i < n; i++) {
+            verify(me, &requests[i]);
+        }
+    }
+}
+
+/* Cuts the input into pieces that differ from rank to rank, some of which are where they belong
+ * already. */
+static void scatter_input(struct rank *me, struct request *q, char *elsewhere) {
+    size_t itemsize = shm_dtype_size(q->descriptor.dtype);
+    uint64_t at = 0, numel = q->descriptor.numel;
+    for (int i = 0; i < 12 && q->n_pieces < 8 && at < numel; i++) {
+        uint64_t length = min64(numel - at, numel * (uint64_t)((i * 7 + me->rank * 5) % 11) / 40 +
+                                                (uint64_t)(i % 2));
+        if (i % 3 != me->rank % 3) {
+            memcpy(elsewhere + at * itemsize, q->input + at * itemsize, length * itemsize);
+            memset(q->input + at * itemsize, 0xee, length * itemsize);
+            q->pieces[q->n_pieces++] = (struct shm_piece){elsewhere + at * itemsize, at, length};
+        }
+        at += length;
+    }
+}
+
+static void pieces(struct rank *me) {
+    uint64_t sizes[] = {1, 100, 1025, 5000, 70000, full ? 300001 : 66000};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        for (int place = 0; place < PLACES; place++) {
+            for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
+                struct request q =
+                    prepare(me, SHM_ALL_REDUCE, SHM_SUM, dtype, sizes[i], room_of(me, place, 0));
+                scatter_input(me, &q, me->private + AREA_BYTES);
+                run_and_verify(me, &q);
+            }
+        }
+    }
+}
+
+/* The last rank wants something else. Every rank must hear of it, from every path to every other,
+ * and then go on as before. */
+static void mismatches(struct rank *me) {
+    const struct shm_descriptor usual[] = {
+        {.kind = SHM_ALL_REDUCE,
+         .op = SHM_SUM,
+         .dtype = SHM_FLOAT32,
+         .numel = 100,
+         .where = SHM_PRIVATE},
+        {.kind = SHM_ALL_REDUCE,
+         .op = SHM_SUM,
+         .dtype = SHM_FLOAT32,
+         .numel = 100000,
+         .where = SHM_PRIVATE},
+        {.kind = SHM_BROADCAST,
+         .op = SHM_SUM,
+         .dtype = SHM_INT32,
+         .numel = 2000,
+         .where = SHM_PRIVATE},
+        {.kind = SHM_BARRIER, .where = SHM_PRIVATE},
+    };
+    const struct shm_descriptor unusual[] = {
+        {.kind = SHM_ALL_REDUCE, .op = SHM_MAX, .dtype = SHM_FLOAT32, .numel = 100},
+        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 101},
+        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 200000},
+        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT16, .numel = 100},
+        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 100, .label = 7},
+        {.kind = SHM_ALL_GATHER, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 100},
+        {.kind = SHM_BROADCAST, .op = SHM_SUM, .dtype = SHM_INT32, .numel = 2000, .root = 1},
+    };
+    int last = me->world_size - 1;
+    for (size_t i = 0; i < sizeof usual / sizeof *usual * (sizeof unusual / sizeof *unusual); i++) {
+        struct shm_descriptor odd = unusual[i / (sizeof usual / sizeof *usual)],
+                              even = usual[i % (sizeof usual / sizeof *usual)];
+        odd.where = i % 2 ? SHM_PRIVATE : (uint64_t)(me->shared - me->world->segments[me->rank]);
+        struct request q = {.descriptor = me->rank == last ? odd : even};
+        q.input = me->rank == last && i % 2 == 0 ? me->shared : me->private;
+        q.output = q.input + (is_in_place(q.descriptor.kind) ? 0 : AREA_BYTES);
+        uint32_t seq = post(me, &q);
+        int status = wait_for(me, seq);
+        CHECK(status == SHM_MISMATCH, "mismatch %zu ended with status %d", i, status);
+        struct shm_descriptor theirs = shm_descriptor_of(me->comm, last, seq),
+                              first = shm_descriptor_of(me->comm, 0, seq);
+        CHECK(theirs.kind == odd.kind && theirs.numel == odd.numel && theirs.label == odd.label,
+              "what the last rank wanted");
+        CHECK(first.kind == even.kind && first.numel == even.numel && first.op == even.op,
+              "what rank 0 wanted");
+        all_reduce_ints(me, 1000 + i * 1000, i % 2 ? me->private : me->shared);
+    }
+}
+
+/* A mismatch among collectives that are under way together ends that one alone. */
+static void mismatch_under_way(struct rank *me) {
+    struct request q[6];
+    uint32_t seqs[6];
+    for (int i = 0; i < 6; i++) {
+        q[i] = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT64, 700u << i,
+                       (i % 2 ? me->private : me->shared) + (i << 20));
+        q[i].descriptor.label = i == 3 && me->rank == 0 ? 5 : 0;
+        seqs[i] = post(me, &q[i]);
+    }
+    for (int i = 0; i < 6; i++) {
+        CHECK(wait_for(me, seqs[i]) == (i == 3 ? SHM_MISMATCH : SHM_OK), "number %d", i);
+        if (i != 3) {
+            verify(me, &q[i]);
+        }
+    }
+}
+
+/* A slice ends without the last rank, which the others name; then it comes after all. */
+static void late_rank(struct rank *me) {
+    if (me->rank == me->world_size - 1) {
+        usleep(300 * 1000);
+        all_reduce_ints(me, 5000, me->shared);
+        return;
+    }
+    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, 5000, me->shared);
+    uint32_t seq = post(me, &q);
+    CHECK(shm_wait(me->comm, seq, 0) == SHM_AGAIN, "nobody is there yet");
+    uint64_t before = shm_now_ns();
+    int status = shm_wait(me->comm, seq, 50 * 1000 * 1000);
+    uint64_t waited = shm_now_ns() - before;
+    CHECK(status == SHM_AGAIN, "status %d", status);
+    CHECK(waited >= 45 * 1000 * 1000, "a slice of 50 ms ended after %lu ns", waited);
+    CHECK(shm_stalled_on(me->comm) == me->world_size - 1, "stalled on %d",
+          shm_stalled_on(me->comm));
+    CHECK(shm_posted(me->comm, me->rank) == seq &&
+              shm_posted(me->comm, me->world_size - 1) == seq - 1,
+          "what the ranks have posted");
+    CHECK(wait_for(me, seq) == SHM_OK, "the late rank came");
+    verify(me, &q);
+}
+
+/* Moves the counters of all ranks to just before they wrap around, as if that many collectives had
+ * been done. */
+static void wrap_around(struct rank *me) {
+    uint32_t next = UINT32_MAX - 50, chunk = UINT32_MAX - 20;
+    struct shm_comm *comm = me->comm;
+    struct control *control = control_of(comm, me->rank);
+    comm->next = comm->head = next;
+    comm->settled = next - 1;
+    comm->chunk = chunk;
+    for (uint32_t seq = next - SHM_RING; seq != next; seq++) {
+        atomic_store(&control->slots[seq % SHM_RING].arrived.value, seq);
+    }
+    atomic_store(&control->reduced.value, next - 1);
+    atomic_store(&control->staged_in.value, chunk);
+    atomic_store(&control->staged_out.value, chunk);
+    atomic_fetch_add(&me->world->gathered[1], 1);
+    while (atomic_load(&me->world->gathered[1]) < me->world_size) {
+        usleep(100);
+    }
+    for (uint64_t i = 0; i < 120; i++) {
+        all_reduce_ints(me, i * 997 % 80000, i % 4 == 1 ? me->private : me->shared);
+    }
+    CHECK(comm->next < 1000 && comm->chunk < 1000, "the counters have wrapped around: %u, %u",
+          comm->next, comm->chunk);
+}
+
+/* ---- ranks that go away ---- */
+
+static void expect_lost(struct rank *me, uint32_t seq, int lost) {
+    uint64_t before = shm_now_ns();
+    int status = wait_for(me, seq);
+    uint64_t waited = shm_now_ns() - before;
+    CHECK(status == SHM_PEER_LOST, "status %d", status);
+    int blamed = shm_stalled_on(me->comm); /* or another rank that gave up on it first */
+    CHECK(blamed == lost || shm_blamed_by(me->comm, blamed) == lost, "blamed rank %d, not %d",
+          blamed, lost);
+    shm_set_state(me->comm, SHM_ABORTED, lost);
+    CHECK(waited < (forked ? 1000u : 2000u) * 1000 * 1000, "noticed after %lu ns",
+          waited); /* threads: the slow sanitizer builds */
+}
+
+static void leave(struct rank *me, enum shm_state state) {
+    int last = me->world_size - 1;
+    all_reduce_ints(me, 3000, me->shared);
+    if (me->rank == last) {
+        shm_set_state(me->comm, state, -1);
+        return;
+    }
+    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, 3000, me->shared);
+    expect_lost(me, post(me, &q), last);
+    CHECK(shm_state_of(me->comm, last) == (int)state, "its state is %d",
+          shm_state_of(me->comm, last));
+}
+
+static void closed_peer(struct rank *me) {
+    leave(me, SHM_CLOSED);
+}
+
+static void aborted_peer(struct rank *me) {
+    leave(me, SHM_ABORTED);
+}
+
+/* The last rank dies before it posts, after it, or half-way: it has done what it can do alone while
+ * the others look away. */
+enum death { BEFORE_POSTING, AFTER_POSTING, HALF_WAY };
+
+static void die(struct rank *me, enum death when, uint64_t numel, char *room) {
+    int last = me->world_size - 1;
+    all_reduce_ints(me, 3000, me->shared);
+    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, numel, room);
+    if (me->rank != last) {
+        uint32_t seq = post(me, &q);
+        usleep(when == HALF_WAY ? 100 * 1000 : 0);
+        expect_lost(me, seq, last);
+        return;
+    }
+    usleep(20 * 1000);
+    if (when != BEFORE_POSTING) {
+        uint32_t seq = post(me, &q);
+        if (when == HALF_WAY) {
+            shm_wait(me->comm, seq, 0);
+        }
+    }
+    kill(getpid(), SIGKILL);
+}
+
+static void killed_before_posting(struct rank *me) {
+    die(me, BEFORE_POSTING, 3000, me->shared);
+}
+
+static void killed_after_posting(struct rank *me) {
+    die(me, AFTER_POSTING, 3000, me->shared);
+}
+
+static void killed_half_way(struct rank *me) {
+    die(me, HALF_WAY, 1500000, me->private);
+}
+
+/* What a dead rank has put into its mailbox still counts; what comes after does not. */
+static void killed_after_its_last_small_one(struct rank *me) {
+    int last = me->world_size - 1;
+    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, 100, me->private);
+    uint32_t seq = post(me, &q);
+    if (me->rank == last) {
+        kill(getpid(), SIGKILL);
+    }
+    usleep(50 * 1000);
+    CHECK(wait_for(me, seq) == SHM_OK, "all ranks have posted");
+    verify(me, &q);
+    q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, 100, me->private);
+    expect_lost(me, post(me, &q), last);
+}
+
+const struct scenario basic_scenario = {"every_collective", every_collective, ALWAYS};
+const struct scenario crowd_scenario = {"some_on_many_ranks", some_on_many_ranks, ALWAYS};
+const struct scenario scenarios[] = {
+    {"many_chunks", many_chunks, ALWAYS},
+    {"many_under_way", many_under_way, ALWAYS},
+    {"pieces", pieces, ALWAYS},
+    {"mismatches", mismatches, ALWAYS},
+    {"mismatch_under_way", mismatch_under_way, ALWAYS},
+    {"late_rank", late_rank, ALWAYS},
+    {"wrap_around", wrap_around, ALWAYS},
+    {"closed_peer", closed_peer, ALWAYS},
+    {"aborted_peer", aborted_peer, ALWAYS},
+    {"killed_before_posting", killed_before_posting, KILLS},
+    {"killed_after_posting", killed_after_posting, KILLS},
+    {"killed_half_way", killed_half_way, KILLS},
+    {"killed_after_its_last_small_one", killed_after_its_last_small_one, KILLS},
+};
+const size_t n_scenarios = sizeof scenarios / sizeof *scenarios;

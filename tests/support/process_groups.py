@@ -1,0 +1,61 @@
+"""For bodies of tests: the backend "fastcomm" of torch.distributed among a test's ranks, and Gloo
+beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import ranks as harness
+from tests.support.ranks import Ranks
+
+TIMEOUT = timedelta(seconds=30)
+_gloo: list[dist.ProcessGroup] = []
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes of this module's own: their default group is one of the backend."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def world() -> dist.ProcessGroup:
+    """For bodies: the default group, over the backend."""
+    if not dist.is_initialized():
+        start(harness._place)
+    return dist.group.WORLD
+
+
+def start(place: harness.Place, timeout: timedelta = TIMEOUT) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address = f"file://{place.directory}/backend"
+    dist.init_process_group(
+        "fastcomm",
+        init_method=address,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+
+
+def gloo() -> dist.ProcessGroup:
+    """For bodies: the same ranks over Gloo."""
+    world()
+    if not _gloo:
+        _gloo.append(dist.new_group(backend="gloo"))
+    return _gloo[0]
+
+
+def values(comm, numel: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers that differ from rank to rank: every dtype holds their sums and
+    products.
+    """
+    return ((torch.arange(numel) * (comm.rank + 2)) % 5 + 1).to(dtype)
