@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
+from tests.support.ranks import Ranks
+from tests.support.transports import TRANSPORTS
 
 LONGEST = (
     "tests.test_package",
@@ -17,13 +18,10 @@ LONGEST = (
     "tests.test_bench",
     "tests.matrix.test_matrix",
     "tests.programs.test_programs",
-    "tests.nccl.test_faults",
+    "tests.contract.test_lost_peers",
+    "tests.nccl.test_lost_peers",
+    "tests.nccl.test_failing_calls",
     "tests.test_torchrun",
-)
-
-# The transports over torch.distributed share all that these suites do not reach.
-SUITES_OVER_TORCH = tuple(
-    f"tests.reducer.test_{name}" for name in ("backward", "errors", "interrupts", "defects")
 )
 
 
@@ -44,15 +42,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Chooses what the fixture `transport` runs over, by the module of the test."""
-    if "transport" in metafunc.fixturenames:
-        more = TRANSPORTS_OVER_TORCH if metafunc.module.__name__ in SUITES_OVER_TORCH else ()
-        metafunc.parametrize("transport", (*TRANSPORTS, *more), indirect=True)
+    """The fixture `transport` runs over what a mark says (`transports`, `over`), else over
+    TRANSPORTS.
+    """
+    marks = metafunc.definition.iter_markers("parametrize")
+    is_said = any("transport," in mark.args[0] for mark in marks)
+    if is_said or "transport" not in metafunc.fixturenames:
+        return
+    mark = metafunc.definition.get_closest_marker("transports")
+    names = TRANSPORTS if mark is None else mark.args
+    metafunc.parametrize("transport", names, indirect=True)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[str]:
-    """Runs the test over every transport, one after the other."""
+    """What the test's ranks talk over."""
     ranks.transport = request.param
     yield request.param
     ranks.transport = "shm"

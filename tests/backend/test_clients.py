@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
-from tests.support import ranks as harness
+from tests.support import process_groups
+from tests.support.bodies import my_place
 from tests.support.models import (
     Heads,
     Transformer,
@@ -28,8 +29,10 @@ from tests.support.models import (
     mlp,
     text_backward,
 )
-from tests.support.process_groups import gloo, ranks, start, values, world  # noqa: F401 (the fixture)
+from tests.support.process_groups import gloo, start, values, world
 from tests.support.ranks import fresh_ranks, on_ranks
+
+ranks = process_groups.ranks  # a pool of this module's own
 
 
 def _train(model, run, comm, steps=4, **optimizer_options):
@@ -324,7 +327,7 @@ def test_a_checkpoint_is_saved_and_loaded(comm):
     import torch.distributed.checkpoint as checkpoint
 
     world()
-    folder = f"{harness._place.directory}/checkpoint"
+    folder = f"{my_place().directory}/checkpoint"
     model = mlp()
     checkpoint.save(model.state_dict(), checkpoint_id=folder)
     other = copy.deepcopy(model)
@@ -342,7 +345,7 @@ def test_a_checkpoint_is_saved_in_the_background(comm):
     import torch.distributed.checkpoint as checkpoint
 
     world()
-    folder = f"{harness._place.directory}/background"
+    folder = f"{my_place().directory}/background"
     state = {"weight": torch.arange(4.0)}
     checkpoint.async_save(state, checkpoint_id=folder).result(timeout=30)
     state["weight"] = torch.zeros(4)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
+from tests.support.bodies import gloo
 from tests.support.models import (
     Heads,
     assert_gradients,
@@ -25,7 +26,7 @@ from tests.support.models import (
     mean_gradients,
     mlp,
 )
-from tests.support.ranks import gloo, on_ranks
+from tests.support.ranks import on_ranks
 
 
 def _ddp(model, **options):

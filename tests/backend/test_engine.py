@@ -16,8 +16,12 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 import fastcomm
-from tests.support.process_groups import gloo, ranks, start, world  # noqa: F401 (the fixture)
-from tests.support.ranks import fresh_ranks, note, on_ranks
+from tests.support import process_groups
+from tests.support.bodies import note
+from tests.support.process_groups import gloo, start, world
+from tests.support.ranks import fresh_ranks, on_ranks
+
+ranks = process_groups.ranks  # a pool of this module's own
 
 LAYOUTS = {
     "flat": lambda: torch.zeros(6),

@@ -14,9 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
+from tests.support import process_groups
 from tests.support.models import backward, mlp
-from tests.support.process_groups import ranks, start, world  # noqa: F401 (the fixture)
-from tests.support.ranks import fresh_ranks, on_ranks, torchrun_env, values_of
+from tests.support.outcomes import values_of
+from tests.support.process_groups import start, world
+from tests.support.ranks import fresh_ranks, on_ranks, torchrun_env
+
+ranks = process_groups.ranks  # a pool of this module's own
 
 
 def _rank_2_does_not_come(place):

@@ -22,9 +22,10 @@ from torch.nn.utils import parameters_to_vector
 
 import fastcomm
 from fastcomm.group.communicator import GroupCommunicator
+from tests.support.bodies import Place
 from tests.support.models import backward, mlp
 from tests.support.process_groups import start, values
-from tests.support.ranks import Place, fresh_ranks
+from tests.support.ranks import fresh_ranks
 
 
 def across_hosts(hosts: str, body: Callable[[Place], None], dies: int | None = None) -> None:

@@ -20,17 +20,17 @@ import torch.distributed as dist
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError, rendezvous
 from fastcomm.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
-from tests.support import ranks as harness
+from tests.support.bodies import gloo, my_place
 from tests.support.namespaces import INTERFACE, Hosts, enter, why_not
-from tests.support.ranks import fresh_ranks, gloo, values_of
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks
 from tests.support.reference import (
     DTYPES,
     FLOATS,
     HALVES,
     OPS,
-    assert_same_bits,
+    assert_rounded,
     check_all_reduce,
-    reduced,
     shards_of,
 )
 
@@ -191,26 +191,7 @@ def _check_every_op(comm):
                 shards = shards_of(dtype, comm.world_size, numel, seed=numel)
                 tensor = comm.empty(numel, dtype=dtype).copy_(shards[comm.rank])
                 comm.all_reduce(tensor, op)
-                _assert_reduced(tensor, shards, op)
-
-
-def _assert_reduced(tensor, shards, op, wire=None):
-    """Within the rounding of what has crossed the network, of numbers as large as the sum of all
-    magnitudes.
-    """
-    if not tensor.dtype.is_floating_point or op in ("min", "max"):
-        assert_same_bits(tensor, reduced(shards, op))
-        return
-    magnitude = reduced([shard.abs().double() for shard in shards], op)
-    epsilon = torch.finfo(wire or tensor.dtype).eps
-    excess = (
-        tensor.double() - reduced([shard.double() for shard in shards], op)
-    ).abs() - 4 * epsilon * magnitude
-    assert (excess <= 2 * torch.finfo(wire or tensor.dtype).tiny).all(), (
-        tensor.dtype,
-        op,
-        excess.max(),
-    )
+                assert_rounded(tensor, shards, op, roundings=4)
 
 
 def _bits_of_random_sums(comm):
@@ -263,7 +244,8 @@ def _reduce_on_the_wire(comm, wire_dtype, op, numel):
     bucket = comm.bind_bucket(flat, [flat[:5]], [0], wire_dtype=wire_dtype, label=1)
     work = bucket.launch(op, [0] if comm.rank else [])
     assert work.present() == [True]
-    _assert_reduced(flat[:-1], [shard[:-1] for shard in shards], op, wire_dtype)
+    own = [shard[:-1] for shard in shards]
+    assert_rounded(flat[:-1], own, op, roundings=4, wire_dtype=wire_dtype)
     return bytes(flat.view(torch.uint8).numpy())
 
 
@@ -317,7 +299,7 @@ def _launch_while_the_others_are_late(comm):
     flat = comm.empty(3_000_000, dtype=torch.float32).fill_(1)
     bucket = comm.bind_bucket(flat, [flat[:1]], [0], wire_dtype=None, label=1)
     launched = [
-        Path(harness._place.directory, f"launched by {rank}") for rank in range(comm.world_size)
+        Path(my_place().directory, f"launched by {rank}") for rank in range(comm.world_size)
     ]
     if comm.rank == 3:
         while not all(path.exists() for path in launched[:3]):

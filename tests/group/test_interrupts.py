@@ -15,18 +15,16 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
-from tests.support import ranks as harness
-from tests.support.ranks import fresh_ranks, on_ranks, values_of
+from tests.support.bodies import my_place
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.reference import check_all_reduce
+from tests.support.transports import TRANSPORTS_OVER_TORCH
 
-TRANSPORTS = ("group", "hierarchical")
-
-
-@pytest.fixture(params=TRANSPORTS, autouse=True)
-def over_torch(ranks, request):
-    ranks.transport = request.param
-    yield
-    ranks.transport = "shm"
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*TRANSPORTS_OVER_TORCH),
+]
 
 
 class Interrupted(BaseException):
@@ -59,11 +57,11 @@ def _codes(frame):
 
 
 def _note(name):
-    Path(harness._place.directory, name).touch()
+    Path(my_place().directory, name).touch()
 
 
 def _await_note(name):
-    path = Path(harness._place.directory, name)
+    path = Path(my_place().directory, name)
     while not path.exists():
         time.sleep(0.005)
     path.unlink()

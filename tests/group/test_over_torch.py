@@ -12,7 +12,8 @@ import torch
 
 import fastcomm
 from fastcomm.group import exchange, hierarchical
-from tests.support.ranks import TRANSPORTS_OVER_TORCH, fresh_ranks, on_ranks, values_of
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.reference import (
     FLOATS,
     HALVES,
@@ -22,16 +23,16 @@ from tests.support.reference import (
     reduced,
     shards_of,
 )
+from tests.support.transports import TRANSPORTS_OVER_TORCH
 
 # What travels with the announcement, in one exchange, in two, in several chunks of `hierarchical`.
 SIZES = (37, 700, 5001, 3_000_001)
 
 
-@pytest.fixture(params=TRANSPORTS_OVER_TORCH, autouse=True)
-def over_torch(ranks, request):
-    ranks.transport = request.param
-    yield
-    ranks.transport = "shm"
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*TRANSPORTS_OVER_TORCH),
+]
 
 
 # 16-bit floats are added in float32 and rounded once
@@ -238,15 +239,6 @@ def test_a_bucket_of_inference_tensors_is_reduced_outside_that_mode_too(comm):
         bucket = comm.bind_bucket(flat, [flat[:3000]], [0], wire_dtype=torch.bfloat16, label=1)
     bucket.launch("sum", []).wait()
     assert (flat[:3000] == 2).all()
-
-
-@on_ranks(2)
-def test_tensors_that_require_gradients_are_reduced_in_place(comm):
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled):
-            tensor = torch.ones(3000, requires_grad=True)
-            comm.all_reduce(tensor)
-            assert (tensor == 2).all() and tensor.grad_fn is None
 
 
 @on_ranks(2)

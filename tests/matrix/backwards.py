@@ -13,9 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.matrix.row import Training, error, reduced
-from tests.support.models import backward, batch, loss_of, mlp
-
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
+from tests.support.models import SMALL_BUCKETS, backward, batch, loss_of, mlp
 
 
 @reduced("`loss.backward()`")

@@ -8,7 +8,8 @@ import pytest
 
 from tests.matrix import ROWS, THEMES, Row, run_row
 from tests.matrix.guarantees import page
-from tests.support.ranks import fresh_ranks, values_of
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORLDS = [

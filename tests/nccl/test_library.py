@@ -20,24 +20,11 @@ import fastcomm
 from fastcomm import InitError, NcclError
 from fastcomm.nccl import agreement
 from fastcomm.nccl import library as nccl_library
-from tests.support.ranks import fresh_ranks, values_of
-from tests.support.stand_ins import environment, stand_ins
+from tests.nccl import outcomes_of
+from tests.support.outcomes import values_of
+from tests.support.stand_ins import stand_ins
 
 NOWHERE = "/nowhere/lib.so"
-
-
-def outcomes_of(world_size, body, *args, env=None):
-    """How the body ended on new ranks with the stand-ins, but for what `env` says, for all or rank
-    by rank.
-    """
-    env = env if isinstance(env, list) else [env or {}] * world_size
-    return fresh_ranks(
-        world_size,
-        body,
-        *args,
-        env=[{**environment(stand_ins()), **own} for own in env],
-        timeout=20,
-    )
 
 
 def _init(place, device="cpu", backend="nccl"):

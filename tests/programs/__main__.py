@@ -18,7 +18,8 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
 
 from tests.programs.batches import STRATEGIES, Failed, find_failure
-from tests.support.ranks import TRANSPORTS, TRANSPORTS_OVER_TORCH, Ranks
+from tests.support.ranks import Ranks
+from tests.support.transports import TRANSPORTS, TRANSPORTS_OVER_TORCH
 
 BATCH = 50
 

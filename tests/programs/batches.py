@@ -18,7 +18,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.programs.strategies import collective_programs, reducer_programs
-from tests.support.ranks import RankError, Ranks
+from tests.support.outcomes import RankError
+from tests.support.ranks import Ranks
 
 # What draws programs for so many ranks over a transport.
 STRATEGIES: dict[str, Callable[[int, str], Any]] = {

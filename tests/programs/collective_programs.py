@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastcomm import FastcommError, MismatchError
 from tests.programs.data import Call, CollectiveProgram, Round
-from tests.support.ranks import finish_together
+from tests.support.bodies import finish_together
 from tests.support.reference import HALVES, reduced
 
 DONE_WITHIN_S = 20.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.ranks import meeting_place
+from tests.support.bodies import meeting_place
 
 TICK_S = 0.002
 # A rank whose stack has not moved for so long, at two signals, waits.

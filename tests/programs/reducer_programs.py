@@ -39,7 +39,7 @@ from tests.programs.data import (
 from tests.programs.interrupts import Interrupted, interrupting, new_gate
 from tests.programs.modules import ProgramModel, stages, touch_gradient
 from tests.programs.oracle import LEARNING_RATE, Oracle
-from tests.support.ranks import finish_together
+from tests.support.bodies import finish_together
 
 # A few roundings of each, relative to the largest number that goes into a sum.
 _EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}

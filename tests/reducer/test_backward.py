@@ -25,8 +25,9 @@ from tests.support.models import (
     text_backward,
 )
 from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
 # Plain backwards
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
+from tests.support.bodies import gloo
 from tests.support.models import (
     Heads,
     Transformer,
@@ -24,7 +25,7 @@ from tests.support.models import (
     mlp,
     text_backward,
 )
-from tests.support.ranks import gloo, on_ranks
+from tests.support.ranks import on_ranks
 
 
 def _wide_mlp():

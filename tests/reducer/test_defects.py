@@ -21,6 +21,7 @@ from torch import nn
 import fastcomm
 from fastcomm import AbandonedError, FastcommError
 from tests.support.models import (
+    SMALL_BUCKETS,
     Heads,
     assert_gradients,
     backward,
@@ -29,11 +30,11 @@ from tests.support.models import (
     mean_gradients,
     mlp,
 )
-from tests.support.ranks import fresh_ranks, on_ranks, values_of
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = pytest.mark.usefixtures("transport")
-
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
 
 # Whose parameters an optimizer steps

@@ -9,17 +9,14 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
-from tests.support.models import backward, gradients, mean_gradients, mlp
-from tests.support.ranks import TRANSPORTS_OVER_TORCH, on_ranks
+from tests.support.models import SMALL_BUCKETS, backward, gradients, mean_gradients, mlp
+from tests.support.ranks import on_ranks
+from tests.support.transports import TRANSPORTS_OVER_TORCH
 
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
-
-
-@pytest.fixture(params=TRANSPORTS_OVER_TORCH, autouse=True)
-def over_torch(ranks, request):
-    ranks.transport = request.param
-    yield
-    ranks.transport = "shm"
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*TRANSPORTS_OVER_TORCH),
+]
 
 
 def attached(comm, hooked=False):

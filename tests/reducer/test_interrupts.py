@@ -22,11 +22,13 @@ import torch
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
 from fastcomm.reducer.bucket import Bucket
-from tests.support import ranks as harness
+from tests.support.bodies import hear_of_it, my_place, note
 from tests.support.models import Fail, assert_gradients, backward, batch, mean_gradients, mlp
-from tests.support.ranks import fresh_ranks, hear_of_it, note, on_ranks, values_of
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
 
 class Interrupted(Exception):
@@ -57,7 +59,7 @@ def interrupted(
             os.kill(os.getpid(), signal.SIGUSR2)
             if until_raised:
                 is_raised.wait()
-            note(harness._place, **{f"interrupt-{i}": "sent"})
+            note(my_place(), **{f"interrupt-{i}": "sent"})
 
     main, is_raised = threading.main_thread().ident, threading.Event()
     before = signal.signal(signal.SIGUSR2, handle)
@@ -81,7 +83,7 @@ def interrupted_in_finish() -> Iterator[None]:
         Bucket.finish = finish
         raise Interrupted
 
-    note(harness._place, **{"interrupt-0": "sent"})
+    note(my_place(), **{"interrupt-0": "sent"})
     Bucket.finish = signal_first
     yield
     assert Bucket.finish is finish
@@ -102,12 +104,12 @@ def _until_waiting(thread: int, inside: str) -> None:
 
 def _forget() -> None:
     """The other rank has seen it: without it nothing would have ended."""
-    for path in Path(harness._place.directory).glob("interrupt-*"):
+    for path in Path(my_place().directory).glob("interrupt-*"):
         path.unlink()
 
 
 def _until_interrupted(times: int = 1) -> None:
-    path = Path(harness._place.directory, f"interrupt-{times - 1}")
+    path = Path(my_place().directory, f"interrupt-{times - 1}")
     while not path.exists():
         time.sleep(0.005)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import ranks as harness
+import fastcomm  # noqa: F401 (registers the backend)
+from tests.support.bodies import Place, my_place
 from tests.support.ranks import Ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -30,11 +31,11 @@ def ranks() -> Iterator[Ranks]:
 def world() -> dist.ProcessGroup:
     """For bodies: the default group, over the backend."""
     if not dist.is_initialized():
-        start(harness._place)
+        start(my_place())
     return dist.group.WORLD
 
 
-def start(place: harness.Place, timeout: timedelta = TIMEOUT) -> None:
+def start(place: Place, timeout: timedelta = TIMEOUT) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address = f"file://{place.directory}/backend"
     dist.init_process_group(

@@ -13,10 +13,7 @@ new rank costs a fork instead of an import.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import multiprocessing
@@ -29,123 +26,24 @@ import signal
 import socket
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from tests.support.bodies import Place
+from tests.support.outcomes import Failure, Outcome, RankError
+from tests.support.rank_process import Environment, serve, stacks_path
 from tests.support.stand_ins import environment, stand_ins
+from tests.support.transports import environment_of
 
-TRANSPORTS = ("shm", "nccl")
-TRANSPORTS_OVER_TORCH = ("group", "hierarchical")
 TIME_LIMIT = 60.0
 # Once one rank has failed, the others have this long to answer: they may be waiting for a rank that
 # will never come.
 GRACE = 15.0
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-_PR_SET_PDEATHSIG = 1
-
-Environment = Mapping[str, "str | None"]
 NO_VARIABLES: Environment = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands, before any communicator exists. `init_method` is a file:// address that
-    only these ranks share.
-    """
-
-    rank: int
-    world_size: int
-    init_method: str
-    directory: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception as it was on its rank. `types` names its class and all base classes,
-    `builtins.OSError` for example.
-    """
-
-    types: tuple[str, ...]
-    message: str
-    traceback: str
-
-    @property
-    def type(self) -> str:
-        """The class name alone."""
-        return self.types[0].rpartition(".")[2]
-
-    def is_a(self, expected: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
-        wanted = expected if isinstance(expected, tuple) else (expected,)
-        return any(_type_name(one) in self.types for one in wanted)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a call ended on one rank.
-
-    kind      "returned", "raised", "died" (the process ended before it answered) or "hung" (no
-              answer in time; it was killed)
-    value     what the body returned
-    failure   what it raised
-    exitcode  of the process, as in multiprocessing: -9 for SIGKILL; None while it is alive
-    stacks    of a rank that hung: the stacks of all its threads
-    """
-
-    rank: int
-    kind: str
-    value: Any = None
-    failure: Failure | None = None
-    exitcode: int | None = None
-    stacks: str = ""
-
-    def is_a(self, expected: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
-        """Whether this rank raised `expected`."""
-        return self.failure is not None and self.failure.is_a(expected)
-
-    def __str__(self) -> str:
-        if self.kind == "returned":
-            return f"rank {self.rank} returned {_shorten(repr(self.value))}"
-        if self.failure is not None:
-            return (
-                f"rank {self.rank} raised {self.failure.type}: "
-                f"{self.failure.message}\n{self.failure.traceback}"
-            )
-        if self.kind == "died":
-            return f"rank {self.rank} died with exit code {self.exitcode}"
-        return (
-            f"rank {self.rank} had not answered and was killed; its "
-            f"stacks:\n{self.stacks or '(none)'}"
-        )
-
-
-class RankError(AssertionError):
-    """A body did not return on every rank. `outcomes` holds what happened on each."""
-
-    def __init__(self, body: Callable[..., Any], outcomes: Sequence[Outcome]) -> None:
-        self.outcomes = tuple(outcomes)
-        lines = [f"{body.__name__} on {len(outcomes)} ranks:"]
-        told: dict[str, int] = {}
-        for outcome in outcomes:
-            text = str(outcome).removeprefix(f"rank {outcome.rank} ")
-            lines.append(
-                f"rank {outcome.rank}: as rank {told[text]}" if text in told else str(outcome)
-            )
-            told.setdefault(text, outcome.rank)
-        super().__init__("\n".join(lines))
 
 
 class Ranks:
@@ -237,15 +135,23 @@ def fresh_ranks(
     ]
 
 
-def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What the body returned on every rank, as it must have done."""
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
+def stand_in_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    env: Environment | Sequence[Environment] = NO_VARIABLES,
+    **options: Any,
+) -> list[Outcome]:
+    """As fresh_ranks over NCCL, but with the stand-ins also where there is a GPU."""
+    environments = [env] * world_size if isinstance(env, Mapping) else env
+    env = [{**environment(stand_ins()), **own} for own in environments]
+    return fresh_ranks(world_size, body, *args, env=env, transport="nccl", **options)
 
 
 def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a body: `@on_ranks(2)` over `def test_x(comm)` runs it on two ranks,
-    `@on_ranks(2, 3)` first on two, then on three.
+    `@on_ranks(2, 3)` first on two, then on three. Without any, the test is parametrised with
+    `world_size` by another mark, which is `over`.
 
     Further arguments of the body are fixtures or parameters of the test; their values must pickle.
     """
@@ -263,7 +169,7 @@ def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[...,
         functools.update_wrapper(test, body)
         fixtures = [comm.replace(name=name) for name in ("ranks", "world_size")]
         test.__signature__ = inspect.Signature([*fixtures, *others])
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate
 
@@ -285,37 +191,6 @@ class _BodyOf:
         return getattr(importlib.import_module(self.module), self.name).__wrapped__(*args)
 
 
-def note(place: Place, **facts: Any) -> None:
-    """For bodies: leaves facts that other ranks, and the test, can read, each whole or not
-    at all.
-    """
-    for name, value in facts.items():
-        path = Path(place.directory, name)
-        path.with_suffix(".new").write_text(str(value))
-        path.with_suffix(".new").rename(path)
-
-
-def noted(place: Place, name: str) -> str:
-    return Path(place.directory, name).read_text()
-
-
-def finish_together(comm: Any) -> None:
-    """For bodies, before a rank abandons a round. Over NCCL the host does not wait, and one that
-    abandons a round ends what the others are still about to finish of the round before: here they
-    have all finished it.
-    """
-    if comm.backend == "nccl":
-        gloo().barrier().wait()
-
-
-def hear_of_it(comm: Any) -> None:
-    """For bodies, after a backward that fails on another rank. Over NCCL, where backward does not
-    wait, this raises the error."""
-    deadline = time.monotonic() + 20
-    while comm.backend == "nccl" and time.monotonic() < deadline:
-        comm.check()
-
-
 def torchrun_env(world_size: int) -> list[dict[str, str]]:
     """The variables torchrun would set for `world_size` ranks of one host, by rank."""
     with socket.socket() as probe:
@@ -328,29 +203,6 @@ def torchrun_env(world_size: int) -> list[dict[str, str]]:
         "MASTER_PORT": str(port),
     }
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
-
-
-def gloo() -> Any:
-    """For bodies: torch.distributed's default group over Gloo among the same ranks, made at the
-    first call and kept.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        # Ranks of one host: the name of the host may not resolve where the tests run.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{_place.directory}/gloo",
-            rank=_place.rank,
-            world_size=_place.world_size,
-        )
-    return dist.group.WORLD
-
-
-def meeting_place() -> Path:
-    """For bodies: a directory of these ranks alone, which goes with them."""
-    return Path(_place.directory)
 
 
 class _World:
@@ -370,13 +222,17 @@ class _World:
         self._pipes: list[multiprocessing.connection.Connection] = []
         environments = [env] * world_size if isinstance(env, Mapping) else env
         context = _fork_server()
-        for rank in range(world_size):
-            place = Place(rank, world_size, f"file://{self._directory}/rendezvous", self._directory)
+        init_method = f"file://{self._directory}/rendezvous"
+        self._places = [
+            Place(rank, world_size, init_method, self._directory, transport)
+            for rank in range(world_size)
+        ]
+        for rank, place in enumerate(self._places):
             ours, theirs = context.Pipe()
             variables = {**environment_of(transport, rank), **environments[rank]}
             process = context.Process(
-                target=_serve,
-                args=(theirs, place, variables, transport if pass_comm else None),
+                target=serve,
+                args=(theirs, place, variables, pass_comm),
                 daemon=True,
             )
             process.start()
@@ -458,7 +314,7 @@ class _World:
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         for rank in late:
-            with contextlib.suppress(OSError), open(_stacks_path(self._directory, rank)) as file:
+            with contextlib.suppress(OSError), open(stacks_path(self._places[rank])) as file:
                 outcomes[rank] = Outcome(rank, "hung", stacks=file.read())
             outcomes.setdefault(rank, Outcome(rank, "hung"))
         self._kill()
@@ -476,40 +332,6 @@ class _World:
             process.join(10)
 
 
-def environment_of(transport: str, rank: int) -> dict[str, str]:
-    """The variables a rank needs so that fastcomm.init(transport) works where the tests run."""
-    import torch
-
-    if transport in TRANSPORTS_OVER_TORCH:
-        # The name of this host may not resolve where the tests run. Even and odd ranks take each
-        # other for ranks of two hosts.
-        return {"GLOO_SOCKET_IFNAME": "lo"} | (
-            {"FASTCOMM_HOST_ID": f"host {rank % 2}"} if transport == "hierarchical" else {}
-        )
-    if transport != "nccl":
-        return {}
-    if not torch.cuda.is_available():
-        return environment(stand_ins())
-    # Several ranks on one GPU. NCCL before 2.30 must take them for ranks of different hosts; later
-    # ones want to be told.
-    sharing = {
-        "NCCL_HOSTID": f"rank-{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NET": "Socket",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    }
-    # Kernels of different ranks wait for each other on the same multiprocessors: few blocks,
-    # nothing that is loaded or chosen late.
-    return sharing | {
-        "NCCL_MAX_CTAS": "1",
-        "NCCL_ALGO": "Ring",
-        "NCCL_PROTO": "Simple",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_WIN_ENABLE": "0",
-        "CUDA_MODULE_LOADING": "EAGER",
-    }
-
-
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     # The modules most bodies need, so that ranks find them loaded; none of them starts threads.
@@ -524,101 +346,3 @@ def _fork_server() -> Any:
         ]
     )
     return context
-
-
-def _serve(
-    pipe: multiprocessing.connection.Connection,
-    place: Place,
-    env: Environment,
-    transport: str | None,
-) -> None:
-    """The life of a rank: answers calls until the pipe closes. Bodies get a communicator over
-    `transport`; None: they get the place.
-    """
-    global _place
-    _place = place
-    _settle(env)
-    comm = None
-    for work in _incoming(pipe):
-        try:
-            body, args = pickle.loads(work)
-            if transport is not None and comm is None:
-                comm = _communicator(transport)
-            value = body(place if comm is None else comm, *args)
-            answer = pickle.dumps(("returned", value))
-            del value
-        except SystemExit:
-            raise
-        except BaseException as error:  # pytest.fail's exception is not an Exception
-            answer = pickle.dumps(("raised", _describe(error)))
-        # What a failed body leaves in reference circles would otherwise hold on to shared memory.
-        gc.collect()
-        with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(answer)
-    if comm is not None:
-        comm.close()
-
-
-def _settle(env: Environment) -> None:
-    import torch
-
-    os.setsid()
-    # A rank whose parent, the fork server, is gone has nobody left to answer to.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    stacks = os.open(_stacks_path(_place.directory, _place.rank), os.O_WRONLY | os.O_CREAT)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    for name in _LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    for name, value in env.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-
-
-def _communicator(transport: str) -> Any:
-    import torch
-
-    import fastcomm
-
-    comm = fastcomm.init(
-        transport, init_method=_place.init_method, rank=_place.rank, world_size=_place.world_size
-    )
-    if comm.device.type != "cpu":
-        torch.set_default_device(comm.device)  # what bodies make is made there
-    return comm
-
-
-def _incoming(pipe: multiprocessing.connection.Connection) -> Iterator[bytes]:
-    while True:
-        try:
-            yield pipe.recv_bytes()
-        except (EOFError, OSError):
-            return
-
-
-def _describe(error: BaseException) -> Failure:
-    types = tuple(_type_name(one) for one in type(error).__mro__)
-    return Failure(
-        types,
-        str(error),
-        "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    )
-
-
-def _type_name(one: type) -> str:
-    return f"{one.__module__}.{one.__qualname__}"
-
-
-def _stacks_path(directory: str, rank: int) -> str:
-    return f"{directory}/stacks-{rank}"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-_place: Place

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,6 +121,28 @@ def failing(function: str, code: int, after: int = 0) -> Iterator[None]:
         yield
     finally:
         library.stand_in_fail(function.encode(), 0, 0)
+
+
+@contextlib.contextmanager
+def hanging(function: str) -> Iterator[None]:
+    """In a rank: lets calls of a function of NCCL's wait until they are aborted."""
+    assert loaded("nccl").stand_in_hang(function.encode()) == 0
+    try:
+        yield
+    finally:
+        loaded("nccl").stand_in_hang(None)
+
+
+def assert_all_ended() -> None:
+    """In a rank: NCCL's communicators are gone. The watchdog's thread may still be at it when the
+    error is raised.
+    """
+    deadline = time.monotonic() + 5
+    while loaded("nccl").stand_in_live_comms() > 0:
+        assert time.monotonic() < deadline, (
+            f"{loaded('nccl').stand_in_live_comms()} communicators of NCCL's are alive"
+        )
+        time.sleep(0.01)
 
 
 def compiled(name: str, *command: str | Path) -> str:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.support.ranks import RankError, fresh_ranks, torchrun_env
+from tests.support.outcomes import RankError
+from tests.support.ranks import fresh_ranks, torchrun_env
 
 
 def _rank(comm):

@@ -1,18 +1,14 @@
-"""The backend "fastcomm" of torch.distributed: every collective against Gloo's result.
+"""The backend "fastcomm" of torch.distributed: every collective on the fast path, against
+Gloo's result.
 
 That a call took the fast path shows in an average of integers, which Gloo refuses.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fastcomm
-from tests.support.process_groups import TIMEOUT, gloo, ranks, start, values, world  # noqa: F401 (the fixture)
-from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support import process_groups
+from tests.support.process_groups import gloo, values, world
+from tests.support.ranks import on_ranks
+
+ranks = process_groups.ranks  # a pool of this module's own
+
 
 DTYPES = (
     torch.float32,
@@ -33,9 +33,6 @@ DTYPES = (
     torch.uint8,
 )
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
-
-
-# ---- collectives on the fast path ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -353,215 +350,3 @@ def test_two_threads_share_a_group(comm):
     for thread in threads:
         thread.join()
     assert all(bool((tensor == 2).all()) for tensor in tensors)
-
-
-# ---- what Gloo does ------------------------------------------------------------------------------
-
-
-@on_ranks(2, 3)
-def test_reduce_gather_scatter_and_all_to_all_work(comm):
-    world()
-    n = comm.world_size
-    total = values(comm)
-    dist.all_reduce(total)
-    tensor = values(comm)
-    dist.reduce(tensor, 1)
-    assert comm.rank != 1 or torch.equal(tensor, total)
-    parts = [torch.zeros(12) for _ in range(n)] if comm.rank == 0 else None
-    dist.gather(values(comm), parts, 0)
-    assert parts is None or torch.equal(torch.stack(parts).sum(0), total)
-    part = torch.zeros(2)
-    dist.scatter(part, list(torch.arange(2.0 * n).view(n, 2)) if comm.rank == 0 else None, 0)
-    assert torch.equal(part, torch.arange(2.0 * n).view(n, 2)[comm.rank])
-    out = torch.zeros(n)
-    dist.all_to_all_single(out, torch.full((n,), float(comm.rank)))
-    assert torch.equal(out, torch.arange(float(n)))
-    out = torch.zeros(n * (comm.rank + 1))
-    dist.all_to_all_single(
-        out, torch.ones(n * (n + 1) // 2), [comm.rank + 1] * n, list(range(1, n + 1))
-    )
-    assert bool(out.all())
-
-
-@on_ranks(2, 3)
-def test_all_to_all_takes_lists_of_any_shapes(comm):
-    world()
-    n, rank = comm.world_size, comm.rank
-    outputs = [
-        torch.zeros(2, rank + 1).t() for _ in range(n)
-    ]  # rank r gets 2 (r + 1) elements of everybody
-    work = dist.all_to_all(
-        outputs, [torch.full((to + 1, 2), float(rank)) for to in range(n)], async_op=True
-    )
-    assert work.get_future().wait()[0] is outputs[0]
-    assert all(bool((output == source).all()) for source, output in enumerate(outputs))
-
-
-@on_ranks(2)
-def test_tensors_are_sent_to_one_rank(comm):
-    world()
-    tensor = values(comm)
-    if comm.rank == 0:
-        dist.send(tensor, 1, tag=3)
-        dist.isend(tensor, 1).wait()
-    else:
-        for receive in (lambda: dist.recv(tensor, 0, tag=3), lambda: dist.irecv(tensor, 0).wait()):
-            tensor.zero_()
-            receive()
-            assert torch.equal(tensor, ((torch.arange(12) * 2) % 5 + 1).float())
-
-
-@on_ranks(2, 3)
-def test_objects_travel(comm):
-    world()
-    everyone: list[object] = [None] * comm.world_size
-    dist.all_gather_object(everyone, {"rank": comm.rank})
-    assert everyone == [{"rank": rank} for rank in range(comm.world_size)]
-    box = ["from 1" if comm.rank == 1 else None]
-    dist.broadcast_object_list(box, 1)
-    assert box == ["from 1"]
-    gathered = [None] * comm.world_size if comm.rank == 0 else None
-    dist.gather_object(comm.rank, gathered)
-    assert gathered is None or gathered == list(range(comm.world_size))
-    part = [None]
-    dist.scatter_object_list(
-        part, [str(rank) for rank in range(comm.world_size)] if comm.rank == 0 else None
-    )
-    assert part == [str(comm.rank)]
-
-
-@on_ranks(2)
-def test_the_group_has_gloo_s_monitored_barrier(comm):
-    world().monitored_barrier(TIMEOUT)
-
-
-@on_ranks(2)
-def test_ops_and_dtypes_beyond_the_transport_go_to_gloo(comm):
-    world()
-    tensor = torch.tensor([1 << comm.rank, 3])
-    dist.all_reduce(tensor, dist.ReduceOp.BOR)
-    assert tensor.tolist() == [3, 3]
-    tensor = torch.full((3,), comm.rank + 1, dtype=torch.int8)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [3, 3, 3]
-    flag = torch.tensor([comm.rank == 1])
-    dist.broadcast(flag, 1)
-    parts = [torch.zeros(1, dtype=torch.bool) for _ in range(2)]
-    dist.all_gather(parts, torch.tensor([comm.rank == 0]))
-    assert flag.item() and [part.item() for part in parts] == [True, False]
-
-
-@on_ranks(2)
-def test_gloo_s_threads_do_not_meet_the_caller_s_in_a_deadlock(comm):
-    """A call that kept the GIL while Gloo's thread let go of a tensor hung about once in a
-    hundred.
-    """
-    world()
-    for _ in range(500):
-        dist.all_reduce(torch.ones(3, dtype=torch.int8))
-        dist.all_to_all_single(torch.zeros(2), torch.ones(2))
-
-
-@on_ranks(2)
-def test_sparse_tensors_go_to_gloo(comm):
-    world()
-    tensor = torch.sparse_coo_tensor([[comm.rank]], [1.0], (2,))
-    dist.all_reduce(tensor)
-    assert torch.equal(tensor.to_dense(), torch.ones(2))
-
-
-@on_ranks(2)
-def test_what_neither_can_do_is_an_error(comm):
-    world()
-    with pytest.raises(RuntimeError):
-        dist.all_reduce(torch.ones(3, dtype=torch.int8), dist.ReduceOp.AVG)
-    with pytest.raises(ValueError, match="output|out"):
-        dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2))
-
-
-# ---- groups --------------------------------------------------------------------------------------
-
-
-@on_ranks(3)
-def test_sub_groups_have_a_fast_path_of_their_own(comm):
-    world()
-    for members in ([0, 1], [0, 2], [1, 2]):
-        group = dist.new_group(members)
-        if comm.rank in members:
-            tensor = torch.tensor([2 * comm.rank])
-            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
-            assert tensor.item() == sum(members)
-            dist.broadcast(tensor, members[1], group=group)
-            dist.destroy_process_group(group)
-    dist.barrier()
-
-
-def _group_beside_gloo(place):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size
-    )
-    group = dist.new_group(backend="fastcomm")
-    integers = torch.tensor([2 * place.rank])
-    dist.all_reduce(integers, dist.ReduceOp.AVG, group=group)
-    dist.destroy_process_group()
-    return integers.item()
-
-
-def test_a_group_may_be_made_beside_a_default_one_over_gloo():
-    assert [outcome.value for outcome in fresh_ranks(2, _group_beside_gloo)] == [1, 1]
-
-
-@on_ranks(2)
-def test_the_group_says_its_name(comm):
-    assert dist.get_backend(world()) == "fastcomm"
-    assert world().name() == "fastcomm"
-
-
-def _begin_and_end_twice(place):
-    for _ in range(2):
-        start(place)
-        first = dist.new_group([0, 1])
-        pair = dist.new_group([0, place.world_size - 1])
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        for group in (first, pair):
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.all_reduce(torch.ones(3), group=group)
-        dist.barrier()
-        dist.destroy_process_group()
-    return int(tensor[0])
-
-
-def test_ranks_begin_again_after_destroy_process_group():
-    assert [outcome.value for outcome in fresh_ranks(3, _begin_and_end_twice)] == [3, 3, 3]
-
-
-def test_the_benchmark_writes_what_it_measured(tmp_path):
-    path = tmp_path / "backend.json"
-    script = Path(__file__).resolve().parent.parent.parent / "bench" / "backend.py"
-    command = [
-        sys.executable,
-        str(script),
-        "--models",
-        "mlp",
-        "--rounds",
-        "2",
-        "--steps",
-        "1",
-        "--json",
-        str(path),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(path.read_text())
-    assert [row["bytes"] for row in result["all_reduce"]] == [
-        4**exponent for exponent in range(5, 14)
-    ]
-    assert set(result["ddp"]["mlp"]["overhead_ms"]) == {"fastcomm", "gloo"}

@@ -7,7 +7,7 @@ import os
 import torch
 
 import fastcomm
-from tests.support import ranks as harness
+from tests.support.bodies import my_place
 from tests.support.ranks import on_ranks
 
 
@@ -20,7 +20,7 @@ def _meet(comm, path: str) -> fastcomm.Communicator:
 @on_ranks(2, 3)
 def test_ranks_leave_no_file_behind(comm):
     """Those that end at the same time, too."""
-    folder = f"{harness._place.directory}/meetings"
+    folder = f"{my_place().directory}/meetings"
     os.makedirs(folder, exist_ok=True)
     for i in range(40):
         _meet(comm, f"{folder}/{i}").close()
@@ -31,7 +31,7 @@ def test_ranks_leave_no_file_behind(comm):
 @on_ranks(2)
 def test_ranks_meet_again_and_again_at_one_file(comm):
     for i in range(50):
-        with _meet(comm, f"{harness._place.directory}/again") as again:
+        with _meet(comm, f"{my_place().directory}/again") as again:
             tensor = torch.full((3,), float(i))
             again.all_reduce(tensor)
             assert tensor.tolist() == [2.0 * i] * 3

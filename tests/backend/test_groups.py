@@ -1,0 +1,69 @@
+"""Groups of the backend: parts of the ranks, one beside Gloo, one after another."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from tests.support import process_groups
+from tests.support.process_groups import start, world
+from tests.support.ranks import fresh_ranks, on_ranks
+
+ranks = process_groups.ranks  # a pool of this module's own
+
+
+@on_ranks(3)
+def test_sub_groups_have_a_fast_path_of_their_own(comm):
+    world()
+    for members in ([0, 1], [0, 2], [1, 2]):
+        group = dist.new_group(members)
+        if comm.rank in members:
+            tensor = torch.tensor([2 * comm.rank])
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+            assert tensor.item() == sum(members)
+            dist.broadcast(tensor, members[1], group=group)
+            dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def _group_beside_gloo(place):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=place.init_method, rank=place.rank, world_size=place.world_size
+    )
+    group = dist.new_group(backend="fastcomm")
+    integers = torch.tensor([2 * place.rank])
+    dist.all_reduce(integers, dist.ReduceOp.AVG, group=group)
+    dist.destroy_process_group()
+    return integers.item()
+
+
+def test_a_group_may_be_made_beside_a_default_one_over_gloo():
+    assert [outcome.value for outcome in fresh_ranks(2, _group_beside_gloo)] == [1, 1]
+
+
+@on_ranks(2)
+def test_the_group_says_its_name(comm):
+    assert dist.get_backend(world()) == "fastcomm"
+    assert world().name() == "fastcomm"
+
+
+def _begin_and_end_twice(place):
+    for _ in range(2):
+        start(place)
+        first = dist.new_group([0, 1])
+        pair = dist.new_group([0, place.world_size - 1])
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        for group in (first, pair):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.all_reduce(torch.ones(3), group=group)
+        dist.barrier()
+        dist.destroy_process_group()
+    return int(tensor[0])
+
+
+def test_ranks_begin_again_after_destroy_process_group():
+    assert [outcome.value for outcome in fresh_ranks(3, _begin_and_end_twice)] == [3, 3, 3]

@@ -1,0 +1,96 @@
+"""abandon(): a rank that cannot go on ends the round on all, and the next one is as good as new."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import AbandonedError, FastcommError
+from tests.contract import new_ranks
+from tests.support.bodies import communicator, finish_together, hear_of_it
+from tests.support.outcomes import values_of
+from tests.support.ranks import on_ranks
+from tests.support.reference import check_all_reduce
+from tests.support.transports import over
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+
+@over(3)
+@on_ranks()
+def test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new(comm):
+    before = comm.n_abandoned
+    rounds = 5 if comm.backend == "nccl" else 20  # over NCCL the ranks connect anew each time
+    for _ in range(rounds):
+        if comm.rank == 1:
+            comm.abandon()
+        else:
+            with pytest.raises(AbandonedError, match="rank 1 abandoned"):
+                works = [comm.all_reduce(torch.ones(50_000), async_op=True) for _ in range(3)]
+                for work in works:
+                    work.wait()
+                hear_of_it(comm)
+        check_all_reduce(comm)
+        finish_together(comm)
+    assert comm.n_abandoned == before + rounds
+
+
+@over(3)
+@on_ranks()
+def test_several_ranks_may_abandon_at_once(comm):
+    for abandoning in ((0, 1, 2), (0, 2)):
+        work = comm.all_reduce(torch.ones(10), async_op=True)
+        if comm.rank in abandoning:
+            time.sleep(0.05 * comm.rank)
+            comm.abandon()
+        else:
+            with pytest.raises(FastcommError, match="abandoned"):
+                work.wait()  # good if the others had begun it before they abandoned
+                comm.barrier()
+                hear_of_it(comm)
+        check_all_reduce(comm)
+        finish_together(comm)
+
+
+@over(2)
+@on_ranks()
+def test_a_round_may_be_abandoned_twice_before_the_ranks_have_met_for_it(comm):
+    before = comm.n_abandoned
+    for _ in range(2):
+        for _ in range(2):
+            if comm.rank == 1:
+                comm.abandon()
+            else:
+                with pytest.raises(AbandonedError, match="rank 1 abandoned"):
+                    comm.all_reduce(torch.ones(10))
+                    hear_of_it(comm)
+        check_all_reduce(comm)
+        finish_together(comm)
+    assert comm.n_abandoned == before + 4
+
+
+def _one_rank_skips(place):
+    with communicator(place) as comm:
+        model = torch.nn.Linear(4, 1)
+        fastcomm.Reducer(comm).attach(model)
+        skipped = []
+        for step in range(3):
+            model.zero_grad()
+            try:
+                finish_together(comm)
+                if step == 1 and comm.rank == 1:
+                    comm.abandon()
+                    raise FastcommError("bad batch")
+                model(torch.full((1, 4), float(step))).sum().backward()
+            except FastcommError:
+                skipped.append(step)
+        return skipped, model.weight.grad.tolist()
+
+
+@over(2)
+def test_a_rank_that_skips_a_step_says_so_with_abandon(transport, world_size):
+    outcomes = values_of(new_ranks(transport, world_size, _one_rank_skips))
+    assert outcomes == [([1], [[2.0] * 4])] * 2

@@ -1,0 +1,144 @@
+"""Bad arguments. Rank 0 calls what is wrong, the others nothing: it must not wait for them, nor
+disturb them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.ranks import on_ranks
+from tests.support.reference import check_all_reduce
+from tests.support.transports import over
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+
+def refused(comm, error, words, call):
+    if comm.rank == 0:
+        with pytest.raises(error, match=words):
+            call()
+    check_all_reduce(comm, 10)
+
+
+def columns():
+    return torch.zeros(6, 4)[:, :2]
+
+
+@over(2)
+@on_ranks()
+def test_tensors_that_are_not_contiguous_are_refused(comm):
+    for call in (
+        lambda: comm.all_reduce(columns()),
+        lambda: comm.broadcast(columns()),
+        lambda: comm.all_gather_single(torch.zeros(24), columns()),
+        lambda: comm.all_gather_single(torch.zeros(48)[::2], torch.zeros(12)),
+        lambda: comm.reduce_scatter_single(torch.zeros(6), columns()),
+        lambda: comm.reduce_scatter_single(torch.zeros(24)[::2], torch.zeros(24)),
+    ):
+        refused(comm, ValueError, "contiguous", call)
+
+
+@over(2)
+@on_ranks()
+def test_tensors_elsewhere_or_sparse_are_refused(comm):
+    meta = torch.zeros(4, device="meta")
+    matrix = torch.zeros(6, 4)
+    for tensor, name in ((meta, "meta"), (matrix.to_sparse(), "sparse")):
+        words = name if comm.backend == "nccl" else "CPU"
+        for call in (
+            lambda tensor=tensor: comm.all_reduce(tensor),
+            lambda tensor=tensor: comm.broadcast(tensor),
+            lambda tensor=tensor: comm.all_gather_single(
+                torch.zeros(48)[: 2 * tensor.numel()], tensor
+            ),
+        ):
+            refused(comm, ValueError, words, call)
+
+
+@over(2)
+@on_ranks()
+def test_compressed_tensors_are_refused(comm):
+    compressed = torch.eye(4).to_sparse_csr()
+    refused(comm, ValueError, "sparse|CPU", lambda: comm.all_reduce(compressed))
+
+
+@over(2)
+@on_ranks()
+def test_a_negated_view_is_refused(comm):
+    negated = torch._neg_view(torch.ones(4))
+    refused(comm, ValueError, "resolve_neg", lambda: comm.all_reduce(negated))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.complex64, torch.int8], ids=str)
+@over(2)
+@on_ranks()
+def test_other_dtypes_are_refused(comm, dtype):
+    name = str(dtype).removeprefix("torch.")
+    refused(comm, TypeError, name, lambda: comm.all_reduce(torch.zeros(4, dtype=dtype)))
+    refused(comm, TypeError, name, lambda: comm.broadcast(torch.zeros(4, dtype=dtype)))
+    refused(comm, TypeError, name, lambda: comm.empty(4, dtype=dtype))
+
+
+@over(2)
+@on_ranks()
+def test_what_is_no_tensor_is_refused(comm):
+    refused(comm, TypeError, "list", lambda: comm.all_reduce([1.0, 2.0]))
+    refused(comm, TypeError, "NoneType", lambda: comm.broadcast(None))
+    refused(comm, TypeError, "list", lambda: comm.all_gather_single([0.0] * 4, torch.zeros(2)))
+
+
+@over(2)
+@on_ranks()
+def test_unknown_operations_are_refused(comm):
+    two, four = torch.zeros(2), torch.zeros(4)
+    refused(comm, ValueError, "median", lambda: comm.all_reduce(four, "median"))
+    refused(comm, ValueError, "median", lambda: comm.reduce_scatter_single(two, four, "median"))
+
+
+@over(2)
+@on_ranks()
+def test_outputs_that_do_not_fit_are_refused(comm):
+    four, eight = torch.zeros(4), torch.zeros(8)
+    for error, words, call in (
+        (
+            ValueError,
+            "8 elements.*has 7",
+            lambda: comm.all_gather_single(torch.zeros(7), four),
+        ),
+        (
+            ValueError,
+            "2 elements.*has 4",
+            lambda: comm.reduce_scatter_single(torch.zeros(4), four),
+        ),
+        (
+            ValueError,
+            "multiple of 2",
+            lambda: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(5)),
+        ),
+        (
+            TypeError,
+            "float64.*float32",
+            lambda: comm.all_gather_single(eight.double(), four),
+        ),
+        (
+            TypeError,
+            "float64.*float32",
+            lambda: comm.reduce_scatter_single(torch.zeros(2).double(), four),
+        ),
+    ):
+        refused(comm, error, words, call)
+
+
+@over(2)
+@on_ranks()
+def test_a_source_that_is_no_rank_is_refused(comm):
+    four = torch.zeros(4)
+    for src in (-1, 2, 100):
+        refused(comm, ValueError, f"0 to 1.*{src}", lambda src=src: comm.broadcast(four, src=src))
+
+
+@over(2)
+@on_ranks()
+def test_comm_empty_refuses_a_negative_size(comm):
+    refused(comm, ValueError, "-1", lambda: comm.empty(-1, dtype=torch.float32))

@@ -1,0 +1,150 @@
+"""Ranks that call different collectives: all of them hear of it, and of both sides."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fastcomm import MismatchError
+from tests.contract import assert_ended
+from tests.support.bodies import hear_of_it
+from tests.support.ranks import on_ranks
+from tests.support.reference import OPS, check_all_reduce, placed
+from tests.support.transports import EVERY_TRANSPORT, over
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+
+def _all_reduce(comm, numel=100, dtype=torch.float32, op="sum"):
+    comm.all_reduce(torch.zeros(numel, dtype=dtype), op)
+
+
+# What all ranks but the last call, what the last one calls, and how messages name the two.
+MISMATCHES = {
+    "op": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, op="max"),
+        "100 float32.*op sum",
+        "100 float32.*op max",
+    ),
+    "size": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, 101),
+        "100 float32",
+        "101 float32",
+    ),
+    "kind": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: comm.broadcast(torch.zeros(100)),
+        "all_reduce of 100 float32",
+        "broadcast of 100 float32",
+    ),
+    "source": (
+        lambda comm: comm.broadcast(torch.zeros(4), 0),
+        lambda comm: comm.broadcast(torch.zeros(4), 1),
+        "broadcast.*from rank 0",
+        "broadcast.*from rank 1",
+    ),
+    "path": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, 65_537),
+        "100 float32",
+        "65537 float32",
+    ),
+    "dtype": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: _all_reduce(comm, dtype=torch.int32),
+        "100 float32",
+        "100 int32",
+    ),
+    "barrier": (
+        lambda comm: _all_reduce(comm),
+        lambda comm: comm.barrier(),
+        "all_reduce of 100 float32",
+        "barrier",
+    ),
+    "gather and scatter": (
+        lambda comm: comm.all_gather_single(torch.zeros(12 * comm.world_size), torch.zeros(12)),
+        lambda comm: comm.reduce_scatter_single(
+            torch.zeros(12 // comm.world_size), torch.zeros(12)
+        ),
+        "all_gather_single of 12",
+        "reduce_scatter_single of 12",
+    ),
+}
+
+
+def cases():
+    """Over NCCL a mismatch is found by the ranks' notes after seconds, whatever it is about: there
+    only what the notes tell apart.
+    """
+    some = ("op", "size", "gather and scatter", "source")
+    for transport in EVERY_TRANSPORT:
+        for world_size in (2, 3) if transport == "shm" else (3,):
+            for case in some if transport == "nccl" else MISMATCHES:
+                yield transport, world_size, case
+
+
+def _disagree(comm, case):
+    usual, other, _, _ = MISMATCHES[case]
+    before = time.monotonic()
+    try:
+        (other if comm.rank == comm.world_size - 1 else usual)(comm)
+        hear_of_it(comm)
+    finally:
+        assert time.monotonic() - before < 6
+        assert_ended(comm)
+
+
+@pytest.mark.parametrize("transport, world_size, case", list(cases()), indirect=["transport"])
+def test_ranks_that_disagree_all_hear_of_it_and_of_both_sides(ranks, transport, world_size, case):
+    _, _, usual, other = MISMATCHES[case]
+    survives = transport != "nccl"
+    ranks.raises(
+        world_size,
+        MismatchError,
+        _disagree,
+        case,
+        match=f"rank 0: .*{usual}.*rank {world_size - 1}: .*{other}",
+        survives=survives,
+    )
+    ranks(world_size, check_all_reduce)
+
+
+def _disagree_about_one_of_many(comm):
+    tensors = [torch.ones(100 * 4**i) for i in range(6)]
+    works = [
+        comm.all_reduce(tensor, "max" if comm.rank == 0 and i == 3 else "sum", async_op=True)
+        for i, tensor in enumerate(tensors)
+    ]
+    outcomes = []
+    for work in works:
+        try:
+            work.wait()
+            outcomes.append("done")
+        except MismatchError:
+            outcomes.append("mismatch")
+    agreed = [
+        tensor for tensor, outcome in zip(tensors, outcomes, strict=True) if outcome == "done"
+    ]
+    assert all((tensor == comm.world_size).all() for tensor in agreed)
+    return outcomes
+
+
+@over(3, nccl=())
+def test_a_mismatch_ends_one_collective_and_no_other(ranks, world_size):
+    wanted = ["done", "done", "done", "mismatch", "done", "done"]
+    assert ranks(world_size, _disagree_about_one_of_many) == [wanted] * 3
+
+
+@over(2, nccl=())
+@on_ranks()
+def test_a_tensor_of_a_mismatch_is_left_as_it_was(comm):
+    for numel in (100, 5000, 300_001):
+        for where in ("comm.empty", "ordinary", "mixed"):
+            tensor = placed(comm, where, torch.full((numel,), 3.0))
+            with pytest.raises(MismatchError):
+                comm.all_reduce(tensor, OPS[comm.rank])
+            assert (tensor == 3.0).all()

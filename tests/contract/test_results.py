@@ -1,0 +1,162 @@
+"""What collectives compute: the reduction, the concatenation or the copy of what the ranks gave."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.support.collective_checks import CHECKS, naming, with_every_op
+from tests.support.ranks import on_ranks
+from tests.support.reference import (
+    DTYPES,
+    FLOATS,
+    HALVES,
+    OPS,
+    PLACES,
+    assert_reduced,
+    assert_same_bits,
+    check_all_reduce,
+    placed,
+    shards_of,
+)
+from tests.support.transports import over
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+
+@pytest.mark.parametrize("collective", CHECKS)
+@over(2, 3)
+@on_ranks()
+def test_a_collective_gives_what_it_should(comm, collective):
+    """At sizes that mean something to every transport; each one's own are in its folder."""
+    for dtype in DTYPES:
+        CHECKS[collective](comm, dtype, with_every_op(0, 37, 5000), ["comm.empty", "ordinary"])
+
+
+@over(2, 3)
+@on_ranks()
+def test_broadcast_all_copies_tensors_of_any_shape(comm):
+    for src in range(comm.world_size):
+        shards = shards_of(torch.float64, comm.world_size, 1000, seed=src)
+        own = shards[comm.rank].to(comm.device, copy=True)
+        tensors = [own, torch.tensor(float(comm.rank)), torch.empty(0)]
+        comm.broadcast_all(tensors, src)
+        assert_same_bits(tensors[0].cpu(), shards[src])
+        assert tensors[1].item() == src
+
+
+@over(2, shm=(2, 3, 4))
+@on_ranks()
+def test_broadcast_is_from_rank_0_unless_told_otherwise(comm):
+    tensor = torch.full((10,), comm.rank)
+    comm.broadcast(tensor)
+    assert tensor.tolist() == [0] * 10
+
+
+def _arrive_one_after_the_other(comm):
+    time.sleep(0.1 * comm.rank)
+    before = time.monotonic()
+    comm.barrier()
+    return before, time.monotonic()
+
+
+@over(3, shm=(2, 3, 4))
+def test_nobody_leaves_a_barrier_before_all_have_come(ranks, world_size):
+    came, left = zip(*ranks(world_size, _arrive_one_after_the_other), strict=True)
+    assert min(left) >= max(came)
+
+
+@over(2, shm=(2, 3))
+@on_ranks()
+def test_the_op_may_have_torchs_names(comm):
+    for name, op in (("avg", "mean"), ("product", "prod")):
+        shards = shards_of(torch.float32, comm.world_size, 100)
+        tensor = shards[comm.rank].to(comm.device, copy=True)
+        comm.all_reduce(tensor, name)
+        assert_reduced(comm, tensor, shards, op)
+
+
+@over(2, shm=(2, 3))
+@on_ranks()
+def test_tensors_of_any_shape_are_taken(comm):
+    shards = shards_of(torch.float32, comm.world_size, 60)
+    tensor = shards[comm.rank].to(comm.device, copy=True).view(3, 4, 5)
+    comm.all_reduce(tensor)
+    assert tensor.shape == (3, 4, 5)
+    assert_reduced(comm, tensor.view(60), shards, "sum")
+    scalar = torch.tensor(float(comm.rank))
+    comm.all_reduce(scalar, "max")
+    assert scalar.item() == comm.world_size - 1
+
+
+@over(2, shm=(2, 3))
+@on_ranks()
+def test_a_part_of_a_comm_empty_tensor_is_reduced_alone(comm):
+    for numel in (10, 20_000):
+        shards = shards_of(torch.float32, comm.world_size, numel)
+        whole = comm.empty(numel + 20, dtype=torch.float32).fill_(-7)
+        part = whole[11 : 11 + numel].copy_(shards[comm.rank])
+        comm.all_reduce(part)
+        assert_reduced(comm, part, shards, "sum")
+        assert (whole[:11] == -7).all() and (whole[11 + numel :] == -7).all()
+
+
+@over(2)
+@on_ranks()
+def test_a_tensor_that_requires_a_gradient_is_reduced_in_place(comm):
+    for op in OPS:
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                tensor = torch.ones(3000, requires_grad=True)
+                comm.all_reduce(tensor, op)
+                assert (tensor == (2.0 if op == "sum" else 1.0)).all() and tensor.grad_fn is None
+
+
+@over(2, 3)
+@on_ranks()
+def test_a_mean_of_large_16_bit_floats_stays_finite(comm):
+    # A sum of the largest bfloat16 overflows float32, too: only NCCL's mean is scaled before.
+    for dtype in HALVES if comm.backend == "nccl" else (torch.float16,):
+        large = torch.full((100,), 0.9 * torch.finfo(dtype).max, dtype=dtype)
+        comm.all_reduce(large, "mean")
+        assert torch.isfinite(large).all()
+
+
+def _random_sums(comm):
+    """The bytes of results whose last bits depend on the order of addition."""
+    results = []
+    for dtype in FLOATS:
+        for where in PLACES:
+            for numel in (100, 70_001):
+                tensor = placed(comm, where, shards_of(dtype, comm.world_size, numel)[comm.rank])
+                comm.all_reduce(tensor, "mean")
+                results.append(bytes(tensor.view(torch.uint8).numpy()))
+    return results
+
+
+@over(3, shm=(2, 3, 4), nccl=())
+def test_results_have_the_same_bits_on_all_ranks_and_in_every_run(ranks, world_size):
+    first, *others = [*ranks(world_size, _random_sums), *ranks(world_size, _random_sums)]
+    assert all(other == first for other in others)
+
+
+@over(1)
+@on_ranks()
+def test_one_rank_is_its_own_world(comm):
+    for where in PLACES:
+        for numel in (0, 5, 5000):
+            for dtype in DTYPES:
+                for op in OPS:
+                    with naming(where, numel, dtype, op):
+                        check_all_reduce(comm, numel, dtype, op, where)
+            wanted = torch.arange(numel)
+            tensor = placed(comm, where, wanted)
+            comm.broadcast(tensor)
+            out = placed(comm, where, torch.zeros(numel, dtype=torch.int64))
+            comm.all_gather_single(out, tensor)
+            assert torch.equal(out, wanted)
+            comm.reduce_scatter_single(out.zero_(), tensor)
+            assert torch.equal(out, wanted)
+    comm.barrier()

@@ -1,0 +1,40 @@
+"""Collectives over a group at the sizes where their way through it changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastcomm.group.exchange import CARRIED_NBYTES, SMALL_NBYTES
+from tests.support.collective_checks import CHECKS, with_every_op
+from tests.support.ranks import on_ranks
+from tests.support.reference import DTYPES
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports("group")]
+
+# Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and
+# one more; of two, and no multiple of any number of ranks here.
+CASES = with_every_op(
+    *(0, 1, 37, CARRIED_NBYTES // 4, CARRIED_NBYTES // 4 + 1),
+    *(SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1, 65_537),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(1, 2, 3)
+def test_an_all_reduce_of_any_size_gives_what_it_should(comm, dtype):
+    CHECKS["all_reduce"](comm, dtype, CASES, ["comm.empty"])
+
+
+@pytest.mark.parametrize(
+    "collective, dtype",
+    [
+        ("reduce_scatter_single", torch.bfloat16),
+        ("all_gather_single", torch.int32),
+        ("broadcast", torch.float64),
+    ],
+    ids=str,
+)
+@on_ranks(2, 3)
+def test_other_collectives_of_any_size_give_what_they_should(comm, collective, dtype):
+    CHECKS[collective](comm, dtype, CASES, ["comm.empty"])

@@ -1,0 +1,191 @@
+"""What reaches the streams, in which order: by the logs of the two libraries, and under capture
+into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import FastcommError
+from tests.nccl import communicator, stand_in_values
+from tests.support.models import (
+    SMALL_BUCKETS,
+    assert_gradients,
+    backward,
+    mean_gradients,
+    mlp,
+)
+from tests.support.stand_ins import (
+    loaded,
+    log_of,
+)
+
+# The order of launches, by the logs. The two libraries keep one each; what comes between is ordered
+# by the streams' events.
+
+
+def _launch_one_bucket(place, wire_dtype):
+    comm = communicator(place)
+    model = torch.nn.Linear(8, 8)
+    fastcomm.Reducer(comm, wire_dtype=wire_dtype).attach(model)
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+    model.zero_grad()
+    loss = model(x).sum()
+    for library in (loaded("cuda"), loaded("nccl")):
+        library.stand_in_clear_log()
+    loss.backward()
+    return log_of(loaded("cuda")), log_of(loaded("nccl"))
+
+
+def _events(line):
+    """What a line of the log does: call, stream and event."""
+    found = dict(re.findall(r"(stream|event)=(\w+)", line))
+    return line.split()[0], found.get("stream"), found.get("event")
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+def test_a_bucket_is_one_launch_ordered_by_events(wire_dtype):
+    for cuda, nccl in stand_in_values(2, _launch_one_bucket, wire_dtype):
+        (all_reduce,) = nccl
+        lane = re.search(r"stream=(0x\w+)", all_reduce)[1]
+        assert lane != "0x0"
+        calls = [_events(line) for line in cuda]
+        begin = ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"]
+        unflatten = ["cuLaunchKernel"] if wire_dtype else []
+        assert [name for name, _, _ in calls] == [
+            *begin,
+            *unflatten,
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+        ]
+        flattened, ready, lane_waits, *cast, done, caller_waits = calls
+        assert cuda[0].startswith("cuLaunchKernel flatten") and flattened[1] == "0x0"
+        assert ready[1] == "0x0" and lane_waits[1:] == (lane, ready[2])
+        assert all(stream == lane for _, stream, _ in cast)
+        assert done[1] == lane and done[2] != ready[2]
+        assert caller_waits[1:] == ("0x0", done[2])
+
+
+def _train(place):
+    comm = communicator(place)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 1:
+            loaded("cuda").stand_in_clear_log()
+        optimizer.zero_grad()
+        backward(model, place.rank, step)
+        reducer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return log_of(loaded("cuda"))
+
+
+def test_training_never_waits_for_the_device():
+    for log in stand_in_values(2, _train):
+        names = [line.split()[0] for line in log]
+        assert names.count("cuLaunchKernel") >= 3 * 3
+        assert not {
+            name for name in names if "Synchronize" in name or "Create" in name or "Mem" in name
+        }
+
+
+def _note_side_streams(place):
+    comm = communicator(place)
+    current = [0]
+    comm.cuda.raw_stream = lambda index: current[0]
+    flat = comm.empty(101, dtype=torch.float32).fill_(1)
+    views = [flat[:100]]
+    bucket = comm.bind_bucket(flat, views, [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = views[0]
+    current[0] = 1
+    bucket.note_stream()
+    current[0] = 2
+    loaded("cuda").stand_in_clear_log()
+    bucket.gather([parameter])
+    bucket.launch("mean", []).wait()
+    return [_events(line) for line in log_of(loaded("cuda"))], flat[:100].tolist()
+
+
+def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
+    for calls, values in stand_in_values(2, _note_side_streams):
+        (record, produced_on, event), (wait, waits, awaited), (kernel, flattened_on, _) = calls[:3]
+        assert (record, wait, kernel) == ("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel")
+        assert (produced_on, waits, flattened_on) == ("0x1", "0x2", "0x2") and event == awaited
+        assert calls[-1][:2] == ("cuStreamWaitEvent", "0x2")
+        assert values == [1.0] * 100
+
+
+# Capture into a CUDA graph. The stand-in runs what is captured at once.
+
+BEGIN_GLOBAL, BEGIN_THREAD_LOCAL, END = 1, 2, 0
+LEGACY_STREAM = (
+    1  # a handle of the stream that the stand-in captures; 0 stands for "cannot be captured"
+)
+
+
+def _capture(place, mode, streams, wire_dtype):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    model = mlp()
+    expected = mean_gradients(model, place.world_size, backward)
+    fastcomm.Reducer(comm, streams=streams, wire_dtype=wire_dtype, **SMALL_BUCKETS).attach(model)
+    backward(model, place.rank)
+    for _ in range(2):
+        model.zero_grad()
+        loaded("cuda").stand_in_capture(mode)
+        backward(model, place.rank)
+        other = torch.ones(10)
+        comm.all_reduce(other)
+        time.sleep(0.5)  # the watchdog looks several times
+        assert loaded("cuda").stand_in_capture(END) == 0
+        assert other.tolist() == [float(place.world_size)] * 10
+        if wire_dtype is None:
+            assert_gradients(model, expected)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, place.rank)
+        if wire_dtype is None:
+            assert_gradients(model, expected)
+    with pytest.raises(FastcommError, match="2 CUDA graph.*delete them first"):
+        comm.close()
+    comm.barrier()
+    loaded("cuda").stand_in_destroy_graphs()
+    comm.close()
+    assert loaded("nccl").stand_in_live_comms() == 0
+
+
+@pytest.mark.parametrize("mode", [BEGIN_GLOBAL, BEGIN_THREAD_LOCAL], ids=["global", "thread local"])
+@pytest.mark.parametrize(
+    "streams, wire_dtype",
+    [(1, None), (2, torch.bfloat16)],
+    ids=["one lane", "two lanes and a cast"],
+)
+def test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs(mode, streams, wire_dtype):
+    stand_in_values(2, _capture, mode, streams, wire_dtype)
+
+
+def _abort_with_a_graph_alive(place):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    comm.all_reduce(torch.ones(10))
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    comm.all_reduce(torch.ones(10))
+    assert loaded("cuda").stand_in_capture(END) == 0
+    comm.abort()
+    del comm
+    gc.collect()
+    loaded("cuda").stand_in_destroy_graphs()
+    return loaded("nccl").stand_in_live_comms()
+
+
+def test_a_graph_may_outlive_an_aborted_communicator():
+    assert stand_in_values(2, _abort_with_a_graph_alive) == [0, 0]

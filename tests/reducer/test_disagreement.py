@@ -1,0 +1,160 @@
+"""Ranks that disagree about the model or the options: attach names the first difference on all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import FastcommError, MismatchError
+from tests.support.models import (
+    assert_gradients,
+    backward,
+    check_gradients,
+    mean_gradients,
+    mlp,
+)
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+
+BAD_INPUT = (FastcommError, ValueError, TypeError)
+
+
+def _renamed():
+    return nn.Sequential(OrderedDict(zip(["0", "1", "two", "3", "4"], mlp(), strict=True)))
+
+
+def _another_shape():
+    model = mlp()
+    model[2] = nn.Linear(16, 12)
+    return model
+
+
+def _another_dtype():
+    model = mlp()
+    model[2].double()
+    return model
+
+
+def _another_stride():
+    model = mlp()
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def _frozen():
+    model = mlp()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def _another_order():
+    model = mlp()
+    del model[2].weight, model[2].bias
+    model[2].bias, model[2].weight = (
+        nn.Parameter(torch.zeros(16)),
+        nn.Parameter(torch.zeros(16, 16)),
+    )
+    return model
+
+
+def _one_more():
+    return mlp().append(nn.Linear(4, 4, bias=False))
+
+
+def _two_fewer():
+    return mlp()[:4]
+
+
+DIFFERENCES = pytest.mark.parametrize(
+    "make, words",
+    [
+        (_renamed, ["2.weight", "two.weight"]),
+        (_another_shape, ["2.weight", "16, 16", "12, 16"]),
+        (_another_dtype, ["2.weight", "float32", "float64"]),
+        (_another_stride, ["2.weight", "16, 1", "1, 16"]),
+        (_frozen, ["2.weight", "requires_grad", "True", "False"]),
+        (_another_order, ["2.weight", "2.bias"]),
+        (_one_more, ["5.weight"]),
+        (_two_fewer, ["4.weight"]),
+    ],
+)
+
+
+def _attach_another_model_on_the_last_rank(comm, make):
+    fastcomm.Reducer(comm).attach(make() if comm.rank == comm.world_size - 1 else mlp())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@DIFFERENCES
+def test_attach_names_the_first_difference_between_ranks_on_every_rank(
+    ranks, world_size, make, words
+):
+    failures = ranks.raises(
+        world_size, MismatchError, _attach_another_model_on_the_last_rank, make, survives=True
+    )
+    for failure in failures:
+        assert [
+            word for word in [*words, "rank", str(world_size - 1)] if word not in failure.message
+        ] == [], failure.message
+
+
+@on_ranks(2)
+def test_training_goes_on_after_attach_was_refused(comm):
+    with pytest.raises(MismatchError):
+        _attach_another_model_on_the_last_rank(comm, _another_shape)
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_ranks_whose_buffers_differ_are_told(comm):
+    model = mlp()
+    model.register_buffer("table", torch.zeros(3 + comm.rank))
+    with pytest.raises(MismatchError, match=r"(?s)table.*3.*4"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@pytest.mark.parametrize(
+    "option, values",
+    [
+        ("first_bucket_cap_mb", (1, 0.0001)),
+        ("op", ("mean", "sum")),
+        ("wire_dtype", (None, torch.bfloat16)),
+    ],
+)
+@on_ranks(2)
+def test_ranks_whose_options_differ_are_told_when_they_attach(comm, option, values):
+    with pytest.raises(MismatchError, match=option):
+        fastcomm.Reducer(comm, **{option: values[comm.rank]}).attach(mlp())
+    check_gradients(comm, mlp(), backward)
+
+
+@on_ranks(2)
+def test_one_rank_without_trainable_parameters_is_an_error_on_both(comm):
+    with pytest.raises(BAD_INPUT, match="requires a gradient"):
+        fastcomm.Reducer(comm).attach(mlp().requires_grad_(comm.rank == 0))
+
+
+@on_ranks(2)
+def test_one_rank_on_another_device_is_an_error_on_both(comm):
+    with pytest.raises(BAD_INPUT, match="meta"):
+        fastcomm.Reducer(comm).attach(mlp().to("meta" if comm.rank == 1 else "cpu"))
+
+
+@on_ranks(2)
+def test_ranks_that_refresh_to_different_models_are_told(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 1:
+        model[2].weight.requires_grad_(False)
+    with pytest.raises(MismatchError, match=r"2\.weight"):
+        reducer.refresh()

@@ -1,0 +1,152 @@
+"""Arguments, models and gradients that a reducer refuses: by name, with what to do, and before any
+rank waits for another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import FastcommError
+from tests.support.models import (
+    assert_gradients,
+    backward,
+    mean_gradients,
+    mlp,
+)
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+
+BAD_INPUT = (FastcommError, ValueError, TypeError)
+
+
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("op", "median", "op must be one of"),
+        ("bucket_cap_mb", -1, "bucket.*positive"),
+        ("first_bucket_cap_mb", 0, "bucket.*positive"),
+        ("wire_dtype", torch.int32, "wire_dtype"),
+        ("wire_dtype", torch.complex64, "wire_dtype"),
+        ("wire_dtype", "bfloat16", "wire_dtype"),
+    ],
+)
+@on_ranks(2)
+def test_bad_options_are_refused_when_the_reducer_is_made(comm, option, value, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        fastcomm.Reducer(comm, **{option: value})
+
+
+@on_ranks(2)
+def test_attach_refuses_what_is_not_a_model(comm):
+    with pytest.raises((ValueError, TypeError), match="int"):
+        fastcomm.Reducer(comm).attach(42)
+    with pytest.raises(BAD_INPUT, match="named_parameters"):
+        fastcomm.Reducer(comm).attach(mlp().parameters())
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_without_trainable_parameters(comm):
+    with pytest.raises(BAD_INPUT, match="requires a gradient"):
+        fastcomm.Reducer(comm).attach(mlp().requires_grad_(False))
+
+
+@on_ranks(2)
+def test_attach_refuses_a_second_model(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(BAD_INPUT, match="detach"):
+        reducer.attach(mlp())
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_that_has_a_reducer(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(BAD_INPUT, match="detach"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_on_another_device(comm):
+    model = nn.Sequential(OrderedDict(here=nn.Linear(8, 4), away=nn.Linear(4, 4, device="meta")))
+    with pytest.raises(BAD_INPUT, match=r"away\.weight.*meta"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_whose_shapes_are_not_known_yet(comm):
+    with pytest.raises(BAD_INPUT, match=r"1\.weight is not initialised"):
+        fastcomm.Reducer(comm).attach(nn.Sequential(nn.Linear(8, 4), nn.LazyLinear(4)))
+
+
+@on_ranks(2)
+def test_attach_refuses_parameters_of_a_dtype_that_cannot_be_reduced(comm):
+    model = nn.Linear(8, 4)
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(BAD_INPUT, match=r"phase.*complex64"):
+        fastcomm.Reducer(comm).attach(model)
+
+
+@pytest.mark.parametrize("method", ["grad_norm", "refresh", "sync_buffers"])
+@on_ranks(2)
+def test_methods_before_attach_say_that_attach_is_missing(comm, method):
+    with pytest.raises(BAD_INPUT, match="attach"):
+        getattr(fastcomm.Reducer(comm), method)()
+
+
+@on_ranks(2)
+def test_attach_refuses_a_parameter_that_is_given_twice(comm):
+    weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(BAD_INPUT, match="twice"):
+        fastcomm.Reducer(comm).attach([("a", weight), ("b", weight)])
+
+
+# Gradients that cannot be reduced
+
+
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused_by_name(comm, buckets):
+    model = nn.Sequential(
+        OrderedDict(embedding=nn.Embedding(32, 8, sparse=True), head=nn.Linear(8, 4))
+    )
+    with pytest.raises(BAD_INPUT, match=r"(?s)embedding\.weight.*sparse"):
+        fastcomm.Reducer(comm, **buckets).attach(model)
+        model(torch.arange(4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_parameter_unfrozen_without_refresh_is_an_error_not_a_silent_difference(comm):
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    model[2].requires_grad_(True)
+    model.zero_grad()
+    with pytest.raises(FastcommError, match=r"(?s)2\.weight.*refresh"):
+        backward(model, comm.rank)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_model_converted_without_refresh_is_an_error_that_refresh_mends(comm):
+    def run(model, rank):
+        model(torch.full((2, 8), rank + 1.0, dtype=torch.float64)).square().mean().backward()
+
+    model = nn.Sequential(nn.Linear(8, 4))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model.double()
+    with pytest.raises(RuntimeError):
+        run(model, comm.rank)
+    model.zero_grad()
+    expected = mean_gradients(model, comm.world_size, run)
+    reducer.refresh()
+    run(model, comm.rank)
+    assert_gradients(model, expected)

@@ -1,0 +1,149 @@
+"""fastcomm.init: the ways in which ranks find each other, and what it refuses at the call."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import FastcommError, InitError
+from tests.support.bodies import gloo
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, torchrun_env
+from tests.support.reference import (
+    check_all_reduce,
+)
+
+
+def outcomes_of(world_size, body, *args, **options):
+    """What the body returned, by rank, in fresh processes."""
+    return values_of(fresh_ranks(world_size, body, *args, **options))
+
+
+def _describe(comm):
+    check_all_reduce(comm, where="comm.empty")
+    return comm.rank, comm.world_size, comm.local_rank, str(comm.device), comm.backend
+
+
+DESCRIPTIONS = [(0, 2, 0, "cpu", "shm"), (1, 2, 1, "cpu", "shm")]
+
+
+def _init_from_environment(place, backend):
+    with fastcomm.init(backend) as comm:
+        return _describe(comm)
+
+
+@pytest.mark.parametrize("backend", ["auto", "shm"])
+def test_init_as_torchrun_starts_the_ranks(backend):
+    assert outcomes_of(2, _init_from_environment, backend, env=torchrun_env(2)) == DESCRIPTIONS
+
+
+def test_local_rank_is_what_the_launcher_says():
+    env = [
+        {**variables, "LOCAL_RANK": str(5 + rank)} for rank, variables in enumerate(torchrun_env(2))
+    ]
+    assert [
+        local_rank
+        for _, _, local_rank, _, _ in outcomes_of(2, _init_from_environment, "auto", env=env)
+    ] == [5, 6]
+
+
+def _init_at(place, init_method):
+    with fastcomm.init(
+        init_method=init_method or place.init_method, rank=place.rank, world_size=place.world_size
+    ) as comm:
+        return _describe(comm)
+
+
+def test_init_over_tcp():
+    assert (
+        outcomes_of(2, _init_at, f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}")
+        == DESCRIPTIONS
+    )
+
+
+def test_init_over_a_file():
+    assert outcomes_of(2, _init_at, None) == DESCRIPTIONS
+
+
+def _init_from_group(place):
+    with fastcomm.init(group=gloo()) as comm:
+        return _describe(comm)
+
+
+def test_init_from_a_group_of_torch_distributed():
+    assert outcomes_of(2, _init_from_group) == DESCRIPTIONS
+
+
+def _init_in_a_part_of_a_group(place):
+    import torch.distributed as dist
+
+    gloo()
+    parts = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with fastcomm.init(group=parts[place.rank % 2]) as comm:
+        tensor = torch.tensor([place.rank])
+        comm.all_reduce(tensor)
+        return comm.rank, comm.world_size, tensor.item()
+
+
+def test_init_from_a_part_of_the_ranks():
+    assert outcomes_of(4, _init_in_a_part_of_a_group) == [
+        (0, 2, 2),
+        (0, 2, 4),
+        (1, 2, 2),
+        (1, 2, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"backend": "smoke signals"}, ValueError, "smoke signals"),
+        ({"init_method": "http://somewhere"}, ValueError, "http://somewhere"),
+        ({"init_method": "tcp://127.0.0.1:29500"}, ValueError, "rank= and world_size="),
+        ({"init_method": "file:///tmp/somewhere", "rank": 0}, ValueError, "rank= and world_size="),
+        ({"device": "cuda"}, FastcommError, "cuda"),
+    ],
+)
+def test_init_refuses_bad_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        fastcomm.init(**options)
+
+
+def _init_again_and_again(place):
+    for _ in range(5):
+        with fastcomm.init(
+            init_method=place.init_method, rank=place.rank, world_size=place.world_size
+        ) as comm:
+            check_all_reduce(comm)
+
+
+def test_init_may_be_called_again_at_the_same_place():
+    outcomes_of(2, _init_again_and_again)
+
+
+def _one_fails_while_the_group_meets(place):
+    group = gloo()
+    if place.rank == 1:
+        os.environ["FASTCOMM_HOST_ID"] = "elsewhere"
+    with pytest.raises(InitError):
+        fastcomm.init("shm", group=group)
+    os.environ.pop("FASTCOMM_HOST_ID", None)
+    with fastcomm.init(group=group) as comm:  # the group is not out of step
+        return comm.world_size
+
+
+def test_a_failure_while_a_group_meets_is_an_error_on_all_and_leaves_the_group_in_step():
+    assert outcomes_of(2, _one_fails_while_the_group_meets) == [2, 2]
+
+
+def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="timedelta"):
+        fastcomm.init(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=5)
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_an_error_at_once(tmp_path):
+    with pytest.raises(InitError, match="nowhere"):
+        fastcomm.init(init_method=f"file://{tmp_path}/nowhere/store", rank=0, world_size=2)

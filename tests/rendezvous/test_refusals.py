@@ -1,0 +1,134 @@
+"""Ranks that cannot be brought together: each is told why, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+
+import pytest
+
+import fastcomm
+from fastcomm import InitError, TimeoutError
+from tests.support.outcomes import values_of
+from tests.support.ranks import NO_VARIABLES, fresh_ranks, torchrun_env
+
+
+def _init(place, rank=None, world_size=None, **options):
+    rank = place.rank if rank is None else rank[place.rank]
+    world_size = place.world_size if world_size is None else world_size[place.rank]
+    options = {"init_method": place.init_method, "timeout": timedelta(seconds=10), **options}
+    fastcomm.init(rank=rank, world_size=world_size, **options).barrier()
+
+
+def assert_all_refused(outcomes, *words, error=InitError):
+    for outcome in outcomes:
+        assert outcome.is_a(error), outcome
+        assert all(re.search(word, outcome.failure.message) for word in words), outcome
+
+
+def _init_from_environment(place, **options):
+    fastcomm.init(**options)
+
+
+def test_without_torchrun_init_says_what_to_do():
+    assert_all_refused(
+        fresh_ranks(1, _init_from_environment),
+        "RANK is not set",
+        "torchrun --nproc-per-node",
+        "init_method=",
+    )
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_part_of_torchruns_environment_is_not_enough(missing):
+    env = {**torchrun_env(1)[0], missing: None}
+    assert_all_refused(fresh_ranks(1, _init_from_environment, env=env), missing)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_an_environment_that_is_no_number_is_refused(name):
+    env = {**torchrun_env(1)[0], name: "two"}
+    assert_all_refused(fresh_ranks(1, _init_from_environment, env=env), name, "two")
+
+
+def test_a_rank_given_twice_is_refused_on_both():
+    assert_all_refused(fresh_ranks(2, _init, (0, 0)), "rank 0 was given to two processes")
+
+
+def test_a_rank_given_twice_among_three_is_refused_on_all():
+    assert_all_refused(fresh_ranks(3, _init, (0, 1, 1)), "rank 1 was given to two processes")
+
+
+def test_ranks_that_disagree_about_the_world_size_are_refused():
+    outcomes = fresh_ranks(3, _init, None, (3, 3, 4))
+    assert_all_refused(outcomes, "world_size", r"\b3\b", r"\b4\b")
+
+
+@pytest.mark.parametrize("rank, world_size", [(2, 2), (-1, 2), (0, 0), (5, 1)])
+def test_a_rank_outside_the_world_is_refused(rank, world_size):
+    outcomes = fresh_ranks(1, _init, (rank,), (world_size,))
+    assert_all_refused(
+        outcomes, rf"rank {rank}\b", rf"world_size {world_size}\b", error=(InitError, ValueError)
+    )
+
+
+def test_a_rank_outside_the_world_of_torchrun_is_refused():
+    env = {**torchrun_env(1)[0], "RANK": "1"}
+    assert_all_refused(
+        fresh_ranks(1, _init_from_environment, env=env),
+        "rank 1",
+        "world_size 1",
+        error=(InitError, ValueError),
+    )
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_a_rank_that_is_missing_is_named_after_the_timeout(scheme, missing):
+    place = (
+        NO_VARIABLES
+        if scheme == "file"
+        else {"MEETING_POINT": f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}"}
+    )
+    outcomes = fresh_ranks(2, _init_without, missing, env=place)
+    (present,) = [outcome for outcome in outcomes if outcome.rank != missing]
+    assert present.is_a((InitError, TimeoutError)), present
+    if (
+        scheme == "tcp" and missing == 0
+    ):  # nobody keeps the store; there is no way to know who is there
+        assert "cannot open the meeting point" in present.failure.message
+    else:
+        assert re.search(rf"ranks? \[?{missing}\b", present.failure.message), present
+
+
+def _init_without(place, missing):
+    if place.rank == missing:
+        return
+    before = time.monotonic()
+    try:
+        _init(
+            place,
+            timeout=timedelta(seconds=1),
+            init_method=os.environ.get("MEETING_POINT", place.init_method),
+        )
+    finally:
+        assert time.monotonic() - before < 5
+
+
+def test_ranks_on_different_hosts_share_no_memory():
+    env = [{"FASTCOMM_HOST_ID": host} for host in ("one", "one", "other")]
+    outcomes = fresh_ranks(3, _init_on_hosts, "shm", env=env)
+    assert_all_refused(outcomes, "host", "hierarchical")
+    assert re.search(r"\b2\b", outcomes[0].failure.message) and re.search(
+        r"\b2\b", outcomes[2].failure.message
+    )
+
+
+def _init_on_hosts(place, backend):
+    _init(place, backend=backend)
+
+
+def test_ranks_on_one_host_by_another_name_are_brought_together():
+    values_of(fresh_ranks(2, _init, env={"FASTCOMM_HOST_ID": "one"}))

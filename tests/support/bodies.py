@@ -1,0 +1,133 @@
+"""What the bodies of tests use, each on its rank: where they stand, a communicator there, notes to
+the other ranks and to the test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands, before any communicator exists. `init_method` is a file:// address that
+    only these ranks share.
+    """
+
+    rank: int
+    world_size: int
+    init_method: str
+    directory: str
+    transport: str
+
+
+def stand_at(place: Place) -> None:
+    """This process is that rank from now on."""
+    global _place
+    _place = place
+
+
+def my_place() -> Place:
+    return _place
+
+
+def communicator(place: Place, **options: Any) -> Any:
+    """A communicator over the place's transport; over NCCL's stand-in on the CPU, also where there
+    is a GPU.
+    """
+    import fastcomm
+
+    if place.transport == "nccl" and "FASTCOMM_STAND_IN_KERNELS" in os.environ:
+        options = {"device": "cpu", **options}
+    options = {"init_method": place.init_method, **options}
+    return fastcomm.init(place.transport, rank=place.rank, world_size=place.world_size, **options)
+
+
+def note(place: Place, **facts: Any) -> None:
+    """For bodies: leaves facts that other ranks, and the test, can read, each whole or not
+    at all.
+    """
+    for name, value in facts.items():
+        path = Path(place.directory, name)
+        path.with_suffix(".new").write_text(str(value))
+        path.with_suffix(".new").rename(path)
+
+
+def noted(place: Place, name: str) -> str:
+    return Path(place.directory, name).read_text()
+
+
+def finish_together(comm: Any) -> None:
+    """For bodies, before a rank abandons a round. Over NCCL the host does not wait, and one that
+    abandons a round ends what the others are still about to finish of the round before: here they
+    have all finished it.
+    """
+    if comm.backend == "nccl":
+        gloo().barrier().wait()
+
+
+def hear_of_it(comm: Any) -> None:
+    """For bodies, after a backward that fails on another rank. Over NCCL, where backward does not
+    wait, this raises the error."""
+    deadline = time.monotonic() + 20
+    while comm.backend == "nccl" and time.monotonic() < deadline:
+        comm.check()
+
+
+def leave(place: Place, comm: Any, how: str) -> None:
+    """This rank goes away, having noted its pid and the time."""
+    note(place, pid=os.getpid(), left_at=time.monotonic())
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "exits":
+        sys.exit(0)
+    elif how == "exits at once":
+        os._exit(0)
+    elif how == "closes":
+        comm.close()
+    elif how == "aborts":
+        comm.abort()
+    else:
+        raise RuntimeError("of the user's own making")
+
+
+def raised(error: type[BaseException], call: Callable[[], object]) -> tuple[str, float]:
+    """What the call raised, as text, and after how many seconds."""
+    before = time.monotonic()
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value), time.monotonic() - before
+
+
+def gloo() -> Any:
+    """For bodies: torch.distributed's default group over Gloo among the same ranks, made at the
+    first call and kept.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        # Ranks of one host: the name of the host may not resolve where the tests run.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{_place.directory}/gloo",
+            rank=_place.rank,
+            world_size=_place.world_size,
+        )
+    return dist.group.WORLD
+
+
+def meeting_place() -> Path:
+    """For bodies: a directory of these ranks alone, which goes with them."""
+    return Path(_place.directory)
+
+
+_place: Place

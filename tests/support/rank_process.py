@@ -1,0 +1,104 @@
+"""The process of a rank: answers the calls that come through its pipe until that closes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing.connection
+import os
+import pickle
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.support.bodies import Place, communicator, stand_at
+from tests.support.outcomes import described
+
+Environment = Mapping[str, "str | None"]
+
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(
+    pipe: multiprocessing.connection.Connection,
+    place: Place,
+    env: Environment,
+    pass_comm: bool,
+) -> None:
+    """The life of a rank: answers calls until the pipe closes. With `pass_comm`, bodies get a
+    communicator over the place's transport, else the place.
+    """
+    stand_at(place)
+    _settle(place, env)
+    comm = None
+    for work in _incoming(pipe):
+        try:
+            body, args = pickle.loads(work)
+            if pass_comm and comm is None:
+                comm = _communicator(place)
+            value = body(place if comm is None else comm, *args)
+            answer = pickle.dumps(("returned", value))
+            del value
+        except SystemExit:
+            raise
+        except BaseException as error:  # pytest.fail's exception is not an Exception
+            answer = pickle.dumps(("raised", described(error)))
+        # What a failed body leaves in reference circles would otherwise hold on to shared memory.
+        gc.collect()
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(answer)
+    if comm is not None:
+        comm.close()
+
+
+def _settle(place: Place, env: Environment) -> None:
+    import torch
+
+    os.setsid()
+    # A rank whose parent, the fork server, is gone has nobody left to answer to.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    stacks = os.open(stacks_path(place), os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    for name, value in env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+def _communicator(place: Place) -> Any:
+    import torch
+
+    comm = communicator(place)
+    if comm.device.type != "cpu":
+        torch.set_default_device(comm.device)  # what bodies make is made there
+    return comm
+
+
+def _incoming(pipe: multiprocessing.connection.Connection) -> Iterator[bytes]:
+    while True:
+        try:
+            yield pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+
+
+def stacks_path(place: Place) -> str:
+    """Where the rank writes the stacks of its threads when it is asked to, by SIGUSR1."""
+    return f"{place.directory}/stacks-{place.rank}"
