@@ -3,7 +3,9 @@
 # minutes: every step has its limit, and one that fails or takes too long does not keep the next
 # from running. Prints a table last; exits with 1 if a step has failed, 2 without a GPU.
 #
-#     bash ci/gpu.sh [folder]     JSON, and the logs of what has failed, go into the folder (bench/results/)
+#     bash ci/gpu.sh [folder]
+#
+# JSON, and the logs of what has failed, go into the folder (bench/results/).
 set -euo pipefail
 folder=$(realpath -m "${1:-"$(dirname "$0")/../bench/results"}")
 cd "$(dirname "$0")/.."
@@ -30,7 +32,8 @@ deadline=$((SECONDS + 480))
 table=()
 status=0
 
-step() { # <name> <seconds> <command ...>: runs it in a session of its own, all of which ends when the time is up
+# Runs the command in a session of its own, all of which ends when the time is up.
+step() { # <name> <seconds> <command ...>
     local name=$1 limit=$2 outcome=passed start=$SECONDS left=$((deadline - SECONDS))
     shift 2
     if ((left < limit)); then limit=$left; fi
@@ -41,7 +44,7 @@ step() { # <name> <seconds> <command ...>: runs it in a session of its own, all 
         running=$!
         wait "$running" || outcome="failed ($?)"
         end
-        if [[ $outcome == "failed (124)" || $outcome == "failed (137)" ]]; then outcome="over $limit s"; fi
+        if [[ $outcome =~ ^failed\ \((124|137)\)$ ]]; then outcome="over $limit s"; fi
     else
         outcome="no time left"
     fi
@@ -50,14 +53,17 @@ step() { # <name> <seconds> <command ...>: runs it in a session of its own, all 
         status=1
         cp "$logs/$name" "$folder/gpu-$name.log"
     fi
-    table+=("$(printf '%-10s %-14s %4d s  %s' "$name" "$outcome" $((SECONDS - start)) "$(tail -n 1 "$logs/$name" | cut -c 1-100)")")
+    local headline
+    headline=$(tail -n 1 "$logs/$name" | cut -c 1-100)
+    table+=("$(printf '%-10s %-14s %4d s  %s' \
+        "$name" "$outcome" $((SECONDS - start)) "$headline")")
 }
 
 # pyproject.toml's options of pytest want plugins that may be missing here.
 pytest=(python3 -m pytest -q -o addopts= -p no:cacheprovider -W ignore::pytest.PytestConfigWarning)
 # Collectives between ranks that share a card take milliseconds each, and new ranks seconds: of the
 # reducer's tests those of two ranks with one kind of bucket; not those of hundreds of steps or
-# thousands of broadcasts, nor (test_errors.py) those that use up their ranks.
+# thousands of broadcasts, nor (test_failed_steps.py) those that use up their ranks.
 reducer_files=(tests/reducer/test_{backward,autograd,buckets,models,training}.py)
 reducer='nccl and 2 and not 3 and not 4 and not many and not 200_steps and not thousand'
 
@@ -71,13 +77,15 @@ step tests 80 "${pytest[@]}" tests/gpu
 step reducer 115 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
 for tool in memcheck racecheck; do
     if command -v compute-sanitizer >/dev/null; then
-        step "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 1 python3 tests/gpu/launch_kernels.py
+        step "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+            python3 tests/gpu/launch_kernels.py
     else
         table+=("$(printf '%-10s not run: there is no compute-sanitizer here' "$tool")")
     fi
 done
 step flatten 45 python3 bench/flatten.py --rounds 5 --json "$folder/flatten.json"
-step allreduce 25 python3 bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 --json "$folder/allreduce-cuda.json"
+step allreduce 25 python3 bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
+    --json "$folder/allreduce-cuda.json"
 step step 45 python3 bench/step.py --device cuda --rounds 6 --json "$folder/step-cuda.json"
 
 # Of each step, what it printed last: the benchmarks end with their headline.

@@ -15,18 +15,25 @@ fi
 mkdir -p "$folder"
 for source in flatten unflatten; do
     log=$folder/$source.log
-    nvcc --options-file kernels/cuda/nvcc.options -Werror all-warnings -Xptxas --verbose,--warn-on-spills,--warning-as-error \
+    nvcc --options-file kernels/cuda/nvcc.options -Werror all-warnings \
+        -Xptxas --verbose,--warn-on-spills,--warning-as-error \
         "kernels/cuda/$source.cu" -o "$folder/$source.fatbin" >"$log" 2>&1 || {
         cat "$log"
         exit 1
     }
     awk '
-        /Compiling entry function/ { gsub(/\047/, ""); split($(NF - 2), name, "_"); family = name[1] " for " $NF; count[family]++ }
+        /Compiling entry function/ {
+            gsub(/\047/, "")
+            split($(NF - 2), name, "_")
+            family = name[1] " for " $NF
+            count[family]++
+        }
         /bytes spill stores/ { spilled[family] += $5 }
         /Used [0-9]+ registers/ { if ($5 > most[family]) most[family] = $5 }
         END {
             for (family in count) {
-                printf "%s: %d kernels, at most %d registers, %d bytes spilled\n", family, count[family], most[family], spilled[family]
+                printf "%s: %d kernels, at most %d registers, %d bytes spilled\n", family,
+                    count[family], most[family], spilled[family]
             }
         }' "$log" | sort
 done

@@ -9,8 +9,9 @@ trap 'rm -rf "$folder"' EXIT
 
 # The sanitizers' own start-up comes after ifuncs are resolved, hence one instruction set.
 build() { # <name> <sanitizers>
-    "${CC:-gcc}" -std=gnu11 -O2 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -Werror -DFASTCOMM_NO_CLONES \
-        "-fsanitize=$2" -fno-sanitize-recover=all -Ikernels kernels/shm/*.c tests/shm/*.c -lm -pthread -o "$folder/$1"
+    "${CC:-gcc}" -std=gnu11 -O2 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -Werror \
+        -DFASTCOMM_NO_CLONES "-fsanitize=$2" -fno-sanitize-recover=all -Ikernels \
+        kernels/shm/*.c tests/shm/*.c -lm -pthread -o "$folder/$1"
 }
 
 build asan address,undefined
@@ -24,6 +25,7 @@ setarch -R true 2>/dev/null && fixed_layout=(setarch -R)
 TSAN_OPTIONS=halt_on_error=1 "${fixed_layout[@]}" "$folder/tsan" threads quick
 
 # The kernels' functions are many and all inlined: optimising them takes longer than it saves.
-"${CXX:-g++}" -x c++ -std=c++17 -O0 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -DFASTCOMM_HOST \
-    -fsanitize=address,undefined -fno-sanitize-recover=all -Ikernels -Itests/support kernels/cuda/*.cu tests/kernels/driver.cpp -o "$folder/kernels"
+"${CXX:-g++}" -x c++ -std=c++17 -O0 -g -fno-omit-frame-pointer -Wall -Wextra -Werror \
+    -DFASTCOMM_HOST -fsanitize=address,undefined -fno-sanitize-recover=all \
+    -Ikernels -Itests/support kernels/cuda/*.cu tests/kernels/driver.cpp -o "$folder/kernels"
 "$folder/kernels"

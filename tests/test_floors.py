@@ -1,5 +1,5 @@
 """The house's floors: a wing or module of fastcomm imports only from floors below its own, and
-nothing imports in a circle, C included. Reads sources only."""
+nothing imports in a circle, C included; no file is too long to be one idea. Reads sources only."""
 
 from __future__ import annotations
 
@@ -32,6 +32,23 @@ NEIGHBOURS = {
     "__main__": {"__init__"},
 }
 
+MOST_LINES, MOST_COLUMNS = 500, 100
+# Longer than that when the limit was drawn: they may only get shorter. Take out what has got there.
+STILL_LONGER = {
+    "bench/allreduce.py": 591,
+    "bench/flatten.py": 618,
+    "fastcomm/group/communicator.py": 701,
+    "fastcomm/nccl/link.pyx": 551,
+    "fastcomm/reducer/reducer.py": 667,
+    "fastcomm/rendezvous.py": 511,
+}
+# Files that still have wider lines, and how many.
+STILL_WIDER = {"fastcomm/shm/bucket.pyx": 1, "fastcomm/shm/ring.pyx": 4}
+SOURCE_KINDS = (
+    *(".py", ".pyi", ".pyx", ".pxd", ".c", ".h", ".cpp", ".cu", ".cuh"),
+    *(".sh", ".toml", ".in"),
+)
+
 # Cython's imports of our own modules: each one, with `cimport` read as `import`, is Python.
 CYTHON_IMPORT = re.compile(
     r"^[ \t]*((?:from[ \t]+(?:\.|fastcomm\b)[\w.]*[ \t]+c?import|c?import[ \t]+fastcomm\b)"
@@ -43,6 +60,18 @@ CYTHON_IMPORT = re.compile(
 def sources() -> list[Path]:
     kinds = (".py", ".pyi", ".pyx", ".pxd")
     return sorted(path for path in PACKAGE.rglob("*") if path.suffix in kinds)
+
+
+def written_by_hand() -> list[Path]:
+    """All sources of the repository, but for what Cython has made of a .pyx."""
+    folders = ("fastcomm", "kernels", "tests", "bench", "examples", "ci")
+    files = [*ROOT.glob("*"), *(path for name in folders for path in (ROOT / name).rglob("*"))]
+    return sorted(
+        path
+        for path in files
+        if (path.suffix in SOURCE_KINDS or path.name == "Makefile")
+        and not (path.suffix == ".c" and PACKAGE in path.parents)
+    )
 
 
 def name_of(path: Path) -> str:
@@ -146,3 +175,23 @@ def test_kernels_know_nothing_of_python() -> None:
     for path in (ROOT / "kernels").rglob("*"):
         if path.is_file() and path.suffix != ".fatbin":
             assert "Python.h" not in path.read_text(), f"{path.name} includes Python.h"
+
+
+def test_no_file_is_too_long_to_be_one_idea() -> None:
+    too_long = {}
+    for path in written_by_hand():
+        name, n_lines = str(path.relative_to(ROOT)), len(path.read_text().splitlines())
+        if n_lines > STILL_LONGER.get(name, MOST_LINES):
+            too_long[name] = n_lines
+    assert not too_long, f"split these, by what they are about: {too_long}"
+
+
+def test_no_line_is_wider_than_a_window() -> None:
+    too_wide: dict[str, list[int]] = {}
+    for path in written_by_hand():
+        name = str(path.relative_to(ROOT))
+        lines = enumerate(path.read_text().splitlines(), 1)
+        wide = [number for number, line in lines if len(line) > MOST_COLUMNS]
+        if len(wide) > STILL_WIDER.get(name, 0):
+            too_wide[name] = wide
+    assert not too_wide, f"wrap these lines: {too_wide}"
