@@ -25,7 +25,7 @@ BATCH = 50
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m programs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", default="random", help="a number, or `random`")
     transports = (*TRANSPORTS, *TRANSPORTS_OVER_TORCH)
