@@ -38,8 +38,8 @@ from report import Column, Spread, Table, Times
 
 import fastcomm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-import namespaces  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from tests.support import namespaces  # noqa: E402
 
 PORT = 29500  # in namespaces of our own every port is free
 WIRE_NBYTES = {"gloo": 4, "float32": 4, "bfloat16": 2, "backend": 4}

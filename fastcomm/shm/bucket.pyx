@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""ShmBucket: a flat buffer in shared memory and its reduction over the ring, gathered on the way."""
+"""ShmBucket: a flat buffer in shared memory, gathered and reduced in one pass over the ring."""
 
 import torch
 

@@ -113,7 +113,7 @@ cdef class ShmCommunicator:
         """
         cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
         cdef char *data = self.ring.check(tensor, &d)
-        return self.ring.collective(&d, tensor, data, tensor, data, async_op)
+        return self.ring.call(&d, tensor, data, tensor, data, async_op)
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
@@ -123,7 +123,7 @@ cdef class ShmCommunicator:
         cdef char *data = self.ring.check(tensor, &d)
         check_src(src, self.world_size)
         d.root = src
-        return self.ring.collective(&d, tensor, data, tensor, data, async_op)
+        return self.ring.call(&d, tensor, data, tensor, data, async_op)
 
     def broadcast_all(self, list tensors, int src=0):
         """As broadcast, of one tensor after the other."""
@@ -139,7 +139,7 @@ cdef class ShmCommunicator:
         cdef char *output = self._check_out(
             "all_gather_single", out, inp, inp.numel() * self.world_size
         )
-        return self.ring.collective(&d, inp, input, out, output, async_op)
+        return self.ring.call(&d, inp, input, out, output, async_op)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
@@ -149,13 +149,13 @@ cdef class ShmCommunicator:
         cdef char *input = self.ring.check(inp, &d)
         numel = share_of("reduce_scatter_single", inp, self.world_size)
         cdef char *output = self._check_out("reduce_scatter_single", out, inp, numel)
-        return self.ring.collective(&d, inp, input, out, output, async_op)
+        return self.ring.call(&d, inp, input, out, output, async_op)
 
     def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it."""
         cdef shm_descriptor d = descriptor(SHM_BARRIER, SHM_SUM)
         self.ring.check_usable()
-        return self.ring.collective(&d, None, NULL, None, NULL, async_op)
+        return self.ring.call(&d, None, NULL, None, NULL, async_op)
 
     def check(self):
         """See Communicator.check. Waits only after another rank has abandoned what was under way:

@@ -47,7 +47,7 @@ cdef class Ring:
     cdef close(self, int state, str message)
     cdef char *check(self, tensor, shm_descriptor *d) except NULL
     cdef int check_usable(self) except -1
-    cdef object collective(
+    cdef object call(
         self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
     )
     cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1

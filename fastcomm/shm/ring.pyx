@@ -23,7 +23,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport free
 
-from fastcomm.shm.memory cimport Segment, Segments
+from fastcomm.shm.memory cimport Segments
 
 
 MAX_RANKS = SHM_MAX_RANKS  # of one communicator
@@ -43,7 +43,7 @@ cdef tuple KIND_NAMES = (
 )
 
 
-# ---- work ------------------------------------------------------------------------------------------
+# ---- work ----------------------------------------------------------------------------------------
 
 @cython.freelist(8)
 cdef class ShmWork:
@@ -94,7 +94,7 @@ cdef class ShmWork:
         self.pieces = NULL
 
 
-# ---- the ring --------------------------------------------------------------------------------------
+# ---- the ring ------------------------------------------------------------------------------------
 
 @cython.no_gc_clear  # __dealloc__ needs the segments
 cdef class Ring:
@@ -176,7 +176,8 @@ cdef class Ring:
         if not is_taken:
             collective.refuse_tensor(tensor, "shm", CPU)
         d.dtype, d.numel = dtype, tensor.numel()
-        d.where = data - self.arena.base if <size_t>(data - self.arena.base) < self.arena.nbytes else SHM_PRIVATE
+        cdef size_t offset = data - self.arena.base
+        d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE
         return data if data != NULL else NO_DATA
 
     cdef int check_usable(self) except -1:
@@ -190,7 +191,7 @@ cdef class Ring:
             raise FastcommError(collective.OTHER_THREAD)
         return 0
 
-    cdef object collective(
+    cdef object call(
         self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
     ):
         cdef ShmWork work
@@ -436,7 +437,9 @@ cdef class Ring:
         cdef uint32_t here = shm_posted(self.handle, self.rank)
         late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here]
         late = late or [shm_stalled_on(self.handle)]
-        names = "; ".join(f"rank {r} (pid {self.segments.pids[r]}): {self._history(r)}" for r in late)
+        names = "; ".join(
+            f"rank {r} (pid {self.segments.pids[r]}): {self._history(r)}" for r in late
+        )
         return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}"
 
     cdef str _mismatch(self, uint32_t seq):

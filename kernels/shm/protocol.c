@@ -236,8 +236,8 @@ static int wait_until(struct shm_comm *comm, bool (*is_done)(struct shm_comm *, 
     return comm->ring[seq % SHM_RING].status;
 }
 
-/* A peer that filled its mailbox, and gave up before it had the result; -1 if there is none. We have
- * come too late: nobody else is to go on with this result. */
+/* A peer that filled its mailbox, and gave up before it had the result; -1 if there is none. We
+ * have come too late: nobody else is to go on with this result. */
 static int find_aborter(struct shm_comm *comm, uint32_t seq) {
     for (int r = 0; r < comm->world_size; r++) {
         if (r != comm->rank && atomic_load(&control_of(comm, r)->state) == SHM_ABORTED &&
