@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = [path.with_suffix(".c").name for path in (ROOT / "fastcomm").rglob("*.pyx")]
+# By path: kernels/shm/reduce.c is a source, fastcomm/shm/reduce.c is none.
+GENERATED = {path.with_suffix(".c") for path in (ROOT / "fastcomm").rglob("*.pyx")}
 NOT_SOURCES = shutil.ignore_patterns(
     ".git",
     ".venv",
@@ -27,8 +28,14 @@ NOT_SOURCES = shutil.ignore_patterns(
     "*.so",
     "*.fatbin",
     "__pycache__",
-    *GENERATED,
 )
+
+
+def not_sources(folder: str, names: list[str]) -> set[str]:
+    """What a copy of the sources leaves out, as shutil.copytree asks for it."""
+    generated = {name for name in names if Path(folder, name) in GENERATED}
+    return NOT_SOURCES(folder, names) | generated
+
 
 # Compiling the extension and importing torch in a fresh environment take longer than other tests
 # may.
@@ -60,7 +67,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     nothing is missing there.
     """
     scratch = tmp_path_factory.mktemp("distributions")
-    tree = shutil.copytree(ROOT, scratch / "tree", ignore=NOT_SOURCES)
+    tree = shutil.copytree(ROOT, scratch / "tree", ignore=not_sources)
     call(
         sys.executable,
         "-m",
