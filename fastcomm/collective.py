@@ -100,8 +100,11 @@ def sentence(
     src: int | None = None,
     wire: torch.dtype | None = None,
     label: int = 0,
+    step: int = 0,
 ) -> str:
-    """A collective in words, for messages. op, src: of the kinds that have one."""
+    """A collective in words, for messages. op, src: of the kinds that have one. label, step: of a
+    bucket; see BoundBucket.launch.
+    """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
     if src is not None:
         words += f" from rank {src}"
@@ -112,6 +115,8 @@ def sentence(
     if label:
         reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
         words += f" (bucket {bucket - 1} of reducer {reducer})"
+    if step:
+        words += f" after {step} step{'s' if step > 1 else ''}"
     return words
 
 

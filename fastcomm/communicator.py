@@ -77,9 +77,12 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(self, op: str, missing: list[int]) -> BucketWork:
+    def launch(self, op: str, missing: list[int], step: int = 0) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
+
+        step: how many steps this rank's optimizers have made. Ranks that have made different
+        numbers get MismatchError, all of them; over NCCL only where one waits for ever.
         """
 
     @abc.abstractmethod

@@ -47,9 +47,10 @@ class Call:
     op: str = "sum"
     src: int = 0
     label: int = 0
+    step: int = 0
 
     def numbers(self) -> list[int]:
-        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), CPU_DTYPES, CPU_DTYPES, OPS, (), ())
+        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), CPU_DTYPES, CPU_DTYPES, OPS, (), (), ())
         return [
             choices.index(value) if choices else value
             for choices, value in zip(codes, astuple(self), strict=True)
@@ -57,8 +58,8 @@ class Call:
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Call:
-        kind, numel, dtype, wire, op, src, label = numbers
-        return Call(KINDS[kind], numel, CPU_DTYPES[dtype], CPU_DTYPES[wire], OPS[op], src, label)
+        kind, numel, dtype, wire, op, *others = numbers
+        return Call(KINDS[kind], numel, CPU_DTYPES[dtype], CPU_DTYPES[wire], OPS[op], *others)
 
     def __str__(self) -> str:
         if self.kind in ("barrier", "abandon"):
@@ -71,6 +72,7 @@ class Call:
             src=self.src if self.kind == "broadcast" else None,
             wire=self.wire,
             label=self.label,
+            step=self.step,
         )
 
 

@@ -181,9 +181,9 @@ class GroupCommunicator(Communicator):
         reduce = self._exchange.reduction_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
 
-        def work_of(op: str, presence: Tensor) -> GroupWork:
+        def work_of(op: str, presence: Tensor, step: int) -> GroupWork:
             self._queue.check_usable()
-            call = Call("all_reduce", flat.numel(), flat.dtype, wire, op, label=label)
+            call = Call("all_reduce", flat.numel(), flat.dtype, wire, op, label=label, step=step)
             return GroupWork(self._queue, call, functools.partial(reduce, op), presence=presence)
 
         return GroupBucket(flat, views, work_of)

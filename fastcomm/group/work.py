@@ -175,12 +175,12 @@ class GroupWork(BucketWork):
 
 
 class GroupBucket(BoundBucket):
-    """A flat buffer into which gradients are copied. What work_of(op, presence) makes
-    reduces it.
+    """A flat buffer into which gradients are copied. What work_of(op, presence, step)
+    makes reduces it.
     """
 
     def __init__(
-        self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor], GroupWork]
+        self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor, int], GroupWork]
     ) -> None:
         self._known = FlatBuffer(flat)
         self._views, self._work_of = views, work_of
@@ -198,14 +198,14 @@ class GroupBucket(BoundBucket):
         self._newest = None
         return copy_gradients(self._views, parameters)
 
-    def launch(self, op: str, missing: list[int]) -> GroupWork:
+    def launch(self, op: str, missing: list[int], step: int = 0) -> GroupWork:
         """See BoundBucket.launch. Waits for nobody."""
         self._newest = None
         absent, present = presence_values(op)
         self._presence.fill_(present)
         if missing:
             self._presence[missing] = absent
-        work = self._newest = self._work_of(op, self._presence)
+        work = self._newest = self._work_of(op, self._presence, step)
         work.post()
         return work
 

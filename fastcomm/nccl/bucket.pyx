@@ -143,7 +143,7 @@ cdef class NcclBucket:
             self.kept.append(gradient)
         return 0
 
-    def launch(self, str op, list missing):
+    def launch(self, str op, list missing, uint32_t step=0):
         """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
         lane's.
         """
@@ -152,7 +152,7 @@ cdef class NcclBucket:
         cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
         cdef int code
         link.check_usable()
-        self.posted = None
+        self.posted, self.ticket.step = None, step
         cdef CUstream current = link.cuda.current_stream()
         cdef CUcontext before = link.cuda.enter()
         try:

@@ -18,7 +18,7 @@ cdef class Ticket:
     cdef Kind kind
     cdef object dtype, op
     cdef size_t numel
-    cdef uint32_t label
+    cdef uint32_t label, step
     cdef object __weakref__
 
 

@@ -42,6 +42,7 @@ cdef class Ticket:
         return sentence(
             KIND_NAMES[self.kind], self.numel, self.dtype, op=self.op,
             src=self.root if self.kind == BROADCAST else None, label=self.label,
+            step=self.step,
         )
 
 

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fastcomm.collective import OTHERS_GRADIENT, bucket_label
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
-from fastcomm.errors import FastcommError
+from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.gradient_hook import Counter, displaced
@@ -25,6 +25,12 @@ from fastcomm.reducer.options import Options
 # An attribute of gradients that are no views and need no reduction: those that a bucket has left
 # behind, or a round as they were.
 _LEFT = "_left_by_fastcomm"
+
+
+_AFTER_DIFFERENT_STEPS = (
+    ". If the ranks have made different numbers of steps, one has left out a step, or made one "
+    "alone, and their parameters differ: call refresh() on every rank, which copies rank 0's"
+)
 
 
 class Bucket(Counter):
@@ -93,9 +99,9 @@ class Bucket(Counter):
         """Every gradient there is takes part in the next launch."""
         self.n_pending = 0
 
-    def launch(self, op: str, *, keeps_graph: bool = False) -> None:
+    def launch(self, op: str, step: int = 0, *, keeps_graph: bool = False) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
-        starts its reduction.
+        starts its reduction. step: see BoundBucket.launch.
         """
         taking_part = self.parameters
         if self.n_pending:
@@ -111,7 +117,10 @@ class Bucket(Counter):
         self._is_gathered = True
         for i in missing:
             self._fill_missing(i)
-        self._bound.launch(op, missing)
+        try:
+            self._bound.launch(op, missing, step)
+        except MismatchError as error:  # the others were here first, with something else
+            raise self._explained(error) from error
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
         """Of backward(create_graph=True). What is reduced has no graph; its values go back into the
@@ -186,9 +195,17 @@ class Bucket(Counter):
         try:
             work.wait()
         except FastcommError as error:
-            raise type(error)(
-                f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
-            ) from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: FastcommError) -> FastcommError:
+        """The error that has ended the reduction, with the parameters it is about."""
+        advice = _AFTER_DIFFERENT_STEPS if isinstance(error, MismatchError) else ""
+        explained = type(error)(
+            f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
+            f"{advice}"
+        )
+        explained.__dict__.update(error.__dict__)
+        return explained
 
     def settle(self) -> None:
         """Brings every gradient to where it belongs. Gives the same when it is called again."""

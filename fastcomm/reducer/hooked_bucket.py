@@ -136,7 +136,7 @@ class HookedBucket(BoundBucket):
         ]
         return left
 
-    def launch(self, op: str, missing: list[int]) -> BucketWork:
+    def launch(self, op: str, missing: list[int], step: int = 0) -> BucketWork:
         self._posted = None
         presence = torch.ones(len(self._views), device=self._flat.device)
         presence[missing] = 0

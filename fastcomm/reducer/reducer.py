@@ -100,6 +100,7 @@ class Reducer(ReducerFlags):
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
         self._n_rounds_at_step = 0  # of any optimizer
+        self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
 
     # -- attaching ---------------------------------------------------------------------------------
 
@@ -139,6 +140,7 @@ class Reducer(ReducerFlags):
                 self.comm.abandon()
             note_abandoned(error)
             raise
+        self._n_steps = 0
         self._model = (
             weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
         )
@@ -227,7 +229,7 @@ class Reducer(ReducerFlags):
     def _open(self) -> Round:
         self._raise_deferred()
         if self._round is None:
-            self._round = Round(self.comm, self._buckets, self.op, self.n_rounds + 1)
+            self._round = Round(self.comm, self._buckets, self.op, self.n_rounds + 1, self._n_steps)
         return self._round
 
     def _end_of_backward(self) -> None:
@@ -374,6 +376,7 @@ class Reducer(ReducerFlags):
         """Called before an optimizer with parameters of this model steps. See optimizer_steps."""
         self._settle(self._n_rounds_at_step if since is None else since)
         self._n_rounds_at_step = self.n_rounds
+        self._n_steps += 1
 
     def _settle(self, since: int) -> None:
         """All gradients are reduced when this returns: the one place that decides it. Raises

@@ -25,10 +25,14 @@ class Round(RoundFlags):
 
     buckets: all of the reducer's, in the order of the plan.
     number: among the rounds of the reducer that end as they should, counted from 1.
+    step: how many steps the optimizers of this rank have made.
     """
 
-    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], op: str, number: int) -> None:
+    def __init__(
+        self, comm: Communicator, buckets: Sequence[Bucket], op: str, number: int, step: int
+    ) -> None:
         self.number = number
+        self._step = step
         self._comm = comm
         self._buckets = buckets
         self._op = op
@@ -75,7 +79,8 @@ class Round(RoundFlags):
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._buckets[self._n_launched].launch(self._op, keeps_graph=self._keeps_graph)
+        bucket = self._buckets[self._n_launched]
+        bucket.launch(self._op, self._step, keeps_graph=self._keeps_graph)
         self._n_launched += 1
 
     @property

@@ -115,14 +115,14 @@ cdef class ShmBucket:
         self.next = work
         return work
 
-    def launch(self, str op, list missing):
+    def launch(self, str op, list missing, uint32_t step=0):
         """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
         cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None
         work.op, work.presence = op, self.presence
-        d.label = self.label
+        d.label, d.step = self.label, step
         self.presence.copy_(self._token(op, tuple(missing)))
         if self.wire is not self.flat:
             self.wire.copy_(self.flat)

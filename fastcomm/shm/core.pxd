@@ -20,7 +20,7 @@ cdef extern from "shm/core.h" nogil:
     struct shm_descriptor:
         uint32_t kind, op, dtype, root
         uint64_t numel, where
-        uint32_t label
+        uint32_t label, step
 
     struct shm_piece:
         const void *source

@@ -470,7 +470,8 @@ cdef class Ring:
 
 cdef shm_descriptor descriptor(int kind, int op) noexcept:
     cdef shm_descriptor d
-    d.kind, d.op, d.dtype, d.root, d.numel, d.where, d.label = kind, op, 0, 0, 0, SHM_PRIVATE, 0
+    d.kind, d.op, d.dtype, d.root, d.numel, d.where = kind, op, 0, 0, 0, SHM_PRIVATE
+    d.label = d.step = 0
     return d
 
 
@@ -481,7 +482,7 @@ cdef str _name(shm_descriptor d):
     return collective.sentence(
         KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],
         op=OPS[d.op] if d.kind == SHM_ALL_REDUCE or d.kind == SHM_REDUCE_SCATTER else None,
-        src=d.root if d.kind == SHM_BROADCAST else None, label=d.label,
+        src=d.root if d.kind == SHM_BROADCAST else None, label=d.label, step=d.step,
     )
 
 

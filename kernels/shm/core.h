@@ -60,6 +60,7 @@ struct shm_descriptor {
     uint64_t numel; /* of the input */
     uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
     uint32_t label; /* the caller's name for this collective (a bucket's number) */
+    uint32_t step;  /* how many steps the caller has made */
 };
 #define SHM_PRIVATE UINT64_MAX
 

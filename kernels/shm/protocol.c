@@ -26,7 +26,7 @@ static bool all_arrived(struct shm_comm *comm, uint32_t seq) {
 
 static bool same_collective(const struct shm_descriptor *a, const struct shm_descriptor *b) {
     return a->kind == b->kind && a->op == b->op && a->dtype == b->dtype && a->root == b->root &&
-           a->numel == b->numel && a->label == b->label;
+           a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
 /* All ranks have arrived: compares what they want and chooses the path from it. */

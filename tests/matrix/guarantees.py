@@ -19,7 +19,10 @@ Whatever you do with autograd and `nn.Module`, one of two things happens under a
   No parameter has moved, and after the remedy training goes on.
 
 There is no third outcome: no hang, and no rank that silently goes its own way. One thing a rank has
-to say itself, by `comm.abandon()`: that it skips a step, or fails before its first gradient.
+to say itself, by `comm.abandon()`: that it skips a step, or fails before its first gradient. A rank
+that leaves out an optimizer's step after backward, or makes one alone, is found in the next
+backward, where every rank gets `MismatchError`; over NCCL, where nobody compares before data moves,
+it is not.
 
 Every line below is a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared
 memory with 3 and across two hosts with 4 (what compiles, over shared memory and NCCL alone). The

@@ -1,0 +1,83 @@
+"""Ranks that make different numbers of steps: their parameters differ, and all ranks hear of it in
+the next backward. Over NCCL, where nobody compares what is launched, the guarantee does not hold.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import MismatchError
+from tests.support.models import assert_gradients, backward, mean_gradients, mlp
+from tests.support.ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports("shm", "group", "hierarchical"),
+]
+
+
+def _leave_out_a_step(comm, model, reducer, optimizer):
+    backward(model, comm.rank)
+    if comm.rank != 1:
+        optimizer.step()
+
+
+def _step_alone(comm, model, reducer, optimizer):
+    if comm.rank == 1:
+        with reducer.no_sync():
+            backward(model, comm.rank)
+        optimizer.step()
+
+
+def _abandon_too_late(comm, model, reducer, optimizer):
+    """Between the backward, which has ended on all ranks, and the step."""
+    backward(model, comm.rank)
+    if comm.rank == 1:
+        comm.abandon()
+        return
+    optimizer.step()
+    with pytest.raises(fastcomm.AbandonedError, match="rank 1"):
+        backward(model, comm.rank, 1)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("differ", [_leave_out_a_step, _step_alone, _abandon_too_late])
+@on_ranks(2)
+def test_ranks_that_made_different_numbers_of_steps_all_hear_of_it(comm, differ):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, comm.rank)
+    optimizer.step()
+    differ(comm, model, reducer, optimizer)
+    model.zero_grad()
+    with pytest.raises(
+        MismatchError, match=r"after [12] steps?; rank .* after [12] steps?;.*refresh\(\)"
+    ):
+        backward(model, comm.rank, 2)
+    model.zero_grad()
+    reducer.refresh()
+    reducer.check_in_sync()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(3)
+def test_several_optimizers_and_local_steps_count_alike_on_all_ranks(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    others = torch.optim.SGD(model[2:].parameters(), lr=0.1)
+    for step in range(3):
+        backward(model, comm.rank, step)
+        first.step()
+        others.step()
+        if step == 1:  # as often as one likes, alike on all ranks
+            with reducer.no_sync():
+                backward(model, comm.rank, step)
+            others.step()
+        model.zero_grad()
+    backward(model, comm.rank)
