@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -98,6 +100,27 @@ def test_a_backward_that_fails_before_its_first_gradient_may_be_abandoned(comm):
     assert_gradients(
         model, mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 3))
     )
+
+
+def _fail_one_step(comm, model):
+    try:
+        _step_that_may_fail(model, comm, 8)  # rank 1, in backward
+    except RuntimeError:
+        comm.abandon()
+
+
+@on_ranks(2)
+def test_a_model_can_go_after_its_step_was_abandoned(comm):
+    model = mlp()
+    gone = weakref.ref(model)
+    fastcomm.Reducer(comm).attach(model)
+    before = comm.n_abandoned
+    _fail_one_step(comm, model)
+    assert comm.n_abandoned > before
+    comm.barrier()  # over NCCL the ranks meet here, and let go of what was under way
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 @on_ranks(2)
