@@ -202,6 +202,7 @@ def _sequences_of_two(
     return st.lists(st.one_of(choices), min_size=2, max_size=10)
 
 
+@functools.cache  # drawing from a new strategy takes longer
 @st.composite
 def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
     model = draw(_models)
@@ -308,6 +309,7 @@ def rounds(draw: Any, n: int, transport: str) -> Round:
     return Round(tuple(tamed), leaves)
 
 
+@functools.cache  # drawing from a new strategy takes longer
 def collective_programs(n: int, transport: str) -> st.SearchStrategy[CollectiveProgram]:
     several = st.lists(rounds(n, transport), min_size=1, max_size=4)
     return st.builds(CollectiveProgram, st.just(n), several.map(tuple))

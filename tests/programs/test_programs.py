@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from tests import programs
 from tests.programs import batches
 
 SEED = 1
 # By kind and transport, how many programs 2, 3 and 4 ranks run.
 COUNTS = {
     "reducer": {
-        "shm": (60, 24, 14),
-        "nccl": (20, 10, 6),
-        "group": (14, 8, 5),
-        "hierarchical": (8, 8, 6),
+        "shm": (56, 22, 12),
+        "nccl": (18, 9, 5),
+        "group": (13, 8, 5),
+        "hierarchical": (8, 7, 5),
     },
     "collective": {
-        "shm": (100, 60, 40),
-        "nccl": (30, 16, 10),
-        "group": (30, 16, 10),
+        "shm": (96, 56, 36),
+        "nccl": (28, 14, 9),
+        "group": (28, 14, 9),
         "hierarchical": (16, 14, 12),
     },
 }
@@ -95,4 +96,4 @@ def test_programs_are_drawn_alike_in_every_run(kind):
     first, second = (batches.draw(kind, 3, "shm", 20, SEED) for _ in range(2))
     assert first == second
     assert batches.draw(kind, 3, "shm", 20, SEED + 1) != first
-    assert eval(repr(first), vars(__import__("programs"))) == first
+    assert eval(repr(first), vars(programs)) == first
