@@ -64,8 +64,16 @@ def load():
                             "2.18 or newer")
         _find_newer_symbols(handle)
         library = handle
-    refuse_second_copy(loaded_copies(), path)
+    copies = loaded_copies()
+    refuse_second_copy([copy for copy in copies if copy == path or not _is_idle(copy)], path)
     return version, path
+
+
+def _is_idle(copy):
+    """Whether this copy is torch's own, and torch has no GPU to launch anything on."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return False
+    return copy.startswith((os.path.dirname(torch.__file__), *_wheel_folders()))
 
 
 cdef void *_open() except NULL:
@@ -89,12 +97,16 @@ def nccl_wheel():
     """The library in NVIDIA's wheel, or None. The CUDA 12 and 13 wheels own the same file, so there
     is one place to look.
     """
-    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
-    for folder in (spec and spec.submodule_search_locations) or ():
+    for folder in _wheel_folders():
         candidate = Path(folder) / "lib" / "libnccl.so.2"
         if candidate.is_file():
             return str(candidate)
     return None
+
+
+def _wheel_folders():
+    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
+    return list((spec and spec.submodule_search_locations) or ())
 
 
 def loaded_copies():
