@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
+from collections.abc import Iterator
+from types import FrameType
 
 import torch
 
@@ -50,9 +53,61 @@ def caller_is_called_by_autograd() -> bool:
         return True
 
 
-def came_out_of_backward(error: BaseException | None) -> bool:
-    """Whether the exception has passed through a backward on its way."""
+def is_inside_backward() -> bool:
+    """Whether the caller runs in a hook, or in another function that a backward calls."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_handled_inside_backward(error: BaseException | None) -> bool:
+    """Whether the caller, inside a backward, handles an exception that was caught in there, too."""
+    if error is None or error.__traceback__ is None:
+        return False
+    catching = error.__traceback__.tb_frame
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        if frame is catching:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class RunningBackward:
+    """The innermost backward that runs on this thread, known by the tensor it began with. Keeps
+    nothing of it alive.
+
+    root: None where it cannot be seen, on a thread of autograd's own: any backward is taken for it.
+    """
+
+    def __init__(self, root: object) -> None:
+        self._root = weakref.ref(root) if isinstance(root, torch.Tensor) else None
+
+    def has_raised(self, error: BaseException | None) -> bool:
+        """Whether the exception has come out of this backward."""
+        if self._root is None:
+            return any(True for _ in _backwards_of(error))
+        root = self._root()
+        return root is not None and any(_root(frame) is root for frame in _backwards_of(error))
+
+
+def running_backward() -> RunningBackward | None:
+    """None where no backward runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+    if frame is not None:
+        return RunningBackward(_root(frame))
+    return RunningBackward(None) if _is_thread_of_autograd() else None
+
+
+def _root(frame: FrameType) -> object:
+    """The first tensor of the running backward, or the edge of the graph it began with."""
+    return frame.f_locals[_RUN_BACKWARD.co_varnames[0]][0]
+
+
+def _backwards_of(error: BaseException | None) -> Iterator[FrameType]:
+    """The frames of the backwards the exception has passed through on its way."""
     traceback = None if error is None else error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code is not _RUN_BACKWARD:
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _RUN_BACKWARD:
+            yield traceback.tb_frame
         traceback = traceback.tb_next
-    return traceback is not None

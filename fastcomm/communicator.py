@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.autograd_stack import came_out_of_backward
+from fastcomm.autograd_stack import (
+    RunningBackward,
+    is_handled_inside_backward,
+    is_inside_backward,
+)
 from fastcomm.collective import OTHERS_GRADIENT
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.flat_buffers import inside
@@ -120,8 +124,9 @@ class Communicator(abc.ABC):
     pids: tuple[int, ...]  # of the ranks' processes
     device: torch.device
     n_abandoned: int
-    # n_abandoned after a reducer has abandoned a round by itself, until it has ended one; else -1
-    left_in_backward: int
+    # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was
+    # running. None once the next round has begun.
+    left_in_backward: tuple[int, RunningBackward] | None
     backend: str  # "shm" | "nccl" | "group" | "hierarchical"
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
@@ -217,6 +222,9 @@ class Communicator(abc.ABC):
         One handler may call it after any exception: it does nothing, unless in_any_case, where the
         exception that is being handled is AbandonedError, or came out of a backward whose round the
         reducer has abandoned by itself.
+
+        Inside a backward it raises AbandonedError when it is done, as what the backward would go on
+        to make is of no use; but not where a hook handles an exception of its own.
         """
 
     @abc.abstractmethod
@@ -249,8 +257,9 @@ def is_abandoned_already(comm: Communicator) -> bool:
     another rank or by a reducer.
     """
     error = sys.exc_info()[1]
-    if comm.left_in_backward == comm.n_abandoned and came_out_of_backward(error):
-        comm.left_in_backward = -1  # the next backward that raises is another step's
+    left = comm.left_in_backward
+    if left is not None and left[0] == comm.n_abandoned and left[1].has_raised(error):
+        comm.left_in_backward = None  # the next backward that raises is another step's
         note_abandoned(error)
     while (
         error is not None
@@ -259,6 +268,14 @@ def is_abandoned_already(comm: Communicator) -> bool:
     ):
         error = error.__cause__
     return error is not None
+
+
+def leave_backward(rank: int) -> None:
+    """The caller has called abandon(). Raises AbandonedError where a backward would go on, on this
+    rank alone.
+    """
+    if is_inside_backward() and not is_handled_inside_backward(sys.exc_info()[1]):
+        raise AbandonedError(f"rank {rank} called abandon() inside backward(): skip this step")
 
 
 def note_abandoned(error: BaseException | None) -> None:

@@ -34,7 +34,7 @@ from fastcomm.collective import (
     refuse_tensor,
     share_of,
 )
-from fastcomm.communicator import Communicator, is_abandoned_already
+from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
 from fastcomm.group.call import Call, as_bytes
 from fastcomm.group.exchange import Exchange
@@ -80,7 +80,7 @@ class GroupCommunicator(Communicator):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cpu")
         self.timeout = timeout
-        self.left_in_backward = -1
+        self.left_in_backward = None
         self.pids = tuple(bootstrap.exchange(os.getpid()))
         exchange.connect(bootstrap.store("gloo"), timeout)
         self._notes, self._exchange = bootstrap, exchange
@@ -226,8 +226,11 @@ class GroupCommunicator(Communicator):
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
-        if in_any_case or not is_abandoned_already(self):
-            self._queue.abandon()
+        if not in_any_case and is_abandoned_already(self):
+            return
+        self._queue.abandon()
+        if not in_any_case:
+            leave_backward(self.rank)
 
     def abort(self) -> None:
         """See Communicator.abort."""

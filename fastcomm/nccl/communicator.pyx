@@ -13,7 +13,7 @@ from fastcomm.collective import (
     addends_of_mean, canonical_op, check_numel, check_out, check_src, mean_of_addends,
     refuse_tensor, share_of,
 )
-from fastcomm.communicator import Communicator, is_abandoned_already
+from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
 from fastcomm.nccl.bucket import NcclBucket
 
@@ -93,7 +93,7 @@ cdef class NcclCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public int left_in_backward
+    cdef public object left_in_backward
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef readonly Device cuda
@@ -112,7 +112,6 @@ cdef class NcclCommunicator:
     ):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = device, timeout
-        self.left_in_backward = -1
         self.link = Link(
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
@@ -142,8 +141,11 @@ cdef class NcclCommunicator:
         hear of it a step later.
         """
         self.link.check_open()
-        if in_any_case or not is_abandoned_already(self):
-            self.link.abandon()
+        if not in_any_case and is_abandoned_already(self):
+            return
+        self.link.abandon()
+        if not in_any_case:
+            leave_backward(self.rank)
 
     def check(self):
         """See Communicator.check."""

@@ -284,6 +284,7 @@ class Reducer(ReducerFlags):
                 self._finish_in_spite_of(error, ending)
             else:
                 self._leave()
+                note_abandoned(error)
             raise
 
     def _finish(self, ending: Round) -> None:

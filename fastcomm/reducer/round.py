@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fastcomm.autograd_stack import running_backward
 from fastcomm.communicator import Communicator
-from fastcomm.errors import FastcommError
+from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
@@ -40,6 +41,7 @@ class Round(RoundFlags):
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._is_settled = False  # every gradient is where it belongs
         self._n_abandoned = comm.n_abandoned  # it grows when the round ends with another rank's
+        comm.left_in_backward = None
 
     # -- during backward ---------------------------------------------------------------------------
 
@@ -79,6 +81,11 @@ class Round(RoundFlags):
             self._launch_next()
 
     def _launch_next(self) -> None:
+        if self._comm.n_abandoned != self._n_abandoned:
+            # a hook has gone on after abandon(); the other ranks would take this for their next one
+            raise AbandonedError(
+                "this round was abandoned while its backward was running: skip this step"
+            )
         bucket = self._buckets[self._n_launched]
         bucket.launch(self._op, self._step, keeps_graph=self._keeps_graph)
         self._n_launched += 1
@@ -97,7 +104,6 @@ class Round(RoundFlags):
                 bucket.finish()
             for bucket in self._buckets:
                 bucket.settle()
-            self._comm.left_in_backward = -1
             self._is_settled = True
         self._reset_buckets()
 
@@ -108,7 +114,9 @@ class Round(RoundFlags):
             return  # the round has ended with another rank's or another reducer's
         with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user
             self._comm.abandon(in_any_case=True)
-        self._comm.left_in_backward = self._comm.n_abandoned
+        backward = running_backward()
+        if backward is not None:
+            self._comm.left_in_backward = self._comm.n_abandoned, backward
 
     def drop(self) -> None:
         """Half reduced gradients go: an optimizer that steps all the same must not drive the ranks

@@ -11,7 +11,7 @@ import torch
 from fastcomm.collective import (
     CPU_DTYPES, check_numel, check_out, check_src, refuse_dtype, share_of,
 )
-from fastcomm.communicator import Communicator, is_abandoned_already
+from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import InitError
 from fastcomm.shm.bucket import ShmBucket
 from fastcomm.shm.memory import keep_freed_memory
@@ -33,7 +33,7 @@ cdef class ShmCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public int left_in_backward
+    cdef public object left_in_backward
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef object __weakref__
@@ -49,7 +49,6 @@ cdef class ShmCommunicator:
             raise InitError(f"the shm transport takes up to {MAX_RANKS} ranks, not {world_size}")
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = torch.device("cpu"), timeout
-        self.left_in_backward = -1
         self.ring = Ring(rank, world_size, bootstrap, timeout)
         self.pids = self.ring.segments.pids
 
@@ -170,6 +169,8 @@ cdef class ShmCommunicator:
         if not in_any_case and is_abandoned_already(self):
             return
         self.ring.abandon()
+        if not in_any_case:
+            leave_backward(self.rank)
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0

@@ -208,6 +208,79 @@ def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
     assert_gradients(model, expected)
 
 
+@on_ranks(2)
+def test_a_failure_that_nobody_abandoned_hides_none_of_a_later_backward(comm):
+    """The reducer has abandoned the first one by itself; the second is abandoned by hand."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    n_before = comm.n_abandoned
+    for step in (8, 9):  # rank 1 fails in both, the second time before the first gradient
+        finish_together(comm)
+        try:
+            if step == 8:
+                _step_that_may_fail(model, comm, step)
+            else:
+                Fail.apply(loss_of(model, comm.rank, step), comm.rank == 1).backward()
+                hear_of_it(comm)
+        except RuntimeError:
+            if step == 9:
+                comm.abandon()
+        model.zero_grad()
+    assert comm.n_abandoned == n_before + 2
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+# A step abandoned in a hook
+
+
+def _abandon(comm):
+    comm.abandon()
+
+
+def _abandon_in_a_handler(comm):
+    try:
+        raise ValueError("not a number")
+    except ValueError:
+        comm.abandon()
+
+
+def _abandon_and_go_on(comm):
+    with contextlib.suppress(fastcomm.AbandonedError):
+        comm.abandon()
+
+
+@pytest.mark.parametrize(
+    "abandon, is_first",
+    [
+        (_abandon, True),
+        (_abandon, False),
+        (_abandon_in_a_handler, False),
+        (_abandon_and_go_on, False),
+    ],
+    ids=["before any gradient", "between gradients", "in a handler", "and going on"],
+)
+@on_ranks(2)
+def test_a_hook_that_abandons_costs_all_ranks_the_step(comm, buckets, abandon, is_first):
+    model = mlp()
+    fastcomm.Reducer(comm, **buckets).attach(model)
+    before = comm.n_abandoned
+    finish_together(comm)
+    hidden = model[:2](batch(comm.rank)[0])
+    output = model[2:](hidden)
+    if comm.rank == 1:
+        (output if is_first else hidden).register_hook(lambda _: abandon(comm))
+    with pytest.raises(fastcomm.AbandonedError, match="abandon"):
+        output.sum().backward()
+        hear_of_it(comm)
+    assert comm.n_abandoned == before + 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
 # Steps that fail
 
 
