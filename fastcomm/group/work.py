@@ -42,6 +42,7 @@ class Waiter(Protocol):
     def post(self, work: GroupWork) -> None: ...
     def holds(self, work: GroupWork) -> bool: ...
     def look_at_clock(self) -> None: ...
+    def refuse_fork(self) -> None: ...
     def hear(self, error: FastcommError) -> None: ...
     def abort(self) -> None: ...
 
@@ -126,8 +127,10 @@ class GroupWork(BucketWork):
         """Blocks until the result is in place. Raises the FastcommError that ended the collective.
 
         What a signal handler raises meanwhile is raised afterwards, from that error if there is
-        one. The second time it aborts the communicator and is raised at once.
+        one. The second time it aborts the communicator and is raised at once. In a forked child,
+        which has no thread to carry it out, raises FastcommError.
         """
+        self._waiter.refuse_fork()
         if not self._is_over or self.error is not None:
             self._end(see_through(lambda _: self.sleep(), self._waiter.abort))
 

@@ -115,6 +115,11 @@ class WorkQueue:
         if refusal is not None:
             raise refusal
 
+    def refuse_fork(self) -> None:
+        """Raises FastcommError in a process forked from the communicator's."""
+        if self.life.is_forked():
+            self.check_usable()
+
     def check(self) -> None:
         """As check_usable; also raises, once, that other ranks have abandoned the round."""
         self.check_usable()

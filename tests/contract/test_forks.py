@@ -15,7 +15,7 @@ from tests.contract import new_ranks
 from tests.support.bodies import communicator
 from tests.support.outcomes import values_of
 from tests.support.reference import check_all_reduce
-from tests.support.transports import TRANSPORTS_OVER_TORCH, over
+from tests.support.transports import over
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -53,10 +53,8 @@ def _of_what_use_is(comm, work):
         lambda: comm.all_reduce(torch.ones(4)),
         lambda: comm.empty(4, dtype=torch.float32),
         comm.abandon,
+        work.wait,
     ]
-    # Over a group, a work waits for a thread that the child does not have.
-    if comm.backend not in TRANSPORTS_OVER_TORCH:
-        attempts.append(work.wait)
     answers = []
     for attempt in attempts:
         try:
@@ -74,7 +72,7 @@ def _of_what_use_is(comm, work):
 def test_a_forked_child_is_told_and_its_parent_goes_on(transport, world_size):
     for answer, pid in values_of(new_ranks(transport, world_size, _fork)):
         lines = answer.splitlines()
-        assert len(lines) == (4 if transport in TRANSPORTS_OVER_TORCH else 5)
+        assert len(lines) == 5
         assert all(
             "fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines
         ), answer
