@@ -32,8 +32,10 @@ BUCKETS_PER_REDUCER = 65536
 
 def canonical_op(op: str) -> str:
     """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are
-    accepted. Raises ValueError.
+    accepted. Raises ValueError, and TypeError for what is no string.
     """
+    if not isinstance(op, str):
+        raise TypeError(f"op must be one of {', '.join(OPS)}, as a string; got {op!r}")
     name = _ALIASES.get(op, op)
     if name not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")

@@ -76,4 +76,4 @@ cdef class Ring:
 
 
 cdef shm_descriptor descriptor(int kind, int op) noexcept
-cdef int op_code(str op) except -1
+cdef int op_code(op) except -1

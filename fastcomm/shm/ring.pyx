@@ -490,6 +490,6 @@ def _seq_of(ShmWork work):
     return work.seq
 
 
-cdef int op_code(str op) except -1:
-    code = OP_CODES.get(op)
+cdef int op_code(op) except -1:
+    code = OP_CODES.get(op) if type(op) is str else None
     return OP_CODES[canonical_op(op)] if code is None else code

@@ -65,6 +65,18 @@ def test_compressed_tensors_are_refused(comm):
 
 @over(2)
 @on_ranks()
+def test_an_op_that_is_no_string_is_refused(comm):
+    words = "op must be one of sum, mean, min, max, prod.*RedOpType.SUM"
+    op = torch.distributed.ReduceOp.SUM
+    for call in (
+        lambda: comm.all_reduce(torch.ones(4), op),
+        lambda: comm.reduce_scatter_single(torch.ones(1), torch.ones(comm.world_size), op),
+    ):
+        refused(comm, TypeError, words, call)
+
+
+@over(2)
+@on_ranks()
 def test_a_negated_view_is_refused(comm):
     negated = torch._neg_view(torch.ones(4))
     refused(comm, ValueError, "resolve_neg", lambda: comm.all_reduce(negated))
