@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 
 from fastcomm.communicator import Communicator, gather_objects
 from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.lifetime import again
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -96,7 +97,10 @@ def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | Non
             "dense tensors"
         )
     if tensor.device != device:
-        return f"{what} is on {tensor.device}, but the communicator reduces on {device}"
+        return (
+            f"{what} is on {tensor.device}, but the communicator reduces on {device}: move the "
+            "model to comm.device first"
+        )
     if tensor.is_inference():
         return f"{what} was made in inference mode, which training cannot use: clone it outside"
     return None
@@ -139,7 +143,10 @@ def compare(
 
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
-    ranks = gather_objects(comm, (str(problem) if problem else None, options, model))
+    try:
+        ranks = gather_objects(comm, (str(problem) if problem else None, options, model))
+    except FastcommError as error:
+        raise _of_attach(error) from error
     if problem is not None:
         raise problem
     for rank, (trouble, _, _) in enumerate(ranks):
@@ -156,6 +163,13 @@ def compare(
         difference = _first_difference(ranks[0][2], their_model, rank)
         if difference is not None:
             raise MismatchError(f"the ranks attach different models: {difference}")
+
+
+def _of_attach(error: FastcommError) -> FastcommError:
+    """The error of an exchange, saying which call the exchange is a part of."""
+    named = again(error)
+    named.args = (f"{error} (in attach() or refresh(), which every rank must call)",)
+    return named
 
 
 def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
@@ -212,9 +226,9 @@ def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str
         groups.setdefault(row, []).append(str(rank))
     holders = "; ".join(f"rank {', '.join(group)}{_shown(row)}" for row, group in groups.items())
     raise MismatchError(
-        f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks in one group agree. "
-        "refresh() copies rank 0's parameters and buffers to all, load_state_dict() an "
-        "optimizer's state"
+        f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks listed together have "
+        "equal values. refresh() copies rank 0's parameters and buffers to all; for an optimizer, "
+        "load rank 0's optimizer.state_dict() on every rank"
     )
 
 
@@ -250,11 +264,12 @@ def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def optimizer_contents(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
+    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, str]]]:
-    """The tensors and the other values an optimizer goes by, each with a name. names: of
-    parameters.
+    """The tensors and the other values an optimizer goes by, each with a name. named: the
+    parameters of the model.
     """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named}
     tensors: list[tuple[str, Tensor]] = []
     values: list[tuple[str, str]] = []
 

@@ -90,6 +90,11 @@ class Bucket(Counter):
         """By slot. None stands for a parameter that is gone, with its model."""
         return [reference() for reference in self._references]
 
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Those that are not gone."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        return [(name, parameter) for name, parameter in pairs if parameter is not None]
+
     @property
     def is_launched(self) -> bool:
         """The other ranks count on what this one has put in."""

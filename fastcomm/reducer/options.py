@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastcomm.communicator import Communicator
 from fastcomm.reducer.hooked_bucket import Hook
@@ -35,8 +36,15 @@ class Options:
         if self.streams < 1:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
 
-    def check_wire_dtype(self, comm: Communicator) -> None:
-        """Raises ValueError for one that the communicator does not reduce, or hooks do not heed."""
+    def check_communicator(self, comm: Communicator) -> None:
+        """Raises TypeError for something else, such as a model; ValueError for a wire_dtype that
+        the communicator does not reduce, or hooks do not heed.
+        """
+        if not isinstance(comm, Communicator):
+            remedy = ": Reducer(comm).attach(model)" if isinstance(comm, nn.Module) else ""
+            raise TypeError(
+                f"expected a communicator (fastcomm.init()); got {type(comm).__name__}{remedy}"
+            )
         if self.wire_dtype is None:
             return
         fp8 = (torch.float8_e4m3fn, torch.float8_e5m2) if comm.reduces_fp8 else ()

@@ -31,7 +31,13 @@ from fastcomm.reducer.autograd import (
 from fastcomm.reducer.bucket import Bucket, make_buckets
 from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, ReducerFlags
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
-from fastcomm.reducer.optimizer_steps import watch_steps
+from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
+from fastcomm.reducer.optimizer_steps import (
+    allow_steps,
+    refuse_replaced,
+    refuse_step,
+    watch_steps,
+)
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.tripwires import Tripwires
@@ -42,6 +48,8 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # How many models were attached to a communicator. Attaching is collective, so the count is the same
 # on all ranks: it keeps the buckets of several reducers apart.
 _n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+_FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
 class Reducer(ReducerFlags):
@@ -83,11 +91,11 @@ class Reducer(ReducerFlags):
             bucket_cap_mb, first_bucket_cap_mb, self.op, wire_dtype, streams, hooks_of(hook)
         )
         self.comm: Communicator = init() if comm is None else comm
-        self._options.check_wire_dtype(self.comm)
+        self._options.check_communicator(self.comm)
         self._overlap = overlap
         # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both
         # go when it goes.
-        self._model: Callable[[], nn.Module | list[tuple[str, Parameter]] | None] | None = None
+        self._model: Callable[[], Model | None] | None = None
         self._buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
         self._tripwires = Tripwires(
@@ -117,13 +125,13 @@ class Reducer(ReducerFlags):
         nothing to train, when the model is on another device than the communicator, or attached
         already.
         """
-        source = model if isinstance(model, nn.Module) else list(model)
+        source = model_of(model)
         with torch.inference_mode(False):  # in which buckets could not be made for training
             self._attach(source)
         return self
 
-    def _attach(self, source: nn.Module | list[tuple[str, Parameter]]) -> None:
-        named = list(source.named_parameters()) if isinstance(source, nn.Module) else source
+    def _attach(self, source: Model) -> None:
+        named = named_parameters(source)
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = self._find_problem(named, buffers)
         model = None if problem else agreement.signature(named, buffers)
@@ -141,14 +149,9 @@ class Reducer(ReducerFlags):
             note_abandoned(error)
             raise
         self._n_steps = 0
-        self._model = (
-            weakref.ref(source) if isinstance(source, nn.Module) else _named_references(source)
-        )
         self._hang_hooks()
-        if isinstance(source, nn.Module):
-            self._tripwires.watch(source)
-        else:
-            self._tripwires.lay(p for _, p in named)
+        self._remember(source)
+        allow_steps(p for _, p in named)
         watch_steps(_owner_of)
         try:
             # what was prepared here is ready, whatever stream the first backward runs on
@@ -171,6 +174,14 @@ class Reducer(ReducerFlags):
         )
         return None if trouble is None else ValueError(trouble)
 
+    def _remember(self, source: Model) -> None:
+        """The model, whose parameters without a reducer must get no gradient."""
+        self._model = reference_to(source)
+        if isinstance(source, nn.Module):
+            self._tripwires.watch(source)
+        else:
+            self._tripwires.lay(p for _, p in source)
+
     def _hang_hooks(self) -> None:
         for bucket in self._buckets:
             note_stream = bucket.note_stream if self.comm.has_streams else None
@@ -182,8 +193,9 @@ class Reducer(ReducerFlags):
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
-        own.
+        own. Raises FastcommError inside a backward.
         """
+        self._refuse_inside_backward("detach()")
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
@@ -191,12 +203,13 @@ class Reducer(ReducerFlags):
             for parameter in bucket.parameters:
                 if parameter is not None:
                     _owners.pop(parameter, None)
+        allow_steps(p for _, p in self._named_parameters())
         self._tripwires.remove()
         self._handles, self._buckets, self._model = [], [], None
         self._round, self._deferred = None, None
         watch_steps(_owner_of)
 
-    def _attached_model(self) -> nn.Module | list[tuple[str, Parameter]]:
+    def _attached_model(self) -> Model:
         model = None if self._model is None else self._model()
         if model is None:
             raise ValueError("the reducer has no model (any more): attach(model) first")
@@ -205,15 +218,44 @@ class Reducer(ReducerFlags):
     def _named_parameters(self) -> list[tuple[str, Parameter]]:
         """Of the model as it is now; none if it is gone."""
         model = None if self._model is None else self._model()
-        return list(model.named_parameters()) if isinstance(model, nn.Module) else model or []
+        return [] if model is None else named_parameters(model)
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans
-        anew, and copies rank 0's values.
+        anew, and copies rank 0's values. An optimizer that holds parameters others have replaced
+        cannot step any more: make it anew.
+
+        Raises as attach(); then every backward raises FastcommError, until refresh() was called
+        again. Raises FastcommError inside a backward.
         """
+        self._refuse_inside_backward("refresh()")
         model = self._attached_model()
+        before = [pair for bucket in self._buckets for pair in bucket.named_parameters()]
+        now = self._named_parameters()
         self.detach()
-        self.attach(model)
+        refuse_replaced(before, now)
+        try:
+            self.attach(model)
+        except BaseException:
+            self._stand_still(model)
+            raise
+
+    def _stand_still(self, model: Model) -> None:
+        """After a refresh() that failed: without hooks a loop that survives it would train on, each
+        rank for itself.
+        """
+        self.detach()  # whatever attach() has left
+        self._remember(model)
+        self._tripwires.refusal = _FAILED_REFRESH
+        for _, parameter in self._named_parameters():
+            refuse_step(parameter, _FAILED_REFRESH)
+
+    def _refuse_inside_backward(self, what: str) -> None:
+        if self._round is not None and self._round.has_callback:
+            raise FastcommError(
+                f"{what} was called inside backward(), which reduces the gradients: call it "
+                "afterwards"
+            )
 
     # -- one round ---------------------------------------------------------------------------------
 
@@ -229,6 +271,7 @@ class Reducer(ReducerFlags):
     def _open(self) -> Round:
         self._raise_deferred()
         if self._round is None:
+            self._tripwires.raise_refusal()
             self._round = Round(self.comm, self._buckets, self.op, self.n_rounds + 1, self._n_steps)
         return self._round
 
@@ -410,6 +453,7 @@ class Reducer(ReducerFlags):
 
     def _settle_for_use(self) -> None:
         self._attached_model()
+        self._tripwires.raise_refusal()
         self._settle(self._n_rounds_at_step)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -445,8 +489,7 @@ class Reducer(ReducerFlags):
         tensors = agreement.named_tensors(model)
         values: list[tuple[str, str]] = []
         if optimizer is not None:
-            named = model.named_parameters() if isinstance(model, nn.Module) else model
-            more, values = agreement.optimizer_contents(optimizer, {p: name for name, p in named})
+            more, values = agreement.optimizer_contents(optimizer, named_parameters(model))
             tensors += more
         agreement.check_in_sync(self.comm, tensors, values)
 
@@ -455,17 +498,3 @@ def _owner_of(parameter: Tensor) -> Reducer | None:
     """Which reducer reduces the parameter's gradients."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
-
-
-def _named_references(
-    named: list[tuple[str, Parameter]],
-) -> Callable[[], list[tuple[str, Parameter]] | None]:
-    """As a weak reference to the list: returns None once a parameter is gone."""
-    references = [(name, weakref.ref(parameter)) for name, parameter in named]
-
-    def recall() -> list[tuple[str, Parameter]] | None:
-        recalled = [(name, reference()) for name, reference in references]
-        alive = [(name, parameter) for name, parameter in recalled if parameter is not None]
-        return alive if len(alive) == len(references) else None
-
-    return recall

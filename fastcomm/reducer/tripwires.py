@@ -42,6 +42,8 @@ class Tripwires:
         named_parameters: weakref.WeakMethod[Callable[[], list[tuple[str, nn.Parameter]]]],
     ) -> None:
         self._is_reduced, self._named_parameters = is_reduced, named_parameters
+        # Why no parameter of the model may get a gradient; None: those that are reduced may.
+        self.refusal: str | None = None
         self._handles: list[RemovableHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -71,10 +73,16 @@ class Tripwires:
         strangers = {p: name for name, p in named if p.requires_grad and not self._is_reduced(p)}
         if parameter in strangers:
             raise FastcommError(
-                "unfrozen, or new in the model, since attach(), and not reduced: "
-                f"{', '.join(strangers.values())}. Call refresh() on every "
-                "rank after such a change"
+                self.refusal
+                or "unfrozen, or new in the model, since attach(), and not reduced: "
+                f"{', '.join(strangers.values())}. Call refresh() on every rank after such a "
+                "change; and make the optimizer anew if parameters were replaced, as "
+                "load_state_dict(assign=True) does"
             )
+
+    def raise_refusal(self) -> None:
+        if self.refusal is not None:
+            raise FastcommError(self.refusal)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -82,7 +90,7 @@ class Tripwires:
         for module in self._modules:
             if _watched.get(module) is self:
                 del _watched[module]
-        self._handles = []
+        self._handles, self.refusal = [], None
         self._modules.clear()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import nn
 
 import fastcomm
-from fastcomm import FastcommError, MismatchError
+from fastcomm import FastcommError, MismatchError, TimeoutError
+from tests.contract import new_ranks
+from tests.support.bodies import communicator
 from tests.support.models import (
     assert_gradients,
     backward,
@@ -17,6 +21,7 @@ from tests.support.models import (
     mean_gradients,
     mlp,
 )
+from tests.support.outcomes import values_of
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -146,15 +151,75 @@ def test_one_rank_without_trainable_parameters_is_an_error_on_both(comm):
 
 @on_ranks(2)
 def test_one_rank_on_another_device_is_an_error_on_both(comm):
-    with pytest.raises(BAD_INPUT, match="meta"):
+    with pytest.raises(BAD_INPUT, match=r"meta.*move the model to comm\.device first"):
         fastcomm.Reducer(comm).attach(mlp().to("meta" if comm.rank == 1 else "cpu"))
 
 
 @on_ranks(2)
 def test_ranks_that_refresh_to_different_models_are_told(comm):
     model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reducer = fastcomm.Reducer(comm).attach(model)
     if comm.rank == 1:
         model[2].weight.requires_grad_(False)
     with pytest.raises(MismatchError, match=r"2\.weight"):
         reducer.refresh()
+    for _ in range(2):  # in a loop that survives it, nothing is trained
+        with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
+            backward(model, comm.rank)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
+        reducer.reduce()
+    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
+        reducer.grad_norm()
+    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_second_refresh_mends_one_that_failed(comm):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model[2].weight.requires_grad_(comm.rank == 0)
+    with pytest.raises(MismatchError, match=r"2\.weight"):
+        reducer.refresh()
+    model[2].weight.requires_grad_(True)
+    reducer.refresh()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_after_a_failed_refresh_a_rank_may_detach_and_train_alone(comm):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model[2].weight.requires_grad_(comm.rank == 0)
+    with pytest.raises(MismatchError, match=r"2\.weight"):
+        reducer.refresh()
+    reducer.detach()
+    backward(model, comm.rank)
+    optimizer.step()
+
+
+# Ranks that do not attach
+
+TIMEOUT_S = {"shm": 0.5, "nccl": 2, "group": 1, "hierarchical": 1}
+
+
+def _attach_alone(place):
+    comm = communicator(place, timeout=timedelta(seconds=TIMEOUT_S[place.transport]))
+    if comm.rank == 1:
+        time.sleep(4 * TIMEOUT_S[place.transport])
+        return
+    with pytest.raises(TimeoutError, match=r"missing: rank 1.*in attach\(\).*every rank must call"):
+        fastcomm.Reducer(comm).attach(mlp())
+
+
+def test_a_rank_that_attaches_alone_hears_that_every_rank_must(transport):
+    values_of(new_ranks(transport, 2, _attach_alone, timeout=20))

@@ -44,11 +44,34 @@ def test_bad_options_are_refused_when_the_reducer_is_made(comm, option, value, w
 
 
 @on_ranks(2)
+def test_a_reducer_is_made_of_a_communicator(comm):
+    words = r"expected a communicator \(fastcomm.init\(\)\); got Sequential: "
+    with pytest.raises(TypeError, match=words + r"Reducer\(comm\)\.attach\(model\)"):
+        fastcomm.Reducer(mlp())
+    with pytest.raises(TypeError, match=r"expected a communicator.*; got object$"):
+        fastcomm.Reducer(object())
+
+
+@on_ranks(2)
 def test_attach_refuses_what_is_not_a_model(comm):
-    with pytest.raises((ValueError, TypeError), match="int"):
-        fastcomm.Reducer(comm).attach(42)
+    model = mlp()
+    for wrong, name in (
+        (42, "int"),
+        (torch.optim.SGD(model.parameters(), lr=0.1), "SGD"),
+        (mlp, "function"),
+    ):
+        with pytest.raises(TypeError, match=f"expected a module or named parameters; got {name}"):
+            fastcomm.Reducer(comm).attach(wrong)
     with pytest.raises(BAD_INPUT, match="named_parameters"):
         fastcomm.Reducer(comm).attach(mlp().parameters())
+
+
+@on_ranks(2)
+def test_attach_refuses_a_model_that_ddp_reduces_already(comm):
+    # its constructor wants a process group
+    ddp = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    with pytest.raises(ValueError, match=r"attach\(ddp\.module\): .* reduces gradients itself"):
+        fastcomm.Reducer(comm).attach(ddp)
 
 
 @on_ranks(2)
@@ -150,3 +173,66 @@ def test_a_model_converted_without_refresh_is_an_error_that_refresh_mends(comm):
     reducer.refresh()
     run(model, comm.rank)
     assert_gradients(model, expected)
+
+
+# Inside a backward
+
+
+@pytest.mark.parametrize("method", ["detach", "refresh"])
+@on_ranks(2)
+def test_a_backward_goes_on_though_a_hook_in_it_wants_another_plan(comm, method):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    heard = []
+
+    def try_it(_):
+        with pytest.raises(FastcommError, match=rf"{method}\(\) was called inside backward"):
+            getattr(reducer, method)()
+        heard.append(method)
+
+    handle = model[0].weight.register_hook(try_it)
+    backward(model, comm.rank)
+    assert heard == [method]
+    assert_gradients(model, expected)
+    handle.remove()
+    getattr(reducer, method)()
+
+
+# Optimizers that hold what is not in the model
+
+
+@on_ranks(2)
+def test_an_optimizer_of_replaced_parameters_is_told_to_be_made_anew(comm):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(FastcommError, match=r"refresh\(\) on every rank.*optimizer anew"):
+        backward(model, comm.rank)
+    model.zero_grad()
+    reducer.refresh()
+    backward(model, comm.rank)
+    with pytest.raises(FastcommError, match=r"0\.weight is not in the model any more.*anew"):
+        optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_an_optimizer_may_hold_replaced_parameters_beside_those_in_their_place(comm):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model[4] = nn.Linear(16, 4)
+    reducer.refresh()
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+    before = model[4].weight.detach().clone()
+    backward(model, comm.rank)
+    optimizer.step()
+    assert not torch.equal(model[4].weight, before)
+    reducer.check_in_sync()

@@ -1,0 +1,48 @@
+"""The model a reducer is attached to: what may be one, and a reference that does not keep it alive.
+
+Owns nothing. What the ranks compare of a model is agreement.py's business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import Parameter
+
+Model = nn.Module | list[tuple[str, Parameter]]
+
+
+def model_of(given: nn.Module | Iterable[tuple[str, Parameter]]) -> Model:
+    """A module as it is, named parameters as a list. Raises TypeError, and ValueError for a module
+    that reduces by itself.
+    """
+    if isinstance(given, DistributedDataParallel):
+        raise ValueError("attach(ddp.module): DistributedDataParallel reduces gradients itself")
+    if isinstance(given, nn.Module):
+        return given
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"attach(): expected a module or named parameters; got {type(given).__name__}"
+        )
+    return list(given)
+
+
+def named_parameters(model: Model) -> list[tuple[str, Parameter]]:
+    return list(model.named_parameters()) if isinstance(model, nn.Module) else model
+
+
+def reference_to(model: Model) -> Callable[[], Model | None]:
+    """Gives None once the module, or one of the named parameters, is gone."""
+    if isinstance(model, nn.Module):
+        return weakref.ref(model)
+    references = [(name, weakref.ref(parameter)) for name, parameter in model]
+
+    def recall() -> list[tuple[str, Parameter]] | None:
+        recalled = [(name, reference()) for name, reference in references]
+        alive = [(name, parameter) for name, parameter in recalled if parameter is not None]
+        return alive if len(alive) == len(references) else None
+
+    return recall
