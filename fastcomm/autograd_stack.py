@@ -1,5 +1,5 @@
-"""Whether a backward is running, and whose: read off Python's stack, where autograd has frames of
-its own. It has no other name for this.
+"""Whether a backward is running, and whose, and which one an exception has come out of: read off
+Python's stack, where autograd has frames of its own. It has no other name for this.
 
 The one place that knows these frames. Everything here holds for the calling thread.
 """
