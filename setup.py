@@ -51,6 +51,7 @@ EXTENSIONS = (
         "lifetime",
         "flat_buffers",
         "reducer.gradient_hook",
+        "reducer.provenance",
         "shm.memory",
         "shm.reduce",
         "shm.ring",

@@ -23,6 +23,12 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
     return handle
 
 
+def is_hooked_behind(parameter: torch.Tensor, kind: type) -> bool:
+    """Hooks run on its gradient after the one of this kind."""
+    hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
+    return bool(hooks) and not isinstance(hooks[-1], kind)
+
+
 def call_at_end_of_backward(callback: EndOfBackward) -> None:
     """Of the backward that is running on this thread. One that ends with an exception drops the
     callback uncalled.

@@ -17,15 +17,12 @@ from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
-from fastcomm.reducer.gradient_hook import Counter, displaced
+from fastcomm.reducer.autograd import is_hooked_behind
+from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout, plan_buckets
 from fastcomm.reducer.options import Options
-
-# An attribute of gradients that are no views and need no reduction: those that a bucket has left
-# behind, or a round as they were.
-_LEFT = "_left_by_fastcomm"
-
+from fastcomm.reducer.provenance import Provenance
 
 _AFTER_DIFFERENT_STEPS = (
     ". If the ranks have made different numbers of steps, one has left out a step, or made one "
@@ -48,6 +45,7 @@ class Bucket(Counter):
         wire_dtype: torch.dtype | None,
         lane: int,
         hooks: BucketHooks | None,
+        n_rounds: int,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive; Python could not
@@ -69,6 +67,7 @@ class Bucket(Counter):
         ]
         self.views = [_view(self.flat, *geometry) for geometry in self._geometries]
         self._addresses = [view.data_ptr() for view in self.views]
+        self.provenance = Provenance(self._references, self.views, self._addresses, n_rounds)
         self._bound: BoundBucket
         if hooks is None:
             self._bound = comm.bind_bucket(
@@ -108,19 +107,19 @@ class Bucket(Counter):
         """Moves the gradients into the flat buffer, of which they are views from here on, and
         starts its reduction. step: see BoundBucket.launch.
         """
-        taking_part = self.parameters
-        if self.n_pending:
-            taking_part = [
-                p if self.ready[i] or self.unsynced[i] else None for i, p in enumerate(taking_part)
-            ]
         # After parameter.grad.data = ... the view is the user's tensor.
         for i in displaced(self.views, self._addresses):
             self.views[i] = _view(self.flat, *self._geometries[i])
+        taking_part = self.parameters
+        if self.n_pending:
+            taking_part = self.provenance.taking_part(taking_part, self.ready)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
         for i in missing:
+            if self.ready[i]:
+                self._refuse_taken(i)
             self._fill_missing(i)
         try:
             self._bound.launch(op, missing, step)
@@ -192,6 +191,28 @@ class Bucket(Counter):
             "Reducer(overlap=False)"
         )
 
+    def refuse_taken_gradient(self) -> None:
+        """Called at the end of backward, when the bucket is launched: the hooks on the parameter
+        that has filled it may have run since.
+        """
+        i = self.filled_by
+        if i >= 0 and i not in self._untouched:
+            parameter = self._references[i]()
+            if parameter is not None and parameter.grad is not self.views[i]:
+                self._refuse_taken(i)
+
+    def _refuse_taken(self, i: int) -> None:
+        """The gradient is not what autograd has made. Good where it has made none, or a hook that
+        runs before the reducer's has dropped it.
+        """
+        parameter = self._references[i]()
+        if parameter is not None and is_hooked_behind(parameter, GradientHook):
+            raise FastcommError(
+                f"the gradient of parameter {self.names[i]} was dropped or replaced in a hook "
+                "before it was reduced: use gradients, and drop them, after backward(). A hook "
+                "that changes them must be there before attach()"
+            )
+
     def finish(self) -> None:
         """Waits for the reduction. Raises FastcommError, naming the parameters."""
         work = self._bound.posted
@@ -212,47 +233,46 @@ class Bucket(Counter):
         explained.__dict__.update(error.__dict__)
         return explained
 
-    def settle(self) -> None:
-        """Brings every gradient to where it belongs. Gives the same when it is called again."""
+    def settle(self, number: int) -> None:
+        """Brings every gradient to where it belongs. Gives the same when it is called again.
+        number: of the round.
+        """
         work = self._bound.posted
-        if work is not None and self._untouched:
-            self._settle_missing(work)
+        left = self._settle_missing(work) if work is not None and self._untouched else []
+        self.provenance.note_round(number, left)
         for i, gradient in self._with_graph.items():
             parameter = self._references[i]()
             if parameter is not None:
                 # not seen by autograd: the graph is that of this rank's gradient
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
-                setattr(gradient, _LEFT, True)
+                self.provenance.note_kept(i)
 
-    def _settle_missing(self, work: BucketWork) -> None:
+    def _settle_missing(self, work: BucketWork) -> list[int]:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what
-        they had before if none had.
+        they had before if none had. Returns the slots of the latter.
         """
         is_present = work.present()
+        left = []
         for i, before in self._untouched.items():
             parameter = self._references[i]()
             if parameter is None:
                 continue
             if is_present[i]:
                 parameter.grad = self.views[i]
-            elif before is not None and parameter.grad is self.views[i]:
-                self.views[i].copy_(before)
-            elif before is not None:
-                setattr(before, _LEFT, True)
-
-    def find_unreduced(self) -> str | None:
-        """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or
-        None.
-        """
-        slots = zip(self.names, self.parameters, self.views, self.unsynced, strict=True)
-        for name, parameter, view, is_unsynced in slots:
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None or gradient is view or is_unsynced or gradient.is_sparse:
                 continue
-            if gradient.data_ptr() != view.data_ptr() and not hasattr(gradient, _LEFT):
-                return name
-        return None
+            if before is not None and parameter.grad is self.views[i]:
+                self.views[i].copy_(before)
+            self.provenance.note_left(i)
+            left.append(i)
+        return left
+
+    def find_unreduced(self, slots: list[int] | None, since: int | None) -> str | None:
+        """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or
+        None. See Provenance.find_unreduced.
+        """
+        i = self.provenance.find_unreduced(slots, since)
+        return None if i < 0 else self.names[i]
 
     def square_sum(self) -> Tensor | None:
         """Of all gradients, as a float64 scalar on the device, without a launch for each. None
@@ -282,10 +302,12 @@ class Bucket(Counter):
         self._is_gathered = False
         self._untouched.clear()
         self._with_graph.clear()
+        self.provenance.begin_period()
         self.count_anew(len(self.views))
 
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
+        self.provenance.forget_rounds()
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None
@@ -297,17 +319,20 @@ class Bucket(Counter):
             if parameter is None or gradient is None:
                 continue
             if gradient is view:
-                gradient = parameter.grad = view.clone()
-            elif not self.unsynced[i] and not hasattr(gradient, _LEFT):
-                continue
-            setattr(gradient, _LEFT, True)
+                gradient = view.clone()
+            self.provenance.hand_over(i, gradient)
+            parameter.grad = gradient
 
 
 def make_buckets(
-    named: Sequence[tuple[str, Parameter]], comm: Communicator, options: Options, number: int
+    named: Sequence[tuple[str, Parameter]],
+    comm: Communicator,
+    options: Options,
+    number: int,
+    n_rounds: int,
 ) -> list[Bucket]:
     """For the gradients of these parameters, in the order in which they will be full. number: of
-    the reducer, among those of the communicator.
+    the reducer, among those of the communicator; n_rounds: that have ended on it.
     """
     names, parameters = [name for name, _ in named], [p for _, p in named]
     dtypes = [grad_dtype(p) for p in parameters]
@@ -327,6 +352,7 @@ def make_buckets(
             options.wire_dtype,
             i % options.streams,
             BucketHooks(options.hooks, i, i == last) if options.hooks else None,
+            n_rounds,
         )
         for i, layout in enumerate(layouts)
     ]

@@ -3,6 +3,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fastcomm.reducer.provenance import Provenance
+
 class RoundFlags:
     has_callback: bool
 
@@ -15,8 +17,9 @@ class Counter:
     @property
     def ready(self) -> list[bool]: ...
     @property
-    def unsynced(self) -> list[bool]: ...
+    def filled_by(self) -> int: ...
     n_pending: int
+    provenance: Provenance
     def count_anew(self, n: int) -> None: ...
 
 class GradientHook:

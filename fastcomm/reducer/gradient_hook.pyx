@@ -35,15 +35,17 @@ cdef class ReducerFlags:
 
 cdef class Counter:
     """What the hooks count of a bucket; its base class. By slot: has this backward produced the
-    gradient; has one under no_sync, since the last reduction.
+    gradient.
     """
 
-    cdef readonly list ready, unsynced
+    cdef readonly list ready
+    cdef readonly Py_ssize_t filled_by  # the slot that was ready last; -1 while one is pending
     cdef public Py_ssize_t n_pending
+    cdef public object provenance  # has the method note_unsynced
 
     def count_anew(self, Py_ssize_t n):
         """Of n gradients none is ready."""
-        self.ready, self.unsynced, self.n_pending = [False] * n, [False] * n, n
+        self.ready, self.n_pending, self.filled_by = [False] * n, n, -1
 
 
 cdef class GradientHook:
@@ -69,7 +71,7 @@ cdef class GradientHook:
         if self.note_stream is not None:
             self.note_stream()
         if not self.reducer._is_synchronizing:
-            self.bucket.unsynced[self.i] = True
+            self.bucket.provenance.note_unsynced(self.i, parameter)
             return
         if self.reducer._round is None or not self.reducer._round.has_callback:
             _untraced(self.reducer._begin)
@@ -80,6 +82,7 @@ cdef class GradientHook:
         self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
         if self.bucket.n_pending == 0 and self.reducer._overlap:
+            self.bucket.filled_by = self.i
             _untraced(self.reducer._round.launch_full_buckets)
 
 

@@ -1,20 +1,49 @@
 """Before any torch.optim optimizer steps: the reducers whose parameters it owns end their rounds,
-or refuse the step. So do parameters that must not be stepped.
+or refuse the step; so do parameters that must not be stepped. After it the reducers note with which
+gradients.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.errors import FastcommError
+
+
+class Share(NamedTuple):
+    """An optimizer's parameters in one bucket of a reducer, with their slots. Names the bucket by
+    its number, so that it does not keep it alive.
+    """
+
+    bucket: int
+    slots: list[int]
+    parameters: list[Tensor]
+
+
+class _Bucket(Protocol):
+    @property
+    def parameters(self) -> Sequence[Tensor | None]: ...
+
+
+def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[Share]:
+    """Which slots of which buckets belong to these parameters."""
+    wanted = {id(p) for p in parameters}
+    shares = []
+    for number, bucket in enumerate(buckets):
+        own = [(i, p) for i, p in enumerate(bucket.parameters) if p is not None and id(p) in wanted]
+        if own:
+            shares.append(Share(number, [i for i, _ in own], [p for _, p in own]))
+    return shares
 
 
 class Steppable(Protocol):
@@ -25,28 +54,32 @@ class Steppable(Protocol):
     number: int
     n_rounds: int
 
-    def before_step(self, since: int | None) -> None:
-        """Leaves every gradient reduced, or raises. since: n_rounds at this optimizer's last step,
-        if it has made one.
+    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
+        """Those of its buckets."""
+
+    def before_step(self, shares: list[Share], since: int | None) -> None:
+        """Leaves their gradients reduced, or raises. since: n_rounds before this optimizer's last
+        step, if it has made one.
         """
+
+    def after_step(self, shares: list[Share]) -> None:
+        """These gradients were used, as they are now."""
 
 
 class _Steps:
-    """One optimizer: which reducers own its parameters, and how many rounds each had ended at the
-    last step.
+    """One optimizer: which reducers own its parameters, what shares of their buckets it has, and
+    how many rounds each had ended before the last step.
 
     refusal: why it must not step, or None.
     """
 
-    def __init__(
-        self,
-        parameters: tuple[tuple[int, int], ...],
-        reducers: list[Steppable],
-        refusal: str | None,
-    ) -> None:
-        self.parameters, self.refusal = parameters, refusal
+    def __init__(self, groups: tuple[tuple[int, int], ...], parameters: list[Tensor]) -> None:
+        self.groups, self.refusal = groups, _refusal_of(parameters)
         self.epoch = _epoch
-        self.reducers = [weakref.ref(r) for r in sorted(reducers, key=lambda r: r.number)]
+        owners = {_owner_of(parameter) for parameter in parameters}
+        reducers = sorted((one for one in owners if one is not None), key=lambda r: r.number)
+        self.shares = [(weakref.ref(r), r.shares_of(parameters)) for r in reducers]
+        self.before: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
 
 
@@ -56,18 +89,20 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _epoch = 0  # grows when a model is attached or detached: who owns what has changed
 _owner_of: Callable[[Tensor], Steppable | None]
-_hook: RemovableHandle | None = None
+_is_watching = False
 
 
 def watch_steps(owner_of: Callable[[Tensor], Steppable | None]) -> None:
-    """Installs the hook at the first call. Call again whenever a parameter gains or loses its
+    """Installs the hooks at the first call. Call again whenever a parameter gains or loses its
     reducer.
     """
-    global _epoch, _owner_of, _hook
+    global _epoch, _owner_of, _is_watching
     _epoch += 1
     _owner_of = owner_of
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+    if not _is_watching:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _is_watching = True
 
 
 def refuse_step(parameter: Tensor, why: str, successor: Tensor | None = None) -> None:
@@ -99,11 +134,25 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     steps = _steps_of(optimizer)
     if steps.refusal is not None:
         raise FastcommError(steps.refusal)
-    for reference in steps.reducers:
+    for reference, shares in steps.shares:
         reducer = reference()
         if reducer is not None:
-            reducer.before_step(steps.seen.get(reducer))
-            steps.seen[reducer] = reducer.n_rounds
+            reducer.before_step(shares, steps.seen.get(reducer))
+            steps.before[reducer] = reducer.n_rounds
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    steps = _steps.get(optimizer)
+    if steps is None or steps.epoch != _epoch:
+        return  # a closure has attached or detached a model
+    for reference, shares in steps.shares:
+        reducer = reference()
+        if reducer is None or reducer not in steps.before:
+            continue
+        steps.seen[reducer] = steps.before[reducer]
+        # A closure may have ended rounds: then what it was before the step does not count any more.
+        if reducer.n_rounds == steps.before[reducer]:
+            reducer.after_step(shares)
 
 
 def _steps_of(optimizer: Optimizer) -> _Steps:
@@ -111,15 +160,12 @@ def _steps_of(optimizer: Optimizer) -> _Steps:
     since.
     """
     groups = optimizer.param_groups
-    parameters = tuple((id(group["params"]), len(group["params"])) for group in groups)
+    known = tuple((id(group["params"]), len(group["params"])) for group in groups)
     steps = _steps.get(optimizer)
-    if steps is None or steps.parameters != parameters or steps.epoch != _epoch:
-        held = [parameter for group in groups for parameter in group["params"]]
-        owners = {_owner_of(parameter) for parameter in held}
+    if steps is None or steps.groups != known or steps.epoch != _epoch:
+        parameters = [parameter for group in groups for parameter in group["params"]]
         before = steps
-        steps = _steps[optimizer] = _Steps(
-            parameters, [one for one in owners if one is not None], _refusal_of(held)
-        )
+        steps = _steps[optimizer] = _Steps(known, parameters)
         if before is not None:
             steps.seen.update(before.seen)
     return steps

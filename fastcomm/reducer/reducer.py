@@ -33,9 +33,11 @@ from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, ReducerF
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
 from fastcomm.reducer.optimizer_steps import (
+    Share,
     allow_steps,
     refuse_replaced,
     refuse_step,
+    shares_in,
     watch_steps,
 )
 from fastcomm.reducer.options import Options
@@ -107,7 +109,6 @@ class Reducer(ReducerFlags):
         self._deferred: BaseException | None = None
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
-        self._n_rounds_at_step = 0  # of any optimizer
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
 
     # -- attaching ---------------------------------------------------------------------------------
@@ -141,7 +142,9 @@ class Reducer(ReducerFlags):
         _n_attached[self.comm] = self.number + 1
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
-            self._buckets = make_buckets(trainable, self.comm, self._options, self.number)
+            self._buckets = make_buckets(
+                trainable, self.comm, self._options, self.number, self.n_rounds
+            )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
@@ -177,10 +180,7 @@ class Reducer(ReducerFlags):
     def _remember(self, source: Model) -> None:
         """The model, whose parameters without a reducer must get no gradient."""
         self._model = reference_to(source)
-        if isinstance(source, nn.Module):
-            self._tripwires.watch(source)
-        else:
-            self._tripwires.lay(p for _, p in source)
+        self._tripwires.guard(source)
 
     def _hang_hooks(self) -> None:
         for bucket in self._buckets:
@@ -253,8 +253,8 @@ class Reducer(ReducerFlags):
     def _refuse_inside_backward(self, what: str) -> None:
         if self._round is not None and self._round.has_callback:
             raise FastcommError(
-                f"{what} was called inside backward(), which reduces the gradients: call it "
-                "afterwards"
+                f"{what} was called inside backward(), which reduces the gradients itself: call "
+                "it afterwards"
             )
 
     # -- one round ---------------------------------------------------------------------------------
@@ -393,11 +393,7 @@ class Reducer(ReducerFlags):
         mean if another rank has one. Raises as synchronize().
         """
         self._attached_model()
-        if self._round is not None and self._round.has_callback:
-            raise FastcommError(
-                "reduce() was called inside backward(), which reduces the gradients itself: call "
-                "it afterwards"
-            )
+        self._refuse_inside_backward("reduce()")
         if self._round is not None:
             self.synchronize()
         self._open().count_all()
@@ -416,37 +412,44 @@ class Reducer(ReducerFlags):
 
     # -- with the reduced gradients ----------------------------------------------------------------
 
-    def before_step(self, since: int | None) -> None:
-        """Called before an optimizer with parameters of this model steps. See optimizer_steps."""
-        self._settle(self._n_rounds_at_step if since is None else since)
-        self._n_rounds_at_step = self.n_rounds
+    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
+        """See optimizer_steps.Steppable."""
+        return shares_in(self._buckets, parameters)
+
+    def before_step(self, shares: list[Share], since: int | None) -> None:
+        """Called before an optimizer with these shares of the buckets steps. See
+        optimizer_steps.
+        """
+        self._settle(((self._buckets[share.bucket], share.slots) for share in shares), since)
         self._n_steps += 1
 
-    def _settle(self, since: int) -> None:
-        """All gradients are reduced when this returns: the one place that decides it. Raises
-        FastcommError naming one that is not.
+    def after_step(self, shares: list[Share]) -> None:
+        """Called when that optimizer has stepped, if no round has ended meanwhile."""
+        for number, slots, parameters in shares:
+            self._buckets[number].provenance.note_stepped(slots, parameters, self.n_rounds)
 
-        since: how many rounds had ended when the gradients were last used.
+    def _settle(
+        self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
+    ) -> None:
+        """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
+        the one place that decides it. Raises FastcommError naming one that is not. since: see
+        Provenance.find_unreduced.
         """
         self.synchronize()
-        if self.n_rounds > since:
-            return  # what the user has made of the gradients since then is the user's
-        for bucket in self._buckets:
-            name = bucket.find_unreduced()
+        for bucket, slots in chosen:
+            name = bucket.find_unreduced(slots, since)
             if name is not None:
                 raise FastcommError(
                     f"the gradient of parameter {name} was made without a backward() that reduces "
-                    "it (by hand, by torch.func, or in a "
-                    "graph that torch.compile has traced through backward): call reducer.reduce() "
-                    "on every rank first"
+                    "it (by hand, by torch.func, or in a graph that torch.compile has traced "
+                    "through backward): call reducer.reduce() on every rank first"
                 )
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
-        all ranks. Does not synchronise with the
-        device: over NCCL it is one pass over each bucket, as GradScaler and others change gradients
-        unseen. Of 16-bit gradients the norm is taken in float32. Raises FastcommError for gradients
-        that nothing has reduced.
+        all ranks. Does not synchronise with the device: over NCCL it is one pass over each bucket,
+        as GradScaler and others change gradients unseen. Of 16-bit gradients the norm is taken in
+        float32. Raises FastcommError for gradients that nothing has reduced.
         """
         self._settle_for_use()
         return norms.norm(self._buckets)
@@ -454,7 +457,7 @@ class Reducer(ReducerFlags):
     def _settle_for_use(self) -> None:
         self._attached_model()
         self._tripwires.raise_refusal()
-        self._settle(self._n_rounds_at_step)
+        self._settle((bucket, None) for bucket in self._buckets)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,

@@ -77,6 +77,11 @@ class Round(RoundFlags):
     # -- how it ends -------------------------------------------------------------------------------
 
     def launch_rest(self) -> None:
+        """Raises FastcommError, before the other ranks can finish, where a hook has taken a
+        gradient out of a bucket that is under way.
+        """
+        for bucket in self._buckets[: self._n_launched]:
+            bucket.refuse_taken_gradient()
         while self._n_launched < len(self._buckets):
             self._launch_next()
 
@@ -103,7 +108,7 @@ class Round(RoundFlags):
             for bucket in self._buckets:
                 bucket.finish()
             for bucket in self._buckets:
-                bucket.settle()
+                bucket.settle(self.number)
             self._is_settled = True
         self._reset_buckets()
 

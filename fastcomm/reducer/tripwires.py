@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.gradient_hook import Untraced
+from fastcomm.reducer.model import Model
 
 # The modules of attached models, and what watches them.
 _watched: weakref.WeakKeyDictionary[nn.Module, Tripwires] = weakref.WeakKeyDictionary()
@@ -46,6 +47,13 @@ class Tripwires:
         self.refusal: str | None = None
         self._handles: list[RemovableHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def guard(self, model: Model) -> None:
+        """Its parameters that no reducer has must get no gradient."""
+        if isinstance(model, nn.Module):
+            self.watch(model)
+        else:
+            self.lay(parameter for _, parameter in model)
 
     def watch(self, module: nn.Module) -> None:
         """The module and all in it, and what will come into it."""

@@ -148,6 +148,25 @@ def post_accumulate_hooks(case):
     case.train(_post_accumulate_hooked, backward)
 
 
+@error(
+    "`register_post_accumulate_grad_hook` that updates the parameter and drops its gradient (LOMO)",
+    match=r"(weight|bias).* hook .*after backward\(\)",
+    instead="update parameters after backward",
+)
+def update_in_hooks(case):
+    def drop(p):
+        p.grad = None  # a real one has moved the parameter before
+
+    training = Training(case, mlp)
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in training.model.parameters()]
+    for _ in range(2):
+        with case.refused(may_hear=True):
+            backward(training.model, case.rank)
+    for handle in handles:
+        handle.remove()
+    training.step(backward)
+
+
 @reduced("`module.register_full_backward_hook`")
 def module_hooks(case):
     def make():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.matrix.functions import BY_HAND
 from tests.matrix.row import Training, error, reduced
-from tests.support.models import backward, batch, convnet, image_backward, mlp
+from tests.support.models import Heads, backward, batch, convnet, image_backward, loss_of, mlp
 
 
 @reduced("`p.grad = None` between two backwards")
@@ -45,6 +45,23 @@ def before_attach(case):
     training.backward(backward)
     training.update()
     training.step(backward)
+
+
+@reduced("gradients that are there before attach(), of parameters the first backward does not use")
+def before_attach_unused(case):
+    def make():
+        model = Heads()
+        loss_of(model, 7, 0, 0).backward()
+        return model
+
+    training = Training(case, make)
+    training.backward(_use_one_head)
+    training.update()
+    training.step(_use_one_head)
+
+
+def _use_one_head(model, rank, i):
+    loss_of(model, rank, i, 1).backward()
 
 
 @reduced("gradients changed in place between two backwards")
@@ -177,6 +194,29 @@ def partly_by_hand(case):
     case.train(mlp, run)
 
 
+@reduced("a gradient set by hand before a backward that does not use the parameter")
+def by_hand_before_backward(case):
+    def run(model, rank, i):
+        model.heads[0].bias.grad = torch.full((4,), rank + i + 1.0)
+        _use_one_head(model, rank, i)
+
+    case.train(Heads, run)
+
+
+@error("a gradient set by hand after a backward that does not use the parameter", **BY_HAND)
+def by_hand_after_backward(case):
+    training = Training(case, Heads)
+    bias = training.model.heads[0].bias
+    for _ in range(2):
+        training.zero_grad()
+        _use_one_head(training.model, case.rank, training.n_steps)
+        bias.grad = torch.full((4,), case.rank + 1.0)
+        with case.refused():
+            training.optimizer.step()
+        training.assert_parameters()
+    training.step(_use_one_head)
+
+
 def refuse_by_hand(case, refused):
     """`refused(training)` refuses gradients set by hand; after reduce() it takes them."""
     training = case.train(mlp, backward)
@@ -202,6 +242,24 @@ def by_hand(case):
             training.optimizer.step()
         training.assert_parameters()
     training.step(lambda *args: (_evolve(*args), case.reduce(args[0])))
+    training.step(backward)
+
+
+@error("gradients written by hand into zeroed ones, then `optimizer.step()`", **BY_HAND)
+def by_hand_in_place(case):
+    def write(model, rank, i):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad.fill_(rank + i + 1.0)
+
+    training = case.train(mlp, backward)
+    for _ in range(2):
+        training.model.zero_grad(set_to_none=False)
+        write(training.model, case.rank, training.n_steps)
+        with case.refused():
+            training.optimizer.step()
+        training.assert_parameters()
+    training.step(lambda *args: (write(*args), case.reduce(args[0])))
     training.step(backward)
 
 

@@ -1,0 +1,210 @@
+# cython: language_level=3
+"""Where the gradients of a bucket come from: has a round reduced them, has an optimizer stepped
+with them, has no_sync() made them, or has somebody else. Decides which gradients take part in a
+round that did not make them, and which may be stepped. Moves no data.
+
+A gradient that a round has reduced is the user's to change, until an optimizer steps with it. From
+then on a step without a new round must find what the last one found. A tensor's version, which
+torch counts up with every write, tells; what is written past torch (`.data`, NumPy) goes unseen.
+
+Looked at in every step, so it is compiled, and looks at gradients only where it must.
+"""
+
+from itertools import count
+
+from torch import strided
+
+# An attribute of gradients that are no views of a flat buffer: what is known of them, and a number.
+# Views are known by their slot.
+cdef str MARK = "_known_to_fastcomm"
+cdef enum:
+    REDUCED = 1  # and not stepped since; the number is the version. Good until attach() reads it.
+    ACCEPTED = 2  # stepped, or left by a round; the number is the version
+    UNSYNCED = 3  # made under no_sync(); the number is the period's
+cdef object NEVER = -1
+cdef object numbers = count(1)  # of the periods of all buckets; 0 stands for one that was detached
+
+
+cdef class Provenance:
+    """Of the gradients of one bucket, by slot.
+
+    references: weak ones to the parameters.
+    views: of the flat buffer; the bucket's own list, which may replace some.
+    addresses: where the views lie.
+    n_rounds: of the reducer, that have ended so far.
+    """
+
+    cdef list references, views, addresses
+    cdef list reduced_by  # the number of the last round that has reduced the gradient
+    cdef list stepped_at  # how many rounds had ended at the last step with it, by any optimizer
+    cdef list versions  # of the views, when they were stepped or left
+    cdef list unsynced  # of the views: made under no_sync() in this period
+    cdef object period  # from one round to the next
+
+    def __cinit__(self, list references, list views, list addresses, Py_ssize_t n_rounds):
+        n = len(views)
+        self.references, self.views, self.addresses = references, views, addresses
+        self.reduced_by, self.stepped_at = [NEVER] * n, [NEVER] * n
+        self.versions = [view._version for view in views]
+        self.begin_period()
+        for i in range(n):
+            self._take_over(i, n_rounds)
+
+    cdef object _gradient(self, Py_ssize_t i):
+        parameter = self.references[i]()
+        return None if parameter is None else parameter.grad
+
+    cdef _take_over(self, Py_ssize_t i, n_rounds):
+        """A gradient that is there at attach(), as release() may have left it."""
+        gradient = self._gradient(i)
+        mark = getattr(gradient, MARK, None)
+        if mark == (UNSYNCED, 0):
+            setattr(gradient, MARK, (UNSYNCED, self.period))
+        elif mark is not None and mark == (REDUCED, version_of(gradient)):
+            self.reduced_by[i], self.stepped_at[i] = n_rounds, n_rounds - 1
+            setattr(gradient, MARK, (ACCEPTED, mark[1]))
+
+    def begin_period(self):
+        """What no_sync() has made so far is in a round, or gone."""
+        self.unsynced = [False] * len(self.views)
+        self.period = next(numbers)
+
+    def note_unsynced(self, Py_ssize_t i, parameter):
+        """A backward under no_sync() has added to the gradient, which is local from here on."""
+        gradient = parameter.grad
+        self.reduced_by[i] = NEVER
+        if gradient is self.views[i]:
+            self.unsynced[i] = True
+        elif gradient is not None:
+            setattr(gradient, MARK, (UNSYNCED, self.period))
+
+    def note_round(self, number, left):
+        """The round of this number has reduced all gradients but those in the slots `left`."""
+        cdef Py_ssize_t i
+        for i in range(len(self.views)):
+            if not left or i not in left:
+                self.reduced_by[i] = number
+
+    def note_kept(self, Py_ssize_t i):
+        """A round has put its result into the tensor that was there."""
+        self._accept(i, self._gradient(i))
+
+    def note_left(self, Py_ssize_t i):
+        """A round has left the gradient as it was; or the parameter without one."""
+        gradient = self._gradient(i)
+        if gradient is None:
+            self.reduced_by[i] = NEVER
+        elif not self._is_fresh(i, None):
+            self._accept(i, gradient)
+
+    def note_stepped(self, list slots, list parameters, n_rounds):
+        """An optimizer has stepped with the gradients in these slots, of these parameters."""
+        cdef Py_ssize_t i, j
+        for j in range(len(slots)):
+            i = slots[j]
+            self.stepped_at[i] = n_rounds
+            gradient = parameters[j].grad
+            if gradient is self.views[i]:
+                self.versions[i] = gradient._version
+            elif gradient is not None:
+                self._accept(i, gradient)
+
+    def forget_rounds(self):
+        """A round was dropped, and all gradients with it."""
+        self.reduced_by = [NEVER] * len(self.views)
+
+    cdef bint _is_fresh(self, Py_ssize_t i, since):
+        """A round has reduced it since that many had ended, or since the last step if None: it is
+        the user's to change or replace.
+        """
+        return self.reduced_by[i] > (self.stepped_at[i] if since is None else since)
+
+    cdef _accept(self, Py_ssize_t i, gradient):
+        """As it is now, and no other."""
+        if self._is_at_home(i, gradient):
+            self.versions[i] = self.views[i]._version
+        elif not self._is_unsynced(i, gradient):
+            setattr(gradient, MARK, (ACCEPTED, version_of(gradient)))
+
+    cdef bint _is_at_home(self, Py_ssize_t i, gradient):
+        """It is the view, or another tensor on its memory, which shares its version."""
+        if gradient is self.views[i]:
+            return True
+        return is_dense(gradient) and gradient.data_ptr() == self.views[i].data_ptr()
+
+    cdef bint _is_unsynced(self, Py_ssize_t i, gradient):
+        if gradient is self.views[i]:
+            return self.unsynced[i]
+        return getattr(gradient, MARK, None) == (UNSYNCED, self.period)
+
+    cdef bint _is_accepted(self, Py_ssize_t i, gradient):
+        """Nobody has written to it since it was stepped or left."""
+        if self._is_at_home(i, gradient):
+            # after gradient.data = ... the view lies elsewhere
+            is_there = self.views[i].data_ptr() == self.addresses[i]
+            return is_there and self.views[i]._version == self.versions[i]
+        return getattr(gradient, MARK, None) == (ACCEPTED, version_of(gradient))
+
+    def taking_part(self, list parameters, list ready):
+        """The parameters, None in place of those that have nothing new for the round: neither has
+        this backward made their gradient, nor is it one that no round has seen.
+        """
+        return [
+            parameter if ready[i] or self._is_local(i) else None
+            for i, parameter in enumerate(parameters)
+        ]
+
+    cdef bint _is_local(self, Py_ssize_t i):
+        gradient = self._gradient(i)
+        if gradient is None:
+            return False
+        if self._is_unsynced(i, gradient):
+            return True
+        # A new tensor in place of a reduced one may be made of it, or of nothing that any rank has
+        # seen: their mean is right for both.
+        is_fresh = self._is_fresh(i, None) and self._is_known(i, gradient)
+        return not is_fresh and not self._is_accepted(i, gradient)
+
+    def find_unreduced(self, slots, since):
+        """The first of these slots, or of all if None, whose gradient may not be used; -1 if all
+        may. since: how many rounds had ended at this optimizer's last step, if it has made one.
+        """
+        cdef Py_ssize_t i
+        for i in range(len(self.views)) if slots is None else slots:
+            if not self._is_fresh(i, since) and not self._is_usable(i):
+                return i
+        return -1
+
+    cdef bint _is_usable(self, Py_ssize_t i):
+        gradient = self._gradient(i)
+        if gradient is None or self._is_unsynced(i, gradient) or self._is_accepted(i, gradient):
+            return True
+        # What zero_grad(set_to_none=False) has left does no harm. Waits for the device, for which
+        # it takes a step without a round and gradients written since the last.
+        return self._is_known(i, gradient) and not gradient.any()
+
+    cdef bint _is_known(self, Py_ssize_t i, gradient):
+        """It is a tensor that a round or a step has seen, whatever has been written to it since."""
+        return self._is_at_home(i, gradient) or hasattr(gradient, MARK)
+
+    def hand_over(self, Py_ssize_t i, gradient):
+        """Marks a gradient that leaves the bucket with its memory: `gradient` is what the parameter
+        has from here on.
+        """
+        before = self._gradient(i)
+        if self._is_unsynced(i, before):
+            setattr(gradient, MARK, (UNSYNCED, 0))
+        elif self._is_fresh(i, None):
+            setattr(gradient, MARK, (REDUCED, version_of(gradient)))
+        elif self._is_accepted(i, before):
+            setattr(gradient, MARK, (ACCEPTED, version_of(gradient)))
+
+
+cdef version_of(gradient):
+    """-1 for tensors of torch.inference_mode(), whose writes nobody counts."""
+    return -1 if gradient.is_inference() else gradient._version
+
+
+cdef bint is_dense(gradient):
+    """Not sparse: it lies at an address."""
+    return gradient.layout is strided

@@ -1,0 +1,389 @@
+"""Gradients that no round has reduced are reduced by the next one, or refused before a step. What a
+user makes of reduced ones is stepped.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import FastcommError
+from tests.support.models import (
+    Heads,
+    assert_gradients,
+    backward,
+    loss_of,
+    mean_gradients,
+    mlp,
+)
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+
+# What a rank says of its own gradient, unless it hears first that another one has said so.
+TAKEN = r".* hook .*after backward\(\)|abandoned"
+
+
+def attached(comm, model=None, **options):
+    model = mlp() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, fastcomm.Reducer(comm, **options).attach(model), optimizer
+
+
+def write(model: nn.Module, rank: int) -> None:
+    """Makes gradients by hand, in the tensors that are there."""
+    for p in model.parameters():
+        p.grad.copy_(torch.full_like(p, rank + 1.0))
+
+
+def put(model: nn.Module, rank: int) -> None:
+    """Makes gradients by hand, in tensors of their own."""
+    for p in model.parameters():
+        p.grad = torch.full_like(p, rank + 1.0)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_refused(model, optimizer, name: str) -> None:
+    """Every time it is asked, and before anything has moved."""
+    before = values(model)
+    for _ in range(2):
+        with pytest.raises(FastcommError, match=rf"{name} .*reduce\(\) on every rank"):
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+class HeadsWithScale(Heads):
+    """With a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+# Written in place
+
+
+@on_ranks(2)
+def test_gradients_written_into_zeroed_ones_are_refused_until_reduced(comm, buckets):
+    model, reducer, optimizer = attached(comm, **buckets)
+    for step in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        backward(model, comm.rank, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        write(model, comm.rank)
+        assert_refused(model, optimizer, r"4\.bias")
+        with pytest.raises(FastcommError, match=r"4\.bias .*reduce\(\)"):
+            reducer.grad_norm()
+        reducer.reduce()
+        optimizer.step()
+        assert_gradients(model, [torch.full_like(p, 1.5) for p in model.parameters()])
+
+
+@on_ranks(2)
+def test_gradients_replaced_behind_data_are_refused_once_they_were_stepped(comm):
+    model, _, optimizer = attached(comm)
+    backward(model, comm.rank)
+    optimizer.step()
+    model[2].bias.grad.data = torch.full((16,), comm.rank + 1.0)
+    assert_refused(model, optimizer, r"2\.bias")
+
+
+@on_ranks(2)
+def test_zeroed_gradients_may_be_stepped(comm):
+    """As an optimizer over two models does when one of them has not run."""
+    model, _, optimizer = attached(comm)
+    backward(model, comm.rank)
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_what_is_made_of_reduced_gradients_may_be_stepped_twice(comm, in_place):
+    model, reducer, optimizer = attached(comm)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        for p in model.parameters():
+            if in_place:
+                p.grad.div_(p.grad.norm()).add_(0.01)
+            else:
+                p.grad = p.grad / p.grad.norm()
+        optimizer.step()
+        reducer.grad_norm()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_that_a_step_writes_may_be_stepped_again(comm):
+    class Centred(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad.sub_(p.grad.mean()), alpha=0.1)
+
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    optimizer = Centred(model.parameters(), lr=0.1)
+    backward(model, comm.rank)
+    optimizer.step()
+    optimizer.step()
+
+
+# Of one parameter alone
+
+
+@pytest.mark.parametrize("by_hand", ["new tensor", "in place"])
+@on_ranks(2)
+def test_a_gradient_by_hand_before_backward_takes_part(comm, buckets, by_hand):
+    model, reducer, optimizer = attached(comm, HeadsWithScale(), **buckets)
+    if by_hand == "in place":
+        model.scale.grad = torch.ones(3)
+        reducer.reduce()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.scale.grad.fill_(comm.rank + 1.0)
+    else:
+        model.scale.grad = torch.full((3,), comm.rank + 1.0)
+    loss_of(model, comm.rank, 0, 0).backward()
+    assert torch.equal(model.scale.grad, torch.full((3,), 1.5))
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_gradient_by_hand_before_backward_takes_part_whoever_steps(comm):
+    """Without an optimizer nobody says that the last round's gradients were used."""
+    model = HeadsWithScale()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model.scale.grad = torch.ones(3)
+    reducer.reduce()
+    model.zero_grad()
+    model.scale.grad = torch.full((3,), comm.rank + 1.0)
+    loss_of(model, comm.rank, 0, 0).backward()
+    assert torch.equal(model.scale.grad, torch.full((3,), 1.5))
+
+
+@on_ranks(2)
+def test_a_gradient_with_a_graph_stays_when_a_backward_does_not_use_it(comm):
+    model, _, optimizer = attached(comm, Heads(), op="sum")
+    loss_of(model, comm.rank, 0, 0).backward(create_graph=True)
+    kept = model.heads[0].bias.grad
+    before = kept.detach().clone()
+    for step in range(1, 3):
+        model.trunk.zero_grad()
+        loss_of(model, comm.rank, step, 1).backward()
+        optimizer.step()
+        assert model.heads[0].bias.grad is kept
+        assert torch.equal(kept, before)
+
+
+@on_ranks(2)
+def test_a_gradient_by_hand_after_backward_is_refused_by_name(comm, buckets):
+    model, reducer, optimizer = attached(comm, HeadsWithScale(), **buckets)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step, 0).backward()
+        model.scale.grad = torch.full((3,), comm.rank + 1.0)
+        assert_refused(model, optimizer, "scale")
+        reducer.reduce()
+        optimizer.step()
+        reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_gradient_by_hand_of_what_an_earlier_backward_used_is_refused(comm):
+    model, _, optimizer = attached(comm, Heads())
+    loss_of(model, comm.rank, 0, 0, 1).backward()
+    optimizer.zero_grad()
+    loss_of(model, comm.rank, 1, 1).backward()
+    model.heads[0].bias.grad = torch.full((4,), comm.rank + 1.0)
+    assert_refused(model, optimizer, r"heads\.0\.bias")
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_backward_does_not_use_stays_with_every_op(comm, buckets):
+    model, _, optimizer = attached(comm, Heads(), op="sum", **buckets)
+    loss_of(model, comm.rank, 0, 0).backward()
+    head = model.heads[0].bias
+    head.grad.mul_(0.5)
+    before = head.grad.clone()
+    for step in range(1, 4):
+        loss_of(model, comm.rank, step, 1).backward()
+        assert torch.equal(head.grad, before)
+        optimizer.step()
+
+
+# Made before the reducer looks at them
+
+
+@on_ranks(2)
+def test_gradients_from_before_attach_take_part_though_backward_does_not_use_them(comm, buckets):
+    def run(model, rank):
+        loss_of(model, rank, 0, 0).backward()
+        loss_of(model, rank, 1, 1).backward()
+
+    model = Heads()
+    expected = mean_gradients(model, comm.world_size, run)
+    loss_of(model, comm.rank, 0, 0).backward()
+    _, reducer, optimizer = attached(comm, model, **buckets)
+    loss_of(model, comm.rank, 1, 1).backward()
+    assert_gradients(model, expected)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_gradients_from_no_sync_before_refresh_take_part(comm, buckets):
+    def run(model, rank):
+        loss_of(model, rank, 0, 0).backward()
+        loss_of(model, rank, 1, 1).backward()
+
+    model = Heads()
+    expected = mean_gradients(model, comm.world_size, run)
+    _, reducer, optimizer = attached(comm, model, **buckets)
+    for _ in range(2):  # at first in tensors of their own, then in the buckets
+        with reducer.no_sync():
+            loss_of(model, comm.rank, 0, 0).backward()
+        reducer.refresh()
+        loss_of(model, comm.rank, 1, 1).backward()
+        assert_gradients(model, expected)
+        optimizer.step()
+        reducer.check_in_sync()
+        model.load_state_dict(Heads().state_dict())
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("is_synchronizing", [True, False])
+@on_ranks(2)
+def test_gradients_may_be_changed_and_stepped_after_refresh(comm, is_synchronizing):
+    model, reducer, optimizer = attached(comm)
+    if is_synchronizing:
+        backward(model, comm.rank)
+    else:
+        with reducer.no_sync():
+            backward(model, comm.rank)
+    reducer.refresh()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_accumulated_while_detached_take_part(comm):
+    model, reducer, optimizer = attached(comm, Heads())
+    loss_of(model, comm.rank, 0, 0).backward()
+    optimizer.step()
+    reducer.detach()
+    loss_of(model, comm.rank, 1, 0).backward()
+    reducer.attach(model)
+    loss_of(model, comm.rank, 2, 1).backward()
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_no_sync_does_not_vouch_for_gradients_made_by_hand_later(comm, buckets):
+    model, reducer, optimizer = attached(comm, **buckets)
+    for _ in range(2):
+        with reducer.no_sync():
+            backward(model, comm.rank)
+        optimizer.zero_grad()
+        put(model, comm.rank)
+        assert_refused(model, optimizer, r"4\.bias")
+        optimizer.zero_grad()
+        backward(model, comm.rank)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_of_no_sync_may_be_stepped(comm):
+    model, reducer, optimizer = attached(comm)
+    for step in range(3):
+        with reducer.no_sync():
+            backward(model, comm.rank, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+
+
+# Gone before they are reduced
+
+
+@pytest.mark.parametrize("small", [False, True])
+@on_ranks(2)
+def test_gradients_that_a_hook_drops_are_an_error(comm, small):
+    def update(p):
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    options = {"bucket_cap_mb": 1e-5, "first_bucket_cap_mb": 1e-5} if small else {}
+    model, _, optimizer = attached(comm, **options)
+    handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    for step in range(2):
+        with pytest.raises(FastcommError, match=rf"(weight|bias) {TAKEN}"):
+            backward(model, comm.rank, step)
+    for handle in handles:
+        handle.remove()
+    model.load_state_dict(mlp().state_dict())
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("becomes", ["nothing", "another tensor"])
+@on_ranks(2)
+def test_a_gradient_that_a_hook_takes_from_a_launched_bucket_is_an_error(comm, becomes):
+    model, _, _ = attached(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
+    weight = model[4].weight
+
+    def take(p):
+        p.grad = None if becomes == "nothing" else p.grad * 2
+
+    handle = weight.register_post_accumulate_grad_hook(take)
+    with pytest.raises(FastcommError, match=rf"4\.weight {TAKEN}"):
+        backward(model, comm.rank)
+    handle.remove()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+# Two optimizers
+
+
+@pytest.mark.parametrize("when", ["before both", "between"])
+@on_ranks(2)
+def test_two_optimizers_step_replaced_gradients(comm, when):
+    model, reducer, _ = attached(comm)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:2], parameters[2:])]
+    for step in range(3):
+        model.zero_grad()
+        backward(model, comm.rank, step)
+        for optimizer, part in zip(optimizers, (parameters, parameters[2:]), strict=True):
+            if when == "between" or optimizer is optimizers[0]:
+                for p in part:
+                    p.grad = p.grad / p.grad.norm()
+            optimizer.step()
+        reducer.grad_norm()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_new_optimizer_does_not_step_gradients_by_hand(comm):
+    model, _, optimizer = attached(comm)
+    backward(model, comm.rank)
+    optimizer.step()
+    put(model, comm.rank)
+    assert_refused(model, torch.optim.SGD(model.parameters(), lr=0.1), r"4\.bias")
