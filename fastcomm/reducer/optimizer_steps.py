@@ -21,13 +21,12 @@ from fastcomm.errors import FastcommError
 
 
 class Share(NamedTuple):
-    """An optimizer's parameters in one bucket of a reducer, with their slots. Names the bucket by
-    its number, so that it does not keep it alive.
+    """An optimizer's parameters in one bucket of a reducer, by slot. Names the bucket by its
+    number, so that it keeps nothing alive.
     """
 
     bucket: int
     slots: list[int]
-    parameters: list[Tensor]
 
 
 class _Bucket(Protocol):
@@ -38,12 +37,10 @@ class _Bucket(Protocol):
 def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[Share]:
     """Which slots of which buckets belong to these parameters."""
     wanted = {id(p) for p in parameters}
-    shares = []
-    for number, bucket in enumerate(buckets):
-        own = [(i, p) for i, p in enumerate(bucket.parameters) if p is not None and id(p) in wanted]
-        if own:
-            shares.append(Share(number, [i for i, _ in own], [p for _, p in own]))
-    return shares
+    return [
+        Share(number, [i for i, p in enumerate(bucket.parameters) if id(p) in wanted])
+        for number, bucket in enumerate(buckets)
+    ]
 
 
 class Steppable(Protocol):

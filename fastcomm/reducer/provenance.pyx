@@ -97,13 +97,12 @@ cdef class Provenance:
         elif not self._is_fresh(i, None):
             self._accept(i, gradient)
 
-    def note_stepped(self, list slots, list parameters, n_rounds):
-        """An optimizer has stepped with the gradients in these slots, of these parameters."""
-        cdef Py_ssize_t i, j
-        for j in range(len(slots)):
-            i = slots[j]
+    def note_stepped(self, list slots, n_rounds):
+        """An optimizer has stepped with the gradients in these slots."""
+        cdef Py_ssize_t i
+        for i in slots:
             self.stepped_at[i] = n_rounds
-            gradient = parameters[j].grad
+            gradient = self._gradient(i)
             if gradient is self.views[i]:
                 self.versions[i] = gradient._version
             elif gradient is not None:

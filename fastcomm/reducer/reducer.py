@@ -417,23 +417,20 @@ class Reducer(ReducerFlags):
         return shares_in(self._buckets, parameters)
 
     def before_step(self, shares: list[Share], since: int | None) -> None:
-        """Called before an optimizer with these shares of the buckets steps. See
-        optimizer_steps.
-        """
+        """See optimizer_steps.Steppable."""
         self._settle(((self._buckets[share.bucket], share.slots) for share in shares), since)
         self._n_steps += 1
 
     def after_step(self, shares: list[Share]) -> None:
-        """Called when that optimizer has stepped, if no round has ended meanwhile."""
-        for number, slots, parameters in shares:
-            self._buckets[number].provenance.note_stepped(slots, parameters, self.n_rounds)
+        """See optimizer_steps.Steppable."""
+        for number, slots in shares:
+            self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
 
     def _settle(
         self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
     ) -> None:
         """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
-        the one place that decides it. Raises FastcommError naming one that is not. since: see
-        Provenance.find_unreduced.
+        the one place that decides it. Raises FastcommError naming one that is not.
         """
         self.synchronize()
         for bucket, slots in chosen:
