@@ -30,6 +30,8 @@ def clip_(buckets: Sequence[Bucket], max_norm: float) -> Tensor:
         factor = (max_norm / (before + 1e-6)).clamp(max=1)
         for bucket in buckets:
             bucket.scale_(factor)
+    for bucket in buckets:
+        bucket.provenance.note_scaled()
     return before
 
 

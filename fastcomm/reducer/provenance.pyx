@@ -108,6 +108,14 @@ cdef class Provenance:
             elif gradient is not None:
                 self._accept(i, gradient)
 
+    def note_scaled(self):
+        """All gradients, which could be used, were scaled alike on all ranks."""
+        cdef Py_ssize_t i
+        for i in range(len(self.views)):
+            gradient = self._gradient(i)
+            if gradient is not None and not self._is_fresh(i, None):
+                self._accept(i, gradient)
+
     def forget_rounds(self):
         """A round was dropped, and all gradients with it."""
         self.reduced_by = [NEVER] * len(self.views)

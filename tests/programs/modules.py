@@ -209,10 +209,11 @@ def _in_thread(function: Callable[[], None]) -> None:
             raise errors[0]
 
 
-def touch_gradient(model: ProgramModel, touch: Touch, seed: int, is_set: bool) -> None:
-    """Does to one gradient what `touch` says; with `is_set`, gives it new values on the way."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    parameter = trained[touch.parameter % len(trained)]
+def touch_gradient(model: ProgramModel, touch: Touch, seed: int, is_set: bool) -> str:
+    """Does to one gradient what `touch` says; with `is_set`, gives it new values on the way.
+    Returns the parameter's name."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    name, parameter = trained[touch.parameter % len(trained)]
     if is_set:
         generator = torch.Generator("cpu").manual_seed(seed)
         values = torch.randn(
@@ -230,6 +231,7 @@ def touch_gradient(model: ProgramModel, touch: Touch, seed: int, is_set: bool) -
         parameter.grad = _with_other_strides(parameter.grad)
     elif not is_set:
         parameter.grad.mul_(0.5)
+    return name
 
 
 def _with_other_strides(tensor: Tensor) -> Tensor:

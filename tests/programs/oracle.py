@@ -3,7 +3,9 @@ gradients are combined where the ranks would reduce them.
 
 The rules of a reduction: every rank takes part with all that .grad holds, or zeros. A parameter
 counts as present on a rank if this backward, or one since the last reduction, gave it a gradient
-that is still there. Where no rank has it, every rank keeps what it had; else all get the result.
+that is still there, whether it was attached then or not; so it does if the user has put another
+tensor there, or has written to one that was stepped since it was reduced. Where no rank has it,
+every rank keeps what it had; else all get the result.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class Oracle:
             torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE, momentum=program.momentum)
             for replica in self.replicas
         ]
-        # By rank: the parameters that have got a gradient since the last reduction.
+        # By rank: the parameters that have got a gradient since their last reduction; those whose
+        # gradient was reduced, and not stepped since.
         self.fresh: list[set[str]] = [set() for _ in self.replicas]
+        self.reduced: list[set[str]] = [set() for _ in self.replicas]
         for rank in range(len(self.replicas)):
             self._watch(rank, self.replicas[rank].named_parameters())
         self.attached: set[str] = set()
@@ -58,10 +62,26 @@ class Oracle:
     def _note(self, rank: int, name: str, parameter: Tensor) -> None:
         self.fresh[rank].add(name)
 
+    def note_write(self, rank: int, name: str, is_new: bool) -> None:
+        """The user has written to a gradient, or has put another tensor in its place."""
+        if is_new or name not in self.reduced[rank] & self.attached:
+            self.fresh[rank].add(name)
+
+    def step(self) -> None:
+        for optimizer, reduced in zip(self.optimizers, self.reduced, strict=True):
+            optimizer.step()
+            reduced -= self.attached
+
+    def zero_grad(self, to_none: bool) -> None:
+        for rank, replica in enumerate(self.replicas):
+            replica.zero_grad(set_to_none=to_none)
+            for name, parameter in replica.named_parameters():
+                if parameter.grad is not None:
+                    self.note_write(rank, name, is_new=False)
+
     def attach(self) -> None:
         named = self.replicas[0].named_parameters()
         self.attached = {name for name, parameter in named if parameter.requires_grad}
-        self._forget()
         for replica in self.replicas[1:]:
             _copy_all(replica.parameters(), self.replicas[0].parameters())
         if self.copies_buffers:
@@ -73,7 +93,7 @@ class Oracle:
 
     def _forget(self) -> None:
         for fresh in self.fresh:
-            fresh.clear()
+            fresh -= self.attached
 
     def grow(self, layer: Layer) -> None:
         for rank, replica in enumerate(self.replicas):
@@ -107,8 +127,9 @@ class Oracle:
             values = [torch.zeros_like(p) if p.grad is None else p.grad for p in column]
             result = functools.reduce(_COMBINE[self.op], values).detach()
             result = result / len(values) if self.op == "mean" else result
-            for parameter in column:
+            for parameter, reduced in zip(column, self.reduced, strict=True):
                 parameter.grad = result.clone()
+                reduced.add(name)
             numbers = torch.stack([*values, result]).detach()
             scales[name] = numbers.abs().max().item() if numbers.numel() else 0.0
         self._forget()
@@ -120,8 +141,10 @@ class Oracle:
                 if name in self.attached:
                     parameter.grad = None
         self._forget()
+        for reduced in self.reduced:
+            reduced -= self.attached
 
-    def reduced(self, rank: int) -> list[Tensor]:
+    def reduced_gradients(self, rank: int) -> list[Tensor]:
         """The gradients a Reducer looks at, of one replica."""
         named = self.replicas[rank].named_parameters()
         return [p.grad for name, p in named if name in self.attached and p.grad is not None]

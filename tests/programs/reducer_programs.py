@@ -128,9 +128,15 @@ class _Run:
                     self._reduce_oracle()
 
     def _touch(self, rank: int, touch: Touch, number: int, is_set: bool) -> None:
-        models = [self.model] if rank == self.comm.rank else []
-        for model in (*models, self.oracle.replicas[rank]):
-            touch_gradient(model, touch, 1000 * number + 10 * rank + touch.parameter, is_set)
+        seed = 1000 * number + 10 * rank + touch.parameter
+        if rank == self.comm.rank:
+            touch_gradient(self.model, touch, seed, is_set)
+        replica = self.oracle.replicas[rank]
+        before = {name: parameter.grad for name, parameter in replica.named_parameters()}
+        name = touch_gradient(replica, touch, seed, is_set)
+        after = replica.get_parameter(name).grad
+        if after is not None:
+            self.oracle.note_write(rank, name, is_new=after is not before[name])
 
     def _reduce_oracle(self) -> None:
         """What this gives the ranks must have got; the replicas go on from what they have, so that
@@ -231,12 +237,12 @@ class _Run:
         self._reduce_oracle()
 
     def zero_grad(self, operation: ZeroGrad, number: int) -> None:
-        for model in (self.model, *self.oracle.replicas):
-            model.zero_grad(set_to_none=operation.to_none)
+        self.model.zero_grad(set_to_none=operation.to_none)
+        self.oracle.zero_grad(operation.to_none)
 
     def step(self, operation: Step, number: int) -> None:
-        for optimizer in (self.optimizer, *self.oracle.optimizers):
-            optimizer.step()
+        self.optimizer.step()
+        self.oracle.step()
 
     def clip(self, operation: Clip, number: int) -> None:
         norm = self.reducer.clip_grad_norm_(operation.max_norm)
@@ -252,7 +258,7 @@ class _Run:
         self.reducer.synchronize()
 
     def _assert_norm(self, norm: Tensor) -> None:
-        gradients = self.oracle.reduced(self.comm.rank)
+        gradients = self.oracle.reduced_gradients(self.comm.rank)
         expected = sum(one.double().square().sum().item() for one in gradients) ** 0.5
         difference = abs(norm.item() - expected)
         assert difference <= self.epsilon * expected, f"norm {norm}, expected {expected}"

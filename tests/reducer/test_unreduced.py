@@ -123,6 +123,20 @@ def test_what_is_made_of_reduced_gradients_may_be_stepped_twice(comm, in_place):
         optimizer.step()
 
 
+@pytest.mark.parametrize("at_home", [True, False])
+@on_ranks(2)
+def test_gradients_that_the_reducer_clips_after_a_step_may_be_stepped_again(comm, at_home):
+    model, reducer, optimizer = attached(comm)
+    backward(model, comm.rank)
+    if not at_home:
+        for p in model.parameters():
+            p.grad = 2 * p.grad
+    optimizer.step()
+    reducer.clip_grad_norm_(1e-3)
+    optimizer.step()
+    assert reducer.grad_norm() < 2e-3
+
+
 @on_ranks(2)
 def test_gradients_that_a_step_writes_may_be_stepped_again(comm):
     class Centred(torch.optim.SGD):
