@@ -60,7 +60,7 @@ class Steppable(Protocol):
         """
 
     def after_step(self, shares: list[Share]) -> None:
-        """These gradients were used, as they are now."""
+        """A step was made, with these gradients as they are now."""
 
 
 class _Steps:
@@ -148,8 +148,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
             continue
         steps.seen[reducer] = steps.before[reducer]
         # A closure may have ended rounds: then what it was before the step does not count any more.
-        if reducer.n_rounds == steps.before[reducer]:
-            reducer.after_step(shares)
+        reducer.after_step(shares if reducer.n_rounds == steps.before[reducer] else [])
 
 
 def _steps_of(optimizer: Optimizer) -> _Steps:

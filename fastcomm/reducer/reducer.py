@@ -419,10 +419,10 @@ class Reducer(ReducerFlags):
     def before_step(self, shares: list[Share], since: int | None) -> None:
         """See optimizer_steps.Steppable."""
         self._settle(((self._buckets[share.bucket], share.slots) for share in shares), since)
-        self._n_steps += 1
 
     def after_step(self, shares: list[Share]) -> None:
         """See optimizer_steps.Steppable."""
+        self._n_steps += 1
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
 

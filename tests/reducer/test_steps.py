@@ -43,7 +43,23 @@ def _abandon_too_late(comm, model, reducer, optimizer):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("differ", [_leave_out_a_step, _step_alone, _abandon_too_late])
+def _fail_in_a_step(comm, model, reducer, optimizer):
+    """After the reducer has found the gradients good, and before they are used."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    backward(model, comm.rank)
+    if comm.rank == 1:
+        with pytest.raises(ZeroDivisionError), optimizer.register_step_pre_hook(fail):
+            optimizer.step()
+        return
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "differ", [_leave_out_a_step, _step_alone, _abandon_too_late, _fail_in_a_step]
+)
 @on_ranks(2)
 def test_ranks_that_made_different_numbers_of_steps_all_hear_of_it(comm, differ):
     model = mlp()
