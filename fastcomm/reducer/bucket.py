@@ -342,6 +342,7 @@ def make_buckets(
         first_cap_bytes=options.first_cap_bytes,
     )
     last = len(layouts) - 1
+    options.hook_calls.begin(comm)
     return [
         Bucket(
             bucket_label(number, i),
@@ -351,7 +352,7 @@ def make_buckets(
             comm,
             options.wire_dtype,
             i % options.streams,
-            BucketHooks(options.hooks, i, i == last) if options.hooks else None,
+            BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
             n_rounds,
         )
         for i, layout in enumerate(layouts)

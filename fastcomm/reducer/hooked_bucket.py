@@ -2,7 +2,8 @@
 bucket that such hooks reduce.
 
 What the hook returns in its future is what the gradients become, division included. The ranks'
-communicator only carries which parameters have gradients.
+communicator only carries which parameters have gradients and, once a round was abandoned, how
+often each rank has called the hook: what a hook has posted elsewhere stays posted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from fastcomm.communicator import (
     Work,
     copy_gradients,
 )
+from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import FlatBuffer
+
+NEVER = -1
 
 # A state and what is called with it and a bucket, as for DDP's register_comm_hook.
 Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
@@ -40,11 +44,52 @@ def hooks_of(hook: Hook | Sequence[Hook] | None) -> tuple[Hook, ...]:
     return pairs
 
 
+class HookCalls:
+    """How often this rank has called a reducer's hook. After an abandoned round the ranks compare,
+    before they call it again.
+    """
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._was_pending = False
+        self._n_abandoned = NEVER  # of the communicator, when the ranks last were at one
+
+    def begin(self, comm: Communicator) -> None:
+        """Called at attach(), when the ranks have met; what was called before stays counted."""
+        if self._n_abandoned == NEVER:
+            self._n_abandoned = comm.n_abandoned
+
+    def count(self, future: torch.futures.Future[Tensor]) -> None:
+        self._n += 1
+        # one that is through at once has posted nothing, or has waited for all ranks
+        self._was_pending |= not future.done()
+
+    def compare(self, comm: Communicator) -> None:
+        """Raises FastcommError, on every rank, if what some have posted would be taken for later
+        collectives.
+        """
+        if comm.n_abandoned == self._n_abandoned:
+            return
+        facts = torch.tensor([self._n, -self._n, self._was_pending], device=comm.device)
+        comm.all_reduce(facts, "max")
+        most, negated_least, was_pending = facts.tolist()
+        if was_pending and most != -negated_least:
+            raise FastcommError(
+                f"rank {comm.rank}: in a backward that was abandoned, some ranks had called "
+                "the communication hook and others had not: they have called it "
+                f"{-negated_least} to {most} times, and this rank {self._n}. What it has posted "
+                "would be taken for later collectives. Make a new process group for the hook, and "
+                "a new Reducer, on every rank"
+            )
+        self._n_abandoned = comm.n_abandoned
+
+
 @dataclass(frozen=True)
 class BucketHooks:
     """Which hooks reduce a bucket, and which of the reducer's buckets it is."""
 
     chain: Sequence[Hook]
+    calls: HookCalls
     index: int
     is_last: bool
 
@@ -119,6 +164,10 @@ class HookedBucket(BoundBucket):
         self._hooks = hooks
         self._flat = flat
         self._views = views
+        # What a communicator of ours carries ends with the round.
+        self._is_ours = all(
+            isinstance(getattr(state, "comm", state), Communicator) for state, _ in hooks.chain
+        )
         self._parameters: list[Tensor] = []
         self._posted: BucketWork | None = None
 
@@ -138,6 +187,8 @@ class HookedBucket(BoundBucket):
 
     def launch(self, op: str, missing: list[int], step: int = 0) -> BucketWork:
         self._posted = None
+        if not self._is_ours:
+            self._hooks.calls.compare(self._comm)
         presence = torch.ones(len(self._views), device=self._flat.device)
         presence[missing] = 0
         buffer = self._flat[: self._flat.numel() - len(self._views)]
@@ -153,6 +204,7 @@ class HookedBucket(BoundBucket):
         for first_state, first in wrapped:
             bucket.set_buffer(_value(first(first_state, bucket)))
         future = hook(state, bucket)
+        self._hooks.calls.count(future)
         # Last: a rank whose hook raises leaves the others waiting for this, and they hear of it in
         # the same step.
         known = self._comm.all_reduce(presence, "max", async_op=True)

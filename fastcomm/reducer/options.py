@@ -4,14 +4,14 @@ the ranks compare them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastcomm.communicator import Communicator
-from fastcomm.reducer.hooked_bucket import Hook
+from fastcomm.reducer.hooked_bucket import Hook, HookCalls
 
 _MB = 1024 * 1024
 
@@ -26,6 +26,7 @@ class Options:
     wire_dtype: torch.dtype | None
     streams: int
     hooks: tuple[Hook, ...]
+    hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb <= 0 or self.first_bucket_cap_mb <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -26,7 +27,7 @@ from tests.support.models import (
     mean_gradients,
     mlp,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import fresh_ranks, on_ranks
 
 
 def _ddp(model, **options):
@@ -269,6 +270,51 @@ def test_an_exception_in_a_hook_is_one_of_backward(comm):
     fastcomm.Reducer(comm, hook=(None, hook)).attach(model)
     with pytest.raises((KeyError, fastcomm.FastcommError)):
         backward(model, comm.rank)
+
+
+def _goes_on_after_a_failed_backward(comm, hook):
+    """Rank 1 fails when the first buckets are under way; then all use the same hook, and another
+    reducer with a hook that has posted nothing.
+    """
+    model = mlp()
+    reducer = fastcomm.Reducer(
+        comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001, hook=(gloo(), hook)
+    ).attach(model)
+    backward(model, comm.rank)
+    hidden = model[0](batch(comm.rank, 1)[0])
+    if comm.rank == 1:
+        hidden.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises((ZeroDivisionError, fastcomm.AbandonedError)):
+        model[1:](hidden).sum().backward()
+    for step in range(2):
+        with pytest.raises(
+            fastcomm.FastcommError, match=r"called the communication hook .* 5 to 6 times"
+        ):
+            backward(model, comm.rank, step)
+        assert all(p.grad is None for p in model.parameters())
+    reducer.detach()
+    fastcomm.Reducer(comm, hook=(None, _keep)).attach(model)
+    for step in range(2):
+        if step == comm.rank == 1:
+            comm.abandon()
+        else:
+            with contextlib.suppress(fastcomm.AbandonedError):
+                backward(model, comm.rank, step)
+        model.zero_grad()
+    backward(model, comm.rank)
+
+
+def _keep(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_what_a_hook_has_posted_in_a_failed_backward_is_never_taken_for_a_later_collective():
+    outcomes = fresh_ranks(
+        2, _goes_on_after_a_failed_backward, default_hooks.allreduce_hook, pass_comm=True
+    )
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
 
 
 @pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, (None, 3), [(None,)]])

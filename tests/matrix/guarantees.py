@@ -21,8 +21,12 @@ Whatever you do with autograd and `nn.Module`, one of two things happens under a
 There is no third outcome: no hang, and no rank that silently goes its own way. One thing a rank has
 to say itself, by `comm.abandon()`: that it skips a step, or fails before its first gradient. A rank
 that leaves out an optimizer's step after backward, or makes one alone, is found in the next
-backward, where every rank gets `MismatchError`; over NCCL, where nobody compares before data moves,
-it is not.
+backward, where every rank gets `MismatchError`.
+
+NCCL compares nothing before data moves. There, neither such a rank is found, nor ranks whose
+backward comes to two reducers of one communicator in different orders: give each reducer a
+communicator of its own where graphs differ between ranks. `reducer.check_in_sync()`, called now and
+then, finds both.
 
 Every line below is a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared
 memory with 3 and across two hosts with 4 (what compiles, over shared memory and NCCL alone). The
