@@ -167,9 +167,9 @@ class GroupWork(BucketWork):
     def refuse(self, error: FastcommError) -> None:
         """It is not posted, and never will be."""
         self._is_refused = True
-        self.settle(error)
+        self.resolve(error)
 
-    def settle(self, error: FastcommError | None) -> None:
+    def resolve(self, error: FastcommError | None) -> None:
         """The outcome is known. The first one counts."""
         if not self._is_over:
             self.error, self.move, self.payload = error, None, None

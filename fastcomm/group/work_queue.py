@@ -83,7 +83,7 @@ class WorkQueue:
         self.life = Lifetime()
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
-        # Guards what follows. Hold it to settle a work, so that a settled one never starts.
+        # Guards what follows. Hold it to resolve a work, so that a resolved one never starts.
         # Reentrant, as a signal handler may call abort(). A handler may also raise where a caller
         # holds it: what must change together is changed by the thread.
         self._lock = threading.RLock()
@@ -215,7 +215,7 @@ class WorkQueue:
             self._wakeups.put(work)
 
     def holds(self, work: GroupWork) -> bool:
-        """Whether the work is posted and not settled."""
+        """Whether the work is posted and not resolved."""
         return work in self._works
 
     def hear(self, error: FastcommError) -> None:
@@ -254,10 +254,10 @@ class WorkQueue:
                 TimeoutError(f"{message}; the store the ranks met at does not answer either")
             )
 
-    def _settle(self, works: list[GroupWork], error: FastcommError | None) -> None:
+    def _resolve(self, works: list[GroupWork], error: FastcommError | None) -> None:
         """Under the lock."""
         for work in works:
-            work.settle(error)
+            work.resolve(error)
         self._works = [work for work in self._works if not work.is_completed()]
 
     # -- the thread's side -------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class WorkQueue:
             if self._trouble is not None or not self._works:
                 return
             work = self._own_abandonment() or self._works[0]
-            self._settle_before(work)
+            self._resolve_before(work)
             self._current, self._since = work, time.monotonic()
         error: FastcommError | None = None
         try:
@@ -286,17 +286,17 @@ class WorkQueue:
             return
         with self._lock:
             self._current = None
-            self._settle([work], error)
+            self._resolve([work], error)
 
     def _own_abandonment(self) -> GroupWork | None:
         """Under the lock: what was called before it is not begun any more."""
         return next((work for work in self._works if work.call is ABANDON), None)
 
-    def _settle_before(self, work: GroupWork) -> None:
+    def _resolve_before(self, work: GroupWork) -> None:
         """Under the lock."""
         older = self._works[: self._works.index(work)]
         if older:
-            self._settle(older, FastcommError(own_abandonment(self.rank)))
+            self._resolve(older, FastcommError(own_abandonment(self.rank)))
 
     def _perform(self, work: GroupWork) -> None:
         """Raises MismatchError when the ranks call different collectives."""
@@ -327,15 +327,15 @@ class WorkQueue:
             if own is None:
                 error = AbandonedError(abandonment(abandoning))
                 self._interruption = Interruption(self._n_met, error, meeting)
-                self._settle(list(self._works), error)
+                self._resolve(list(self._works), error)
             else:
-                self._settle_before(own)
+                self._resolve_before(own)
         while any(call != ABANDON for call in calls):
             calls, _ = self._announce(ABANDON)
         with self._lock:
             if own is not None:
                 self.n_abandoned = self._n_met
-            self._settle([meeting], None)
+            self._resolve([meeting], None)
 
     # -- what the watchdog sees; see fastcomm.watchdog.Watched -------------------------------------
 
@@ -398,7 +398,7 @@ class WorkQueue:
             if self.rank == 0:
                 time.sleep(TOLD_S)
         with self._lock:
-            self._settle(self._unfinished(), error)
+            self._resolve(self._unfinished(), error)
 
     def _unfinished(self) -> list[GroupWork]:
         """Under the lock: all that somebody may be waiting for."""

@@ -153,7 +153,7 @@ cdef class _Call:
             self.code, self.error = -1, error
         self.over.set()
 
-    def settle(self, int code, bytes name):
+    def note_result(self, int code, bytes name):
         self.code = code
         if code != ncclSuccess:  # now, before another call replaces what NCCL's last error says
             self.error = error_of(code, name)
@@ -170,7 +170,7 @@ cdef class _Init(_Call):
         fill_config(&config)
         with nogil:  # waits for all ranks
             code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, &config)
-        self.settle(code, b"ncclCommInitRankConfig")
+        self.note_result(code, b"ncclCommInitRankConfig")
 
 
 cdef class _Split(_Call):
@@ -183,7 +183,7 @@ cdef class _Split(_Call):
         fill_config(&config)
         with nogil:  # waits for all ranks
             code = nccl.split(self.parent, 0, self.rank, &self.comm, &config)
-        self.settle(code, b"ncclCommSplit")
+        self.note_result(code, b"ncclCommSplit")
 
 
 cdef class _End(_Call):
@@ -195,7 +195,7 @@ cdef class _Revoke(_End):
         cdef int code
         with nogil:  # waits for the kernels to leave
             code = nccl.revoke(self.comm, 0)
-        self.settle(code, b"ncclCommRevoke")
+        self.note_result(code, b"ncclCommRevoke")
 
 
 cdef class _Close(_End):
@@ -209,11 +209,11 @@ cdef class _Close(_End):
         self.forget(<size_t>self.comm)
         with nogil:
             code = nccl.finalize(self.comm)
-        self.settle(code, b"ncclCommFinalize")
+        self.note_result(code, b"ncclCommFinalize")
         if code == ncclSuccess:
             with nogil:
                 code = nccl.destroy(self.comm)
-            self.settle(code, b"ncclCommDestroy")
+            self.note_result(code, b"ncclCommDestroy")
 
 
 cdef class _Abort(_End):
@@ -221,4 +221,4 @@ cdef class _Abort(_End):
         cdef int code
         with nogil:  # waits for the kernels to leave
             code = nccl.abort(self.comm)
-        self.settle(code, b"ncclCommAbort")
+        self.note_result(code, b"ncclCommAbort")

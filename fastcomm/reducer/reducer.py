@@ -418,7 +418,7 @@ class Reducer(ReducerFlags):
 
     def before_step(self, shares: list[Share], since: int | None) -> None:
         """See optimizer_steps.Steppable."""
-        self._settle(((self._buckets[share.bucket], share.slots) for share in shares), since)
+        self._require_reduced(((self._buckets[number], slots) for number, slots in shares), since)
 
     def after_step(self, shares: list[Share]) -> None:
         """See optimizer_steps.Steppable."""
@@ -426,7 +426,7 @@ class Reducer(ReducerFlags):
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
 
-    def _settle(
+    def _require_reduced(
         self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
     ) -> None:
         """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
@@ -448,13 +448,13 @@ class Reducer(ReducerFlags):
         as GradScaler and others change gradients unseen. Of 16-bit gradients the norm is taken in
         float32. Raises FastcommError for gradients that nothing has reduced.
         """
-        self._settle_for_use()
+        self._require_all_reduced()
         return norms.norm(self._buckets)
 
-    def _settle_for_use(self) -> None:
+    def _require_all_reduced(self) -> None:
         self._attached_model()
         self._tripwires.raise_refusal()
-        self._settle((bucket, None) for bucket in self._buckets)
+        self._require_reduced((bucket, None) for bucket in self._buckets)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
@@ -462,14 +462,14 @@ class Reducer(ReducerFlags):
         """
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
-        self._settle_for_use()
+        self._require_all_reduced()
         return norms.clip_(self._buckets, max_norm)
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. To skip a step.
         """
-        self._settle_for_use()
+        self._require_all_reduced()
         return norms.nonfinite_count(self._buckets, self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:

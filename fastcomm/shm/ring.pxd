@@ -17,7 +17,7 @@ cdef class ShmWork:
     cdef bint finished, is_realigning
     cdef object error
 
-    cdef int settle(self, object error) except -1
+    cdef int resolve(self, object error) except -1
     cdef void release(self)
 
 
@@ -63,7 +63,7 @@ cdef class Ring:
     cdef int _raise_deferred(self, cause) except -1
     cdef _realign(self, error)
     cdef object _first_failure(self, uint32_t seq)
-    cdef list _settle_all(self, error)
+    cdef list _resolve_all(self, error)
     cdef int _between_slices(self, Patience *patience) except -1
     cdef int _look_at_signals(self) except -1
     cdef _give_up(self, failure)

@@ -79,7 +79,7 @@ cdef class ShmWork:
         absent, _ = presence_values(self.op)
         return (self.presence != absent).tolist()
 
-    cdef int settle(self, object error) except -1:
+    cdef int resolve(self, object error) except -1:
         """The outcome is known: an error, or None."""
         self.finished = True
         self.error = error
@@ -140,7 +140,7 @@ cdef class Ring:
         """Whoever still waits for a collective gets what ended the communicator."""
         shm_free_comm(self.handle)
         self.handle = NULL
-        for work in [*self._settle_all(self.life.failure), *self.leaving]:
+        for work in [*self._resolve_all(self.life.failure), *self.leaving]:
             (<ShmWork>work).release()
         self.leaving = []
 
@@ -282,16 +282,16 @@ cdef class Ring:
             return True
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
-            work.settle(None)
+            work.resolve(None)
         elif status == SHM_MISMATCH:
-            work.settle(MismatchError(self._mismatch(work.seq)))
+            work.resolve(MismatchError(self._mismatch(work.seq)))
         else:
-            work.settle(self._first_failure(work.seq))
+            work.resolve(self._first_failure(work.seq))
             # the caller hears of it in its next call that may raise; until then nothing more is
             # posted
             if not work.is_realigning:
                 self.interruption = work.error
-                self.leaving += self._settle_all(work.error)
+                self.leaving += self._resolve_all(work.error)
                 self.leaving.append(work)
                 return True
         work.release()
@@ -336,7 +336,8 @@ cdef class Ring:
         """
         cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
         cdef ShmWork work
-        self.leaving += self._settle_all(error)  # their tensors are in use until all ranks have met
+        # their tensors are in use until all ranks have met
+        self.leaving += self._resolve_all(error)
         self.n_abandoned += 1
         while True:
             work = ShmWork.__new__(ShmWork)
@@ -361,11 +362,11 @@ cdef class Ring:
                 return MismatchError(self._mismatch(work.seq))
         return AbandonedError(self._abandonment(seq))
 
-    cdef list _settle_all(self, error):
+    cdef list _resolve_all(self, error):
         unfinished = [work for work in self.works if work is not None]
         self.works = [None] * SHM_RING
         for work in unfinished:
-            (<ShmWork>work).settle(error)
+            (<ShmWork>work).resolve(error)
         return unfinished
 
     cdef int _between_slices(self, Patience *patience) except -1:
