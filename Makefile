@@ -12,12 +12,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= ci/constraints.txt
 MINUTES ?= 10
 SEED ?= random
 WORKERS ?= 0
 python := $(VENV)/bin/python
 pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
-    --constraint ci/constraints.txt
+    --constraint $(CONSTRAINTS)
 
 # Always asked: setup.py knows which extension is older than what it is made of, for this
 # interpreter. A second if nothing changed.
@@ -73,7 +74,7 @@ clean:
 	    $(patsubst %.pyx,%.c,$(filter %.pyx,$(cython_sources)))
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
-$(VENV)/.installed-%: pyproject.toml ci/constraints.txt | $(VENV)/bin/pip
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pip
 	$(pip_install) setuptools Cython
 	$(pip_install) --no-build-isolation --editable '.[$*]'
 	touch $@

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The tests under several versions of torch, each in an environment of its own under build/, which
+# stays there for the next time (some 6 GB each for a CUDA build). Prints what passed; exits with 1
+# if a version has failed.
+#
+#     bash ci/torch_versions.sh [version ...]
+#
+# The oldest version that pyproject.toml promises comes first.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=build/torch-versions
+mkdir -p "$folder"
+(($#)) || set -- 2.7.0 2.8.0 2.11.0 2.13.0
+table=()
+status=0
+
+for version in "$@"; do
+    environment=$folder/$version
+    log=$environment.log
+    # NCCL and setuptools are pinned for one torch; the others bring, or limit, their own.
+    constraints=$(grep -vE '^(torch|nvidia-nccl|setuptools)\b' ci/constraints.txt)
+    constraints+=$'\n'torch==$version
+    if [ "$constraints" != "$(cat "$environment.txt" 2>/dev/null)" ]; then
+        echo "$constraints" >"$environment.txt" # newer than what is installed, which is made anew
+    fi
+    echo "== torch $version; log: $log"
+    outcome=passed
+    make test VENV="$environment" CONSTRAINTS="$environment.txt" >"$log" 2>&1 || outcome=FAILED
+    [ "$outcome" = passed ] || status=1
+    build=$("$environment/bin/python" -c 'import torch; print(torch.__version__)' || echo none)
+    counts=$(grep -E '(passed|failed|error).* in [0-9.]+s' "$log" | tail -n 1 | tr -d = || true)
+    table+=("$(printf '%-8s %-16s %s %s' "$version" "${build#"$version"}" "$outcome" "$counts")")
+done
+printf '%s\n' '' "version  build            outcome" "${table[@]}"
+exit "$status"
