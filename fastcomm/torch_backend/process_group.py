@@ -30,7 +30,7 @@ from fastcomm.bootstrap import Caller, count_as_finished, own_part
 from fastcomm.collective import CPU_DTYPES
 from fastcomm.errors import PeerLostError
 from fastcomm.rendezvous import connect
-from fastcomm.torch_backend.engine import GlooEngine
+from fastcomm.torch_backend.gloo_engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import (
     CallCounter,
