@@ -7,8 +7,8 @@
 # make format    rewrite the sources the way `make lint` wants them
 # make clean     remove what was built, but not the virtual environment
 #
-# What needs Python creates the virtual environment if it is missing, installs what is missing
-# there, and rebuilds what changed.
+# Targets that need Python create the virtual environment if it is missing, install what is missing
+# in it, and rebuild what changed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,8 +20,8 @@ python := $(VENV)/bin/python
 pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
     --constraint $(CONSTRAINTS)
 
-# Always asked: setup.py knows which extension is older than what it is made of, for this
-# interpreter. A second if nothing changed.
+# Always run: setup.py knows which extensions are older than their sources, for this interpreter.
+# Takes a second if nothing changed.
 rebuild := $(python) setup.py --quiet build_ext --inplace
 
 python_sources := setup.py fastcomm tests bench examples
@@ -79,7 +79,6 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pip
 	$(pip_install) --no-build-isolation --editable '.[$*]'
 	touch $@
 
-# pip comes last into a new environment: an environment without it is one whose making was cut
-# short.
+# pip is installed last into a new environment: an environment without it is incomplete.
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

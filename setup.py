@@ -1,5 +1,5 @@
-"""The extension modules of fastcomm and, where there is an nvcc, its CUDA kernels. All else about
-the package stands in pyproject.toml.
+"""Builds the extension modules of fastcomm and, where there is an nvcc, its CUDA kernels.
+Everything else about the package is in pyproject.toml.
 """
 
 import os
@@ -31,9 +31,8 @@ def extension(name: str) -> Extension:
         libraries=["dl"],  # part of libc since glibc 2.34
         # No -march: kernels choose their instructions at run time. No contraction to fused
         # multiply-add, which would make the bits of a result depend on the CPU it was computed on.
-        # Hidden symbols: two libraries that have a function of the same name do not mix. Without
-        # warnings about what Cython writes; `make lint` has the compiler look at what is written
-        # here.
+        # Hidden symbols: functions of the same name in two libraries do not mix. No warnings about
+        # the C that Cython writes; `make lint` has the compiler check ours.
         extra_compile_args=[
             "-std=gnu11",
             "-O3",
@@ -69,8 +68,8 @@ EXTENSIONS = (
 
 
 class BuildExtensionsAndKernels(build_ext):
-    """Leaves kernels/cuda/<family>.fatbin beside its source (in place, editable) or in the package
-    that is being built.
+    """Writes kernels/cuda/<family>.fatbin beside its source (in place, editable) or into the
+    package that is being built.
     """
 
     def finalize_options(self) -> None:
@@ -94,8 +93,8 @@ class BuildExtensionsAndKernels(build_ext):
             )
 
     def compile_kernels(self, nvcc: str, source: str, fatbin: str) -> None:
-        """Once they are older than what they are made of. Without them fastcomm works, too: CuPy
-        compiles the kernels at first use.
+        """Compiles a fatbin that is missing or older than its sources. fastcomm works without it,
+        too: CuPy then compiles the kernels at first use.
         """
         ingredients = (
             source,

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Builds in place, and runs on a GPU what needs one: tests, sanitizers, benchmarks. At most 8
-# minutes: every step has its limit, and one that fails or takes too long does not keep the next
-# from running. Prints a table last; exits with 1 if a step has failed, 2 without a GPU.
+# Builds in place, and runs what needs a GPU: tests, sanitizers, benchmarks. Takes at most 8
+# minutes: every step has its limit, and the next one runs even if a step fails or takes too long.
+# Prints a table last; exits with 1 if a step has failed, 2 without a GPU.
 #
 #     bash ci/gpu.sh [folder]
 #
-# JSON, and the logs of what has failed, go into the folder (bench/results/).
+# Writes JSON, and the logs of failed steps, into the folder (bench/results/).
 set -euo pipefail
 folder=$(realpath -m "${1:-"$(dirname "$0")/../bench/results"}")
 cd "$(dirname "$0")/.."
 mkdir -p "$folder"
 logs=$(mktemp -d)
 running=
-end() { # what runs, with all it has started
+end() { # kills the running step and all its processes
     if [[ -n $running ]]; then kill -KILL -- "-$running" 2>/dev/null || true; fi
     running=
 }
 trap 'end; rm -rf "$logs"' EXIT
 trap 'exit 130' INT TERM
-# Installed or not, it is this tree that is tested.
+# Tests this tree, even if fastcomm is installed.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 # The tree's own virtual environment where there is one, else what the machine offers.
@@ -32,7 +32,7 @@ deadline=$((SECONDS + 480))
 table=()
 status=0
 
-# Runs the command in a session of its own, all of which ends when the time is up.
+# Runs the command in a session of its own, and ends the whole session when the time is up.
 step() { # <name> <seconds> <command ...>
     local name=$1 limit=$2 outcome=passed start=$SECONDS left=$((deadline - SECONDS))
     shift 2
@@ -59,17 +59,17 @@ step() { # <name> <seconds> <command ...>
         "$name" "$outcome" $((SECONDS - start)) "$headline")")
 }
 
-# pyproject.toml's options of pytest want plugins that may be missing here.
+# pyproject.toml's options for pytest need plugins that may be missing here.
 pytest=(python3 -m pytest -q -o addopts= -p no:cacheprovider -W ignore::pytest.PytestConfigWarning)
-# Collectives between ranks that share a card take milliseconds each, and new ranks seconds: of the
-# reducer's tests those of two ranks with one kind of bucket; not those of hundreds of steps or
-# thousands of broadcasts, nor (test_failed_steps.py) those that use up their ranks.
+# Collectives between ranks that share a card take milliseconds each, and new ranks take seconds. So
+# only the reducer's tests with two ranks and one kind of bucket run here; not those with hundreds
+# of steps or thousands of broadcasts, nor those that use up their ranks (test_failed_steps.py).
 reducer_files=(tests/reducer/test_{backward,autograd,buckets,models,training}.py)
 reducer='nccl and 2 and not 3 and not 4 and not many and not 200_steps and not thousand'
 
-# All limits together are the 480 seconds above.
+# The limits add up to the 480 seconds above.
 # setup.py alone builds one extension after the other; with --parallel Cython would run in threads,
-# for which it is not made.
+# which it does not support.
 step build 90 bash -e -c '
     python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*.pyx fastcomm/*/*.pyx
     python3 setup.py --quiet build_ext --inplace --parallel 8'
@@ -88,7 +88,7 @@ step allreduce 25 python3 bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n
     --json "$folder/allreduce-cuda.json"
 step step 45 python3 bench/step.py --device cuda --rounds 6 --json "$folder/step-cuda.json"
 
-# Of each step, what it printed last: the benchmarks end with their headline.
+# The last line that each step printed: the benchmarks end with their headline.
 echo
 printf '%s\n' "${table[@]}"
 exit "$status"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the CUDA kernels into a folder as setup.py does, where there is an nvcc: warnings and
-# spilled registers are errors. Prints how many registers the kernels of each family take at most.
-# Half a minute on two cores.
+# spilled registers are errors. Prints the highest number of registers in each family of kernels.
+# Takes half a minute on two cores.
 #
 #     bash ci/kernels.sh <folder>
 set -euo pipefail

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# The sanitizers' own start-up comes after ifuncs are resolved, hence one instruction set.
+# ifuncs are resolved before the sanitizers have started, so there is one instruction set only.
 build() { # <name> <sanitizers>
     "${CC:-gcc}" -std=gnu11 -O2 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -Werror \
         -DFASTCOMM_NO_CLONES "-fsanitize=$2" -fno-sanitize-recover=all -Ikernels \
@@ -18,13 +18,13 @@ build asan address,undefined
 build tsan thread
 "$folder/asan" processes quick
 "$folder/asan" threads quick
-# TSan before gcc 14 does not know every address layout; containers may not let us ask for the fixed
-# one, and then it has to do without.
+# TSan before gcc 14 does not know every address layout, so we ask for the fixed one. A container
+# may refuse; then TSan runs without it.
 fixed_layout=()
 setarch -R true 2>/dev/null && fixed_layout=(setarch -R)
 TSAN_OPTIONS=halt_on_error=1 "${fixed_layout[@]}" "$folder/tsan" threads quick
 
-# The kernels' functions are many and all inlined: optimising them takes longer than it saves.
+# The kernels have many functions, all inlined: optimising them takes longer than it saves.
 "${CXX:-g++}" -x c++ -std=c++17 -O0 -g -fno-omit-frame-pointer -Wall -Wextra -Werror \
     -DFASTCOMM_HOST -fsanitize=address,undefined -fno-sanitize-recover=all \
     -Ikernels -Itests/support kernels/cuda/*.cu tests/kernels/driver.cpp -o "$folder/kernels"

@@ -1,7 +1,7 @@
-"""Whether a backward is running, and whose, and which one an exception has come out of: read off
-Python's stack, where autograd has frames of its own. It has no other name for this.
+"""Tells whether a backward is running, which one, and which one an exception has come out of. Reads
+it off Python's stack, where autograd has frames of its own: autograd has no API for it.
 
-The one place that knows these frames. Everything here holds for the calling thread.
+Only this module knows these frames. All functions answer for the calling thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
     """Whether the backward that ends now ran inside another one, and the autograd Function that ran
     it, if one did.
 
-    A reentrant checkpoint runs one, or a hook that calls backward. On a GPU hooks run on a thread
-    of autograd's own, where the outermost backward is not on the stack.
+    Reentrant checkpoints and hooks that call backward run such backwards. On a GPU, hooks run on a
+    thread of autograd's own, whose stack does not show the outermost backward.
     """
     n_backwards = int(_is_thread_of_autograd())
     frame = sys._getframe()
@@ -36,8 +36,8 @@ def enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
 
 
 def _is_thread_of_autograd() -> bool:
-    """Not any thread that `threading` has not started: users have pools of their own in C++.
-    Autograd names its threads.
+    """By the name that autograd gives its threads. It is not enough that `threading` has not
+    started the thread: users have thread pools of their own in C++.
     """
     if not isinstance(threading.current_thread(), threading._DummyThread):
         return False
@@ -49,7 +49,7 @@ def caller_is_called_by_autograd() -> bool:
     """True where the calling function was called from C++ during backward, that is by DDP."""
     try:
         return sys._getframe(2).f_code is _RUN_BACKWARD
-    except ValueError:  # there is none: a thread of autograd's own
+    except ValueError:  # no Python caller: a thread of autograd's own
         return True
 
 
@@ -59,7 +59,7 @@ def is_inside_backward() -> bool:
 
 
 def is_handled_inside_backward(error: BaseException | None) -> bool:
-    """Whether the caller, inside a backward, handles an exception that was caught in there, too."""
+    """Whether the exception was caught inside the same backward that the caller runs in."""
     if error is None or error.__traceback__ is None:
         return False
     catching = error.__traceback__.tb_frame
@@ -72,10 +72,11 @@ def is_handled_inside_backward(error: BaseException | None) -> bool:
 
 
 class RunningBackward:
-    """The innermost backward that runs on this thread, known by the tensor it began with. Keeps
-    nothing of it alive.
+    """The innermost backward that runs on this thread, identified by the tensor it began with.
+    Keeps nothing of it alive.
 
-    root: None where it cannot be seen, on a thread of autograd's own: any backward is taken for it.
+    root: that tensor. None on a thread of autograd's own, where it cannot be seen: then any
+    backward counts as this one.
     """
 
     def __init__(self, root: object) -> None:
@@ -90,7 +91,7 @@ class RunningBackward:
 
 
 def running_backward() -> RunningBackward | None:
-    """None where no backward runs."""
+    """The innermost backward on this thread, or None."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
@@ -100,12 +101,12 @@ def running_backward() -> RunningBackward | None:
 
 
 def _root(frame: FrameType) -> object:
-    """The first tensor of the running backward, or the edge of the graph it began with."""
+    """The first tensor that the backward began with, or the first edge of the graph."""
     return frame.f_locals[_RUN_BACKWARD.co_varnames[0]][0]
 
 
 def _backwards_of(error: BaseException | None) -> Iterator[FrameType]:
-    """The frames of the backwards the exception has passed through on its way."""
+    """The frames of the backwards that the exception has passed through."""
     traceback = None if error is None else error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code is _RUN_BACKWARD:

@@ -1,8 +1,7 @@
 """How ranks meet: at one of torch's stores, or in a torch.distributed group.
 
-A bootstrap exchanges one value of every rank's, tells all ranks of a failure of one, and keeps the
-notes their watchdogs leave each other. What the ranks make of having met is rendezvous.py's
-business.
+A bootstrap exchanges one value per rank, tells all ranks when one has failed, and keeps the notes
+that their watchdogs leave each other. What the ranks do once they have met is in rendezvous.py.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from fastcomm.errors import FastcommError, InitError, PeerLostError
 
 _POLL_S = 0.002
 
-# How often each meeting point was used by this process: ranks that make several communicators keep
-# them apart by this number.
+# How often this process has used each meeting point. The number keeps the communicators apart that
+# the same ranks make there.
 _uses: dict[str, int] = {}
 
 
 class Caller(NamedTuple):
-    """Who brings the ranks together, for messages."""
+    """The function that brings the ranks together, for messages."""
 
     name: str
-    # where a rank does not come
+    # when a rank is missing
     advice: str = "were they started, and can they reach the same init_method?"
 
 
@@ -40,8 +39,8 @@ _INIT = Caller("fastcomm.init")
 
 
 class StoreBootstrap:
-    """Ranks that meet at a torch.distributed store. Their values pass through it as JSON; a failure
-    of one is told to all.
+    """Ranks that meet at a torch.distributed store. It passes their values on as JSON, and tells
+    all ranks when one has failed.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class StoreBootstrap:
         names: Sequence[int] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """names: the ranks' numbers, for messages. look: raises PeerLostError when one is lost."""
+        """names: the ranks' numbers, for messages. look: raises PeerLostError if one is lost."""
         self.rank = rank
         self.world_size = world_size
         self.caller = caller.name
@@ -90,8 +89,8 @@ class StoreBootstrap:
         """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout,
         or has failed.
 
-        look: called while waiting, in place of the own one; raises when a rank will not come. name:
-        of an exchange that some ranks may leave out; the others are counted.
+        look: called while waiting, in place of self.look; raises when a rank will not come. name:
+        for an exchange that some ranks may skip; exchanges without a name are numbered.
         """
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
@@ -143,7 +142,7 @@ class StoreBootstrap:
             raise self._lost(error) from error
 
     def fail(self, message: str) -> None:
-        """Ends the exchange of the other ranks, too. The first failure is the one they hear of."""
+        """Ends the exchange on the other ranks, too. They raise the first failure reported."""
         self._store.compare_set("failed", "", message)
 
     def finish(self) -> None:
@@ -151,20 +150,20 @@ class StoreBootstrap:
         count_as_finished(self._store)
 
     def with_notes(self, timeout: timedelta) -> StoreBootstrap:
-        """Where threads of the transport's may go on exchanging notes: here."""
+        """The bootstrap through which the transport's threads exchange notes: this one."""
         return self
 
     def store(self, name: str) -> Store:
         """A part of the store for others to use."""
         return PrefixStore(name, self._store)
 
-    # What the ranks tell each other after init; see fastcomm.watchdog.Notes.
+    # The notes that ranks leave each other after init; see fastcomm.watchdog.Notes.
 
     def write(self, key: str, value: str) -> None:
         self._store.set(f"note/{key}", value)
 
     def write_once(self, key: str, value: str) -> str:
-        """Returns what stands there now, which another rank may have written first."""
+        """Returns the key's value, which another rank may have written first."""
         return bytes(self._store.compare_set(f"note/{key}", "", value)).decode()
 
     def read(self, key: str) -> str | None:
@@ -193,7 +192,7 @@ class GroupBootstrap:
         dist.all_gather_object(values, (value, None), group=self._group)
         failures = [failure for _, failure in values if failure is not None]
         if failures:
-            self._is_over = True  # all ranks are in this exchange: nobody is left to be told
+            self._is_over = True  # all ranks see it in this exchange: nobody is left to tell
             raise InitError(failures[0])
         return [value for value, _ in values]
 
@@ -201,8 +200,8 @@ class GroupBootstrap:
         """All ranks have met."""
 
     def with_notes(self, timeout: timedelta) -> StoreBootstrap:
-        """Where threads of the transport's may go on exchanging notes: at the group's store, as
-        torch's collectives are for one thread only. The ranks meet there anew, all of them.
+        """A bootstrap at the group's store, through which the transport's threads exchange notes:
+        torch's collectives are for one thread only. All ranks meet there again.
         """
         self._is_over = True  # nobody is in an exchange here any more
         store = own_connection(dist.distributed_c10d._get_process_group_store(self._group))
@@ -243,18 +242,18 @@ def meet(
 
 
 def own_part(store: Store, name: str) -> Store:
-    """The part of a store that belongs to one communicator alone. name: what else the ranks' uses
-    of the store are told apart by.
+    """The part of a store that belongs to one communicator alone. name: the meeting point, whose
+    uses are counted.
     """
     _uses[name] = _uses.get(name, 0) + 1
-    # torchrun starts everything anew after a failure, on the same store: keep the attempts apart.
+    # torchrun restarts all ranks after a failure, on the same store: keep the attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"fastcomm/{attempt}/{_uses[name]}", store)
 
 
 def own_connection(store: Store) -> Store:
-    """The same store with a connection of its own, where torch can do that: a wait of torch's would
-    hold up the watchdog.
+    """The same store over a connection of its own, where torch can make one: over a shared one, a
+    wait of torch's would hold up the watchdog.
     """
     return store.clone() if hasattr(store, "clone") else store
 
@@ -277,24 +276,24 @@ def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedel
         raise ValueError(
             f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}"
         )
-    # The store is not to wait for the ranks: it could not say which one is missing.
+    # The store must not wait for the ranks: it could not say which one is missing.
     return TCPStore(
         host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
 
 
 def count_as_finished(store: Store) -> None:
-    """Has the last rank that lets go of a FileStore remove its file.
+    """Makes sure that the last rank to drop a FileStore removes its file.
 
-    All ranks call it once they have met, before any of them lets go. Torch removes the file when
-    all ranks have finished and nobody uses it. A rank counts itself in two steps, though: of two
-    that let go at the same time, one may see the other use it, and that one may have seen too few
-    that had finished. So each rank counts as finished from here on.
+    All ranks call this once they have met, before any of them drops the store. Torch removes the
+    file when all ranks have finished and none uses it. But a rank is counted in two steps. Of two
+    ranks that drop the store at the same time, the first may see that the second still uses it, and
+    the second may have seen too few finished ranks. So each rank counts as finished from here on.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, FileStore):
-        FileStore(store.path)  # type: ignore[attr-defined]  # it finishes here, and removes nothing
+        FileStore(store.path)  # type: ignore[attr-defined]  # counts as finished, removes nothing
 
 
 def _environment(name: str) -> str:

@@ -1,8 +1,8 @@
-"""What a collective is, on every transport: its ops and dtypes, the numbers by which ranks compare
-buckets, what a rank without a gradient contributes, its sentence in a message, and what is refused
-before a peer is involved.
+"""What all transports share about collectives: ops and dtypes, the labels of buckets, what a rank
+without a gradient contributes, the words for a collective in messages, and the checks made before
+any peer is involved.
 
-Knows no transport, and raises nothing of its own but ValueError and TypeError.
+Knows no transport. Raises only ValueError and TypeError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 OPS = ("sum", "mean", "min", "max", "prod")
 _ALIASES = {"avg": "mean", "product": "prod"}
 
-# What the transports of the CPU reduce; NCCL's list depends on its version.
+# What the CPU transports reduce; NCCL's list depends on its version.
 CPU_DTYPES = (
     torch.float32,
     torch.float64,
@@ -32,7 +32,7 @@ BUCKETS_PER_REDUCER = 65536
 
 def canonical_op(op: str) -> str:
     """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are
-    accepted. Raises ValueError, and TypeError for what is no string.
+    accepted. Raises ValueError for any other name, TypeError if it is not a string.
     """
     if not isinstance(op, str):
         raise TypeError(f"op must be one of {', '.join(OPS)}, as a string; got {op!r}")
@@ -43,7 +43,7 @@ def canonical_op(op: str) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As in a message: "float32"."""
+    """The dtype as messages spell it: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -51,13 +51,13 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def bucket_label(reducer: int, bucket: int) -> int:
-    """The number by which ranks tell buckets apart. Never 0, which is no bucket."""
+    """The number by which ranks tell buckets apart. Never 0, which means no bucket."""
     return reducer * BUCKETS_PER_REDUCER + bucket + 1
 
 
 def presence_values(op: str) -> tuple[float, float]:
-    """What a rank puts where it has no gradient, and where it has one: the reduction over all ranks
-    is the first only if all put that.
+    """The values that a rank contributes for a parameter without and with a gradient. Their
+    reduction over all ranks is the first value only if no rank has a gradient.
     """
     return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
 
@@ -65,8 +65,8 @@ def presence_values(op: str) -> tuple[float, float]:
 def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
     """Integers as int64 rows whose sums over n ranks are exact, for `mean_of_addends`.
 
-    int64: a row of quotients by n and one of remainders, as the sum of n elements may overflow.
-    Other integers: one row. Shape (rows, *tensor.shape), in memory of its own.
+    int64 gives a row of quotients by n and a row of remainders, because the sum of n elements may
+    overflow. Other integers give one row. Returns a new tensor of shape (rows, *tensor.shape).
     """
     if tensor.dtype != torch.int64:
         return tensor.to(torch.int64, copy=True).unsqueeze(0)
@@ -75,12 +75,14 @@ def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
 
 
 def mean_of_addends(sums: Tensor, n: int) -> Tensor:
-    """The mean of integers over n ranks, truncated towards zero. sums: of `addends_of_mean`."""
+    """The mean of integers over n ranks, truncated towards zero. sums: of the ranks'
+    `addends_of_mean`.
+    """
     carried = torch.div(sums[-1], n, rounding_mode="trunc")
     if len(sums) == 1:
         return carried
     mean, rest = sums[0] + carried, sums[1] - carried * n
-    # Where the rest has the other sign, the exact mean lies nearer to zero.
+    # If the rest has the other sign, the exact mean lies nearer to zero.
     sign = mean.sign()
     return mean - torch.where(sign * rest < 0, sign, 0)
 
@@ -104,7 +106,7 @@ def sentence(
     label: int = 0,
     step: int = 0,
 ) -> str:
-    """A collective in words, for messages. op, src: of the kinds that have one. label, step: of a
+    """A collective in words, for messages. op, src: for the kinds that have one. label, step: for a
     bucket; see BoundBucket.launch.
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
@@ -123,13 +125,13 @@ def sentence(
 
 
 def mismatch(number: int, calls: Iterable[object]) -> str:
-    """The ranks have come to different collectives. calls: each rank's, by rank, in words."""
+    """The message when ranks call different collectives. calls: each rank's, in words, by rank."""
     wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
     return f"the ranks call different collectives (number {number} on this communicator): {wanted}"
 
 
 def abandonment(ranks: Iterable[int]) -> str:
-    """What the others hear when `ranks` abandon a round."""
+    """The message that the other ranks get when `ranks` abandon a round."""
     return (
         f"rank {', '.join(map(str, ranks))} abandoned what was under way (an exception ended its "
         "backward?): skip this step"
@@ -137,7 +139,7 @@ def abandonment(ranks: Iterable[int]) -> str:
 
 
 def own_abandonment(rank: int) -> str:
-    """What becomes of the works of the rank that abandons."""
+    """The message that the works of the abandoning rank end with."""
     return f"rank {rank} abandoned the collectives under way"
 
 
@@ -150,8 +152,8 @@ def refuse_dtype(dtype: object, known: Iterable[torch.dtype], name: str = "dtype
 
 
 def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoReturn:
-    """Says what is wrong with a tensor that is not dense, on the device, contiguous and stored as
-    it reads. Raises TypeError or ValueError.
+    """Says what is wrong with a tensor: it must be dense, on the device, contiguous and not a
+    negated view. Raises TypeError or ValueError.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
@@ -170,7 +172,7 @@ def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoRetur
 
 
 def check_numel(numel: int) -> None:
-    """Of a tensor to be made. Raises ValueError."""
+    """Checks the size of a tensor to be made. Raises ValueError."""
     if numel < 0:
         raise ValueError(f"numel must not be negative; got {numel}")
 
@@ -182,7 +184,7 @@ def check_src(src: int, world_size: int) -> None:
 
 
 def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
-    """That the result of `inp` fits into `out`. Raises TypeError or ValueError."""
+    """Checks that the result for `inp` fits into `out`. Raises TypeError or ValueError."""
     if out.dtype != inp.dtype:
         raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
     if out.numel() != numel:
@@ -190,7 +192,7 @@ def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
 
 
 def share_of(name: str, inp: Tensor, world_size: int) -> int:
-    """Elements of the part of `inp` that one rank keeps. Raises ValueError."""
+    """The number of elements of `inp` that each rank keeps. Raises ValueError."""
     if inp.numel() % world_size:
         raise ValueError(
             f"{name}: inp has {inp.numel()} elements, not a multiple of {world_size} ranks"

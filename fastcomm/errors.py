@@ -11,8 +11,8 @@ class FastcommError(RuntimeError):
 
 
 class InitError(FastcommError):
-    """The ranks could not be brought together: not launched by torchrun, a rank twice or missing,
-    hosts that differ.
+    """The ranks could not be brought together: not launched by torchrun, a rank that is missing or
+    comes twice, ranks on different hosts.
     """
 
 
@@ -23,8 +23,8 @@ class MismatchError(FastcommError):
 
 
 class AbandonedError(FastcommError):
-    """Another rank has abandoned the step: its backward raised, or it called abandon(). Names it.
-    Skip the step, too, and go on.
+    """Another rank has abandoned the step: its backward raised, or it called abandon(). Names the
+    rank. Skip the step, too, and go on.
     """
 
 
@@ -32,8 +32,8 @@ class PeerLostError(FastcommError):
     """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last
     collective it joined.
 
-    ranks: those that have died or cannot be reached, numbered as in the message. Empty where that
-    is not known, and where a rank that lives has aborted or closed its communicator.
+    ranks: those that have died or cannot be reached, numbered as in the message. Empty if they are
+    not known, or if a living rank has aborted or closed its communicator.
     """
 
     ranks: tuple[int, ...]

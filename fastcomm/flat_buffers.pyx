@@ -1,16 +1,16 @@
 # cython: language_level=3
-"""Where the flat buffers of all buckets of this process lie, so that a gradient can be recognised
-that lies in one: its contents change at times of their own.
+"""Keeps the addresses of all flat buffers of this process, to recognise a gradient that lies in
+one: the rounds of that bucket change its contents.
 
-By address: a view of a flat buffer may have a storage of its own.
+Compares addresses, because a view of a flat buffer may have a storage of its own.
 """
 
 cdef Range *first = NULL
 
 
 cdef class FlatBuffer:
-    """Makes the memory of the tensor `flat` known, as long as this object lives. The bucket that
-    owns the tensor holds it.
+    """Registers the memory of the tensor `flat` for as long as this object lives. The bucket that
+    owns the tensor holds this object.
     """
 
     def __cinit__(self, flat):
@@ -37,7 +37,7 @@ cdef bint is_in_a_flat_buffer(const void *address) noexcept:
 
 
 def inside(list tensors):
-    """Which of the tensors, by index, lie in a flat buffer."""
+    """The indices of the tensors that lie in a flat buffer."""
     return [
         i for i, tensor in enumerate(tensors)
         if is_in_a_flat_buffer(<void *><size_t>tensor.data_ptr())

@@ -1,5 +1,5 @@
-# How many forks lie between this process and the first that imported the module. What was made
-# before a fork is of no use in the child, whose pid is not the one its peers watch.
+# The number of forks between this process and the first that imported the module. What was made
+# before a fork is of no use in the child: the peers watch the parent's pid.
 cdef int forks() noexcept
 
 

@@ -1,5 +1,7 @@
 # cython: language_level=3
-"""Until when a communicator can be used: not in a forked child, and not after what has ended it."""
+"""Lifetime: whether a communicator can still be used. It cannot in a forked child, nor after an
+error or close() has ended it.
+"""
 
 import os
 
@@ -22,17 +24,17 @@ cdef int forks() noexcept:
 
 
 cdef class Lifetime:
-    """Of one communicator, in the process that makes this object."""
+    """The lifetime of one communicator, in the process that makes this object."""
 
     def __cinit__(self):
         self.generation, self.pid = n_forks, os.getpid()
 
     cpdef bint is_forked(self) noexcept:
-        """Whether this process was forked from that one."""
+        """Whether this process was forked from the one that made the object."""
         return self.generation != n_forks
 
     def end(self, failure):
-        """From now on `failure` is what every call raises. The first one counts."""
+        """From now on every call raises `failure`. Only the first failure counts."""
         if self.failure is None:
             self.failure = failure
 
@@ -46,7 +48,7 @@ cdef class Lifetime:
 
 
 def again(error):
-    """The same error, to be raised once more: each time adds to an error's traceback."""
+    """A copy of the error, to be raised again: raising one object twice extends its traceback."""
     copy = type(error)(*error.args)
     copy.__dict__.update(error.__dict__)
     return copy

@@ -1,7 +1,7 @@
-"""init() and connect(): bring the ranks together and pick the transport. Own nothing once that is
-made.
+"""init() and connect(): bring the ranks together and pick the transport. They own nothing once the
+transport is made.
 
-How ranks meet is bootstrap.py's business.
+How ranks meet is in bootstrap.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def init(
     bootstrap: Bootstrap = (
         GroupBootstrap(group) if group is not None else meet(init_method, rank, world_size, timeout)
     )
-    if is_nccl:  # whose watchdog exchanges notes
+    if is_nccl:  # its watchdog exchanges notes
         bootstrap = bootstrap.with_notes(timeout)
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
@@ -117,7 +117,7 @@ def connect(
 
 @contextlib.contextmanager
 def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
-    """An error of this rank's ends the waiting of the others."""
+    """Reports an error in the block to the other ranks, so that they stop waiting."""
     try:
         yield
     except Exception as error:
@@ -127,7 +127,7 @@ def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
 
 
 def _choose_device(backend: str, device: torch.device | str | None) -> torch.device:
-    """Where the gradients are, with an index if it is a CUDA device."""
+    """The device of the gradients, with an index if it is a CUDA device."""
     if device is None:
         wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
         device = (
@@ -167,7 +167,7 @@ def _connect_on_cuda(
     device: torch.device,
     neighbours: _Neighbours,
 ) -> NcclCommunicator:
-    """The ranks have met; makes the communicator on `device`."""
+    """Makes the communicator on `device`, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
     return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
 
@@ -179,7 +179,7 @@ def _connect_on_cpu(
     group: dist.ProcessGroup | None,
     of_host: _Neighbours,
 ) -> Communicator:
-    """The ranks have met; makes the communicator on the CPU."""
+    """Makes the communicator on the CPU, once the ranks have met."""
     neighbours, local_rank, hosts = of_host
     place = bootstrap.rank, bootstrap.world_size, local_rank
     if backend == "auto":
@@ -199,15 +199,15 @@ def _connect_on_cpu(
     with _told_to_all(bootstrap):
         if backend == "hierarchical":
             return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
-        # A group over Gloo is asked for its ranks only: one of our own is not in the way of what
-        # else the user does with it.
+        # In place of a user's group over Gloo we make one of our own, of the same ranks: it does
+        # not interfere with what else the user does with theirs.
         is_foreign = group is not None and dist.get_backend(group) != "gloo"
         exchange = Exchange(place[0], place[1], group if is_foreign else None)
         return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
 
 
 def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
-    """The ranks tell each other which host they run on."""
+    """Finds out which ranks run on which host: the ranks exchange it."""
     identities = bootstrap.exchange(_host_identity())
     hosts: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
@@ -218,15 +218,15 @@ def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
 
 
 def _local_rank(place: int) -> int:
-    """The rank's number on its host: torchrun's word for it, else its place among the ranks that
+    """The rank's number on its host: torchrun's LOCAL_RANK, else its index among the ranks that
     share the host.
     """
     return int(os.environ.get("LOCAL_RANK", place))
 
 
 def _host_identity() -> str:
-    """Equal for two processes exactly if they can map each other's memory: one kernel, one pid
-    namespace. FASTCOMM_HOST_ID overrides it.
+    """A string that is equal for two processes exactly if they can map each other's memory: the
+    same kernel and the same pid namespace. FASTCOMM_HOST_ID overrides it.
     """
     override = os.environ.get("FASTCOMM_HOST_ID")
     if override is not None:

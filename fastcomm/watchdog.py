@@ -1,9 +1,9 @@
 """Watchdog: a thread that notices when collectives on a GPU will never end, says why, and ends
 them.
 
-NCCL waits for ever for a rank that died, closed its communicator, left a backward by an exception
-or calls something else, and the host that launched the collective does not wait at all. So each
-rank's watchdog looks at what is unfinished, at its peers' processes, and at short notes the ranks
+NCCL waits for ever for a rank that died, closed its communicator, left a backward with an exception
+or calls something else. The host that launched the collective does not wait at all. So each rank's
+watchdog looks at what is unfinished, at its peers' processes, and at short notes that the ranks
 leave each other in the store they met at. It owns no communicator and knows nothing of CUDA.
 """
 
@@ -34,9 +34,7 @@ TICK_S = 0.1
 STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the peers' notes
 LOOK_S = 1.0  # how often it reads them when nothing is amiss
 COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
-ANSWER_S = (
-    2.5  # how long the ranks have to say where they are once one has given up: longer than LOOK_S
-)
+ANSWER_S = 2.5  # how long a rank that times out waits for the others' positions: longer than LOOK_S
 
 NOTHING = "nothing unfinished"
 
@@ -47,8 +45,8 @@ _KINDS = {
 
 
 class Notes(Protocol):
-    """What the ranks tell each other: a key and a value each, kept by the store they met at. Raises
-    RuntimeError when that is gone.
+    """Messages between the ranks: keys and values in the store they met at. Raises RuntimeError
+    when the store is gone.
     """
 
     def write(self, key: str, value: str) -> None: ...
@@ -57,25 +55,25 @@ class Notes(Protocol):
 
 
 class Watched(Protocol):
-    """The communicator, as its watchdog sees it. `number` counts its collectives; `epoch` how often
-    the ranks have met anew.
+    """The communicator, as its watchdog sees it. `number` counts its collectives, `epoch` how often
+    the ranks have met again.
     """
 
     rank: int
     world_size: int
-    leak: str | None  # what to warn of when it was dropped without close()
+    leak: str | None  # the warning if it is dropped without close()
     pids: tuple[int, ...]
     number: int
     epoch: int
 
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
-        """Of the oldest collective that has not ended: number, seconds without progress,
+        """The oldest collective that has not ended: its number, seconds without progress, and its
         description.
         """
 
     def _asynchronous_error(self) -> FastcommError | None: ...
     def _has_graphs(self) -> bool:
-        """Whether captured collectives may run that nobody sees begin or end."""
+        """Whether CUDA graphs may replay collectives: nobody sees those begin or end."""
 
     def _fail(self, error: FastcommError) -> None: ...
     def _interrupt(self, error: FastcommError, epoch: int) -> None: ...
@@ -104,7 +102,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the watchdog looks no more."""
+        """Stops the watchdog and waits for its thread."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
@@ -124,7 +122,7 @@ class Watchdog:
                 self._tick(comm)
             except (InitError, MismatchError, NcclError, PeerLostError, TimeoutError) as error:
                 self.give_up(comm, error)
-            except Exception as error:  # the device itself is out of order, or we are
+            except Exception as error:  # the device is broken, or we have a bug
                 self.give_up(comm, FastcommError(f"rank {comm.rank}: {error}"))
             del comm
         for lifeline in self._lifelines.values():
@@ -149,7 +147,7 @@ class Watchdog:
                 self._look_at_processes(comm, "what its CUDA graphs replay", but=self._closed(comm))
         except FastcommError:
             raise
-        except RuntimeError as trouble:  # torch's stores have no better one
+        except RuntimeError as trouble:  # torch's stores raise nothing more specific
             if stalled is not None:
                 self._look_at_processes(comm, stalled[2])
                 self.give_up(
@@ -160,7 +158,7 @@ class Watchdog:
                 )
 
     def _read_notes(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
-        """Does what another rank has found necessary."""
+        """Acts on the other ranks' notes: a failure, a question, an abandoned round."""
         failure = self._notes.read("failure")
         if failure is not None:
             self._publish(comm, unfinished)
@@ -175,7 +173,7 @@ class Watchdog:
             comm._interrupt(AbandonedError(abandoned), epoch)
 
     def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
-        """Something has not ended for a while: finds out whether it ever will."""
+        """Finds out whether a collective that has not ended for a while ever will."""
         if self._stopped.is_set():
             return
         self._look_at_processes(comm, what)
@@ -197,7 +195,7 @@ class Watchdog:
             self._time_out(comm, number, what)
 
     def _closed(self, comm: Watched) -> set[int]:
-        """The ranks that have ended in good order."""
+        """The ranks of this host that have closed in good order."""
         return {rank for rank in self._lifelines if self._notes.read(f"closed/{rank}") is not None}
 
     def _look_at_processes(self, comm: Watched, what: str, but: Collection[int] = ()) -> None:
@@ -221,7 +219,7 @@ class Watchdog:
             )
 
     def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
-        """Says where this rank stands: once for each place it stalls at."""
+        """Tells the others where this rank stands, once per position."""
         number, what = (
             (comm.number, NOTHING) if unfinished is None else (unfinished[0], unfinished[2])
         )
@@ -231,7 +229,7 @@ class Watchdog:
                 self._notes.write(f"position/{comm.epoch}/{comm.rank}", json.dumps([number, what]))
 
     def _compare(self, comm: Watched, number: int, what: str) -> None:
-        """With rank 0, so that no store has to answer every rank's question about every other."""
+        """With rank 0 only, so that the store need not answer every rank about every other."""
         first = self._position_of(comm, 0)
         if first is not None and first[0] == number and first[1] not in (what, NOTHING):
             message = (
@@ -271,8 +269,8 @@ class Watchdog:
         )
 
     def _ask_around(self, comm: Watched) -> dict[int, list[Any] | None]:
-        """Where the other ranks stand. Those that are not stalled themselves answer as soon as they
-        read the notes.
+        """Asks where the other ranks stand. A rank that is not stalled itself answers when it next
+        reads the notes.
         """
         self._notes.write_once("question", "where are you?")
         deadline = time.monotonic() + ANSWER_S
@@ -287,8 +285,8 @@ class Watchdog:
         return others
 
     def give_up(self, comm: Watched, error: FastcommError) -> None:
-        """Ends the communicator here and tells the others why. What another rank has said first is
-        what all raise.
+        """Ends the communicator here and tells the others why. All ranks raise the failure that was
+        reported first.
         """
         if self._stopped.is_set():
             return
@@ -299,7 +297,7 @@ class Watchdog:
 
 
 def failure_note(error: FastcommError) -> str:
-    """What the note "failure" says: every rank that reads it raises the same error."""
+    """The text of the note "failure": every rank that reads it raises the same error."""
     return json.dumps([type(error).__name__, str(error), getattr(error, "ranks", ())])
 
 
