@@ -20,7 +20,7 @@ cdef enum:
     CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
     CU_GRAPH_USER_OBJECT_MOVE = 1
 
-# All of the driver that fastcomm calls.
+# Every driver call that fastcomm makes.
 cdef struct Driver:
     int (*init)(unsigned int flags) noexcept nogil
     int (*version)(int *version) noexcept nogil

@@ -24,8 +24,8 @@ def load():
     """Opens the driver: FASTCOMM_CUDA_LIBRARY if that is set, else libcuda.so.1. Returns its
     version, 13000 for 13.0.
 
-    Raises InitError: there is no driver, it is too old to have a call that is needed, or it does
-    not start.
+    Raises InitError if there is no driver, if it is so old that it lacks a call, or if it does not
+    start.
     """
     global library
     cdef int version = 0
@@ -114,7 +114,7 @@ cdef class Event:
             driver.destroy_event(self.handle)
 
     cdef bint is_over(self) except -1:
-        """Whether all that came before its newest record is done."""
+        """Whether all work before its newest record is done."""
         cdef int code
         with nogil:
             code = driver.query_event(self.handle)
@@ -143,9 +143,8 @@ cdef class Stream:
 cdef class Device:
     """A CUDA device and its primary context, which torch and NCCL use as well.
 
-    device: a torch.device. One of type "cpu" stands for host memory in the place of device memory,
-    with one stream: what the tests' stand-in for the driver works on. Raises InitError where there
-    is no such device.
+    device: a torch.device. Type "cpu" means host memory in place of device memory, and one stream,
+    for the tests' stand-in for the driver. Raises InitError if there is no such device.
     """
 
     def __cinit__(self, device):
@@ -171,7 +170,7 @@ cdef class Device:
         return NULL if self.raw_stream is None else <CUstream><size_t>self.raw_stream(self.index)
 
     cdef CUstream order_current_after(self, Event event) except? NULL:
-        """Returns the current stream, on which all that comes now comes after the event."""
+        """Makes the current stream wait for the event. Returns that stream."""
         cdef CUstream current = self.current_stream()
         cdef CUcontext before = self.enter()
         try:
@@ -195,7 +194,7 @@ cdef class Device:
 
     @contextlib.contextmanager
     def selected(self):
-        """The device is the thread's own meanwhile. For all that is not on the hot path."""
+        """Makes this device's context the thread's within the block. Not for the hot path."""
         cdef CUcontext before = self.enter()
         try:
             yield

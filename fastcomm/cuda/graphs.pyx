@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""CapturedGraphs: counts the CUDA graphs that have captured something, for as long as they live.
-Holds none of them; the driver says when one is gone.
+"""CapturedGraphs: counts the living CUDA graphs that have captured collectives. Keeps none of them
+alive; the driver says when one is gone.
 """
 
 from libc.stdlib cimport calloc
@@ -12,7 +12,7 @@ from fastcomm.cuda.driver cimport (
 
 
 cdef class CapturedGraphs:
-    """Of one communicator."""
+    """The graphs of one communicator."""
 
     def __cinit__(self):
         self.n_alive = <int *>calloc(1, sizeof(int))
@@ -24,8 +24,8 @@ cdef class CapturedGraphs:
         return self.n_alive[0]
 
     cdef bint note_capture(self, CUstream current) except -1:
-        """Whether the stream is being captured into a CUDA graph. Each graph is counted until it,
-        and all that was made of it, is gone.
+        """Returns whether the stream is being captured into a CUDA graph. Counts the graph until it
+        and everything made from it are gone.
         """
         cdef int status = 0
         cdef unsigned long long identifier = 0

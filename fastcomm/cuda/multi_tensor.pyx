@@ -1,9 +1,9 @@
 # cython: language_level=3
-"""MultiTensor: many tensors to one flat buffer and back, in one launch. Owns the table of tiles and
-the loaded kernels.
+"""MultiTensor: moves many tensors to one flat buffer and back, in one launch. Owns the table of
+tiles and the loaded kernels.
 
-The kernels are those of kernels/cuda/, compiled by nvcc when the package was built, or by CuPy at
-first use where that has not happened or the driver does not take what nvcc has made.
+The kernels are those of kernels/cuda/. nvcc compiles them when the package is built; where it has
+not, or the driver does not take its output, CuPy compiles them at first use.
 """
 
 from pathlib import Path
@@ -41,13 +41,13 @@ TILE = numpy.dtype([("offset", "u8"), ("start", "u4"), ("tensor", "u2"), ("numel
 
 
 cdef class MultiTensor:
-    """n tensors and their offsets in a flat buffer: tensor i begins at element offsets[i]. Worked
-    out once, launched often.
+    """n tensors and their offsets in a flat buffer: tensor i begins at element offsets[i]. Prepared
+    once, launched often.
 
     numels, offsets: n integers each. dtype: of the tensors. flat_dtype: of the flat buffer; see
-    WIRE_DTYPES for the pairs there are.
-    device: a fastcomm.cuda.driver.Device. Up to 4000 tensors take one launch, more take one for
-    each 4000. Raises TypeError for a pair of dtypes without a kernel, InitError where there are no
+    WIRE_DTYPES for the supported pairs.
+    device: a fastcomm.cuda.driver.Device. One launch moves up to 4000 tensors; more take a launch
+    per 4000. Raises TypeError for a pair of dtypes without a kernel, InitError if there are no
     kernels for the device.
     """
 
@@ -90,7 +90,7 @@ cdef class MultiTensor:
             part.kernels[<int>which] = self._kernel(part.n_tiles, f"{name}_{capacity}")
 
     cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *:
-        """With as many blocks as run at the same time, so that all warps have the same number of
+        """Takes as many blocks as run at the same time, so that all warps have the same number of
         tiles, or one less.
         """
         cdef Kernel found
@@ -119,13 +119,13 @@ cdef class MultiTensor:
             self.parts[i].ticket = <void *><size_t>self.tickets[i].data_ptr()
 
     cdef int flatten_on(self, CUstream stream, void *flat, double scale) except -1 nogil:
-        """Launches flat = tensors * scale. The tensors' addresses stand in `addresses`."""
+        """Launches flat = tensors * scale. The tensors' addresses are in `addresses`."""
         return self._launch(FLATTEN, stream, <const void **>&flat, &scale, False)
 
     cdef int unflatten_on(
         self, CUstream stream, const void *flat, double scale, bint with_stats
     ) except -1 nogil:
-        """Launches tensors = flat * scale, and what is written into `stats`."""
+        """Launches tensors = flat * scale, and the statistics of the result into `stats`."""
         return self._launch(UNFLATTEN, stream, &flat, &scale, with_stats)
 
     cdef int norm_on(self, CUstream stream) except -1 nogil:
@@ -254,13 +254,14 @@ def tiles_of(numels, offsets):
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
-FAMILIES = ("flatten", "unflatten")  # files of kernels/cuda/; the norm kernels stand in the second
+FAMILIES = ("flatten", "unflatten")  # files of kernels/cuda/; the norm kernels are in the second
 cdef dict _kernels = {}  # (device index, name) -> CUfunction as an integer
-cdef dict _modules = {}  # (device index, family) -> what has a function(name)
+cdef dict _modules = {}  # (device index, family) -> Module or _Compiled
 
 
 def kernel(Device device, str name):
-    """The address of a kernel, loaded if it is not yet. Raises InitError, saying what is missing.
+    """The address of a kernel, which is loaded at first use. Raises InitError, which says what is
+    missing.
     """
     address = _kernels.get((device.index, name))
     if address is None:
@@ -282,14 +283,14 @@ cdef _load_module(Device device, family):
             problem = str(error)
     try:
         return _compile(family)
-    except Exception as error:  # whatever CuPy has to say
+    except Exception as error:  # CuPy raises errors of many kinds
         raise InitError(f"no kernels for this device: {problem}; and CuPy cannot compile them: "
                         f"{type(error).__name__}: {error}") from error
 
 
 def kernel_file(name):
-    """Where a file of kernels/cuda/ lies: inside the installed package, or beside the package in
-    the source tree. None if nowhere.
+    """The path of a file of kernels/cuda/: inside the installed package, or beside the package in
+    the source tree. None if it is in neither.
     """
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels" / "cuda", package.parent / "kernels" / "cuda"):

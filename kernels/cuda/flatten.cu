@@ -3,13 +3,13 @@
  *
  *     flatten_<grad>_<wire>_<capacity>(pointers, tiles, n_tiles, flat, scale)
  *
- * One launch whatever the number of tensors up to `capacity`. The tensors may be the flat buffer's
- * own, to be scaled in place, where the dtypes are the same. */
+ * One launch takes up to `capacity` tensors. With equal dtypes the tensors may be views of the flat
+ * buffer, which are then scaled in place. */
 #include "multi_tensor.cuh"
 
 /* Block: 32 * MT_WARPS threads. Grid: any; a warp takes every n-th tile, so a few blocks per
  * multiprocessor are enough for all tiles. Tensors and `flat` need the alignment of their elements;
- * 16-byte loads and stores where a tensor and its place in `flat` are aligned alike (layout.py
+ * loads and stores take 16 bytes where a tensor and its slot in `flat` are aligned alike (layout.py
  * pads, allocators align). Moves numel * (sizeof(Grad) + sizeof(Wire)) bytes: bandwidth-bound. */
 template <class Grad, class Wire, int CAPACITY>
 MT_INLINE void flatten_lane(mt_place place, const mt_pointers<CAPACITY> &pointers,

@@ -19,7 +19,7 @@ typedef unsigned long long uint64_t;
 
 #include "multi_tensor.h"
 
-/* Which lane this is, of which warp of how many in the whole grid. */
+/* The number of this lane in its warp, of this warp in the grid, and of all warps in the grid. */
 struct mt_place {
     uint32_t lane, warp, n_warps;
 };
@@ -36,8 +36,8 @@ template <int CAPACITY> struct mt_pointers {
     void *tensor[CAPACITY];
 };
 
-/* ---- dtypes: as they lie in memory, and the conversions to the type that is calculated with and
- * back ---- */
+/* ---- dtypes: their bits in memory, and the conversions to and from the type used for arithmetic
+ * ---- */
 
 typedef float f32;
 typedef double f64;
@@ -54,9 +54,9 @@ struct e5m2 {
     uint8_t bits;
 };
 
-/* What a gradient and its image in the flat buffer may be: X(GRAD, WIRE, CAPACITY). For each there
- * is a kernel in both directions, and for each capacity, the number of tensors that a launch takes
- * at most. */
+/* The supported dtypes of a gradient and of its image in the flat buffer: X(GRAD, WIRE, CAPACITY).
+ * Each pair has a kernel per direction and capacity; the capacity is the largest number of tensors
+ * that a launch takes. */
 #define MT_PAIRS_OF_F32(X, N)                                                                      \
     X(f32, f32, N) X(f32, f16, N) X(f32, bf16, N) X(f32, f64, N) X(f32, e4m3, N) X(f32, e5m2, N)
 #define MT_PAIRS_OF_F16(X, N)                                                                      \
@@ -72,7 +72,7 @@ struct e5m2 {
 static_assert(MT_SMALL == 448 && MT_LARGE == 4000,
               "the names of the kernels end with the capacities of multi_tensor.h");
 
-#ifndef FASTCOMM_HOST /* but in host_shim.h */
+#ifndef FASTCOMM_HOST /* else in host_shim.h */
 MT_INLINE float mt_float_of_bits(uint32_t bits) {
     return __uint_as_float(bits);
 }
@@ -108,8 +108,8 @@ MT_INLINE float mt_widen(f16 x) {
 MT_INLINE float mt_widen(bf16 x) {
     return mt_float_of_bits((uint32_t)x.bits << 16);
 }
-/* As the first bits of a float the exponent is too small by the difference of the biases, 120, for
- * subnormals as well. */
+/* Read as the first bits of a float, the exponent is too small by 120, the difference of the
+ * biases, for subnormals as well. */
 MT_INLINE float mt_widen(e4m3 x) {
     const uint32_t magnitude = x.bits & 0x7fu, sign = (uint32_t)(x.bits & 0x80u) << 24;
     const float value = mt_float_of_bits(magnitude << 20) * 0x1p120f;
@@ -123,7 +123,7 @@ MT_INLINE float mt_widen(e5m2 x) { /* the first byte of a half */
  * and this bias. What is above the largest number comes out as a larger code. */
 template <unsigned MANTISSA, unsigned BIAS> MT_INLINE uint32_t mt_round(uint32_t magnitude) {
     constexpr uint32_t dropped = 23 - MANTISSA, first_normal = (128 - BIAS) << 23;
-    /* The sum with a power of two whose last place is the unit of the subnormals. */
+    /* A power of two whose last place is the unit of the subnormals: adding it rounds to that. */
     constexpr uint32_t unit_in_last_place = (128 - BIAS - MANTISSA + 23) << 23;
     if (magnitude < first_normal) {
         return mt_bits_of_float(mt_float_of_bits(magnitude) +
@@ -162,34 +162,33 @@ MT_INLINE void mt_narrow(float value, f16 &x) {
 MT_INLINE void mt_narrow(float value, bf16 &x) {
     x.bits = mt_brain_of_float(value);
 }
-/* By way of a float, as torch does: it rounds twice. */
+/* Through float, as torch does: this rounds twice. */
 template <class T> MT_INLINE void mt_narrow(double value, T &x) {
     mt_narrow((float)value, x);
 }
 
-/* To be calculated with where one side is `A` and the other `B`: float, or double if one of them
- * is. */
+/* The type for arithmetic between `A` and `B`: double if one of them is double, else float. */
 template <class A, class B> using mt_wide = decltype(mt_widen(A()) + mt_widen(B()));
 
 template <class In, class Out> MT_INLINE void mt_cast(In x, mt_wide<In, Out> scale, Out &y) {
     mt_narrow((mt_wide<In, Out>)mt_widen(x) * scale, y);
 }
-/* Where nothing is converted and nothing scaled, the bits pass, those of a NaN too. */
+/* Without conversion and scaling the bits pass unchanged, those of a NaN too. */
 template <class T> MT_INLINE void mt_cast(T x, mt_wide<T, T> scale, T &y) {
     T scaled;
     mt_narrow(mt_widen(x) * scale, scaled);
     y = scale == 1 ? x : scaled;
 }
 
-/* ---- what becomes of the elements: written elsewhere, summed, or both ---- */
+/* ---- what is done with the elements: they are copied, summed, or both ---- */
 
 /* Elements that lie together, loaded or stored at once. */
 template <class T, unsigned WIDTH> struct alignas(sizeof(T) * WIDTH) mt_pack {
     T element[WIDTH];
 };
 
-/* A lane's part of the statistics. The squares of a tile's elements are added in float, unless they
- * are wider; the tiles in double. */
+/* A lane's part of the statistics. The squares of a tile's elements are added in float (float64 in
+ * double), the tiles in double. */
 template <class T> struct mt_sums {
     mt_wide<T, T> of_tile = 0;
     double square_sum = 0;
@@ -198,8 +197,8 @@ template <class T> struct mt_sums {
     MT_INLINE void add(T x) {
         const auto value = mt_widen(x);
         of_tile += value * value;
-        /* NaN for infinity and NaN. Not the difference from itself: fused with the multiplication
-         * that made `value`, it is not 0. */
+        /* value * 0 is NaN for infinity and NaN. `value - value` would not do: fused with the
+         * multiplication that made `value`, it need not be 0. */
         n_nonfinite += value * 0 != 0;
     }
     MT_INLINE void end_tile() {
@@ -268,8 +267,8 @@ MT_INLINE void mt_take_packs(const In *in, Out *out, uint32_t n_left, Action &ac
     }
 }
 
-/* Packs of WIDTH elements, the first to lane 0, the second to lane 1. With four of 16 bytes in
- * flight per lane, the 24 warps that a multiprocessor has at least (MT_LAUNCH_BOUNDS) have 48 KiB,
+/* Packs of WIDTH elements, the first to lane 0, the second to lane 1. A multiprocessor has at least
+ * 24 warps (MT_LAUNCH_BOUNDS). With four packs of 16 bytes per lane, they have 48 KiB in flight,
  * several times what it takes to hide the latency of memory. */
 template <unsigned WIDTH, class In, class Out, class Action>
 MT_INLINE void mt_walk_packs(const In *in, Out *out, uint32_t n_packs, uint32_t lane,
@@ -287,9 +286,9 @@ MT_INLINE void mt_walk_packs(const In *in, Out *out, uint32_t n_packs, uint32_t 
     mt_take_packs<WIDTH, N>(in, out, n_left, action);
 }
 
-/* A tile whose two sides are aligned alike goes in packs of 16 bytes (of the wider dtype), but for
- * the elements before the first aligned one and after the last pack: less than 16 each, which take
- * half a warp each. A tile that is not so goes element by element. */
+/* A tile whose two sides are aligned alike goes in packs of 16 bytes (of the wider dtype), except
+ * for the elements before the first aligned one and after the last pack: fewer than 16 each, so
+ * half a warp each. Any other tile goes element by element. */
 template <class In, class Out, class Action>
 MT_INLINE void mt_walk_tile(const In *in, Out *out, uint32_t numel, uint32_t lane, Action &action) {
     constexpr uint32_t WIDTH = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
@@ -308,7 +307,7 @@ MT_INLINE void mt_walk_tile(const In *in, Out *out, uint32_t numel, uint32_t lan
     }
 }
 
-/* Which tiles are this warp's. The next one is loaded while the present one is worked on. */
+/* The tiles of this warp. The next one is loaded while the current one is worked on. */
 struct mt_tile_walk {
     const mt_tile *tiles;
     uint32_t n_tiles, position, stride;
@@ -344,7 +343,7 @@ MT_INLINE mt_place mt_here() {
             gridDim.x * warps_of_block};
 }
 
-/* The sum over a warp is lane 0's. */
+/* Sums over a warp; lane 0 gets the result. */
 MT_INLINE mt_stats mt_add_warp(mt_stats sum) {
     for (int distance = 16; distance > 0; distance /= 2) {
         sum.square_sum += __shfl_down_sync(~0u, sum.square_sum, distance);
@@ -353,7 +352,7 @@ MT_INLINE mt_stats mt_add_warp(mt_stats sum) {
     return sum;
 }
 
-/* The sum over a block is thread 0's. To be called by all of its threads. */
+/* Sums over a block; thread 0 gets the result. All threads of the block must call it. */
 MT_INLINE mt_stats mt_add_block(mt_stats sum) {
     __shared__ mt_stats of_warp[32];
     const unsigned lane = threadIdx.x % 32;
@@ -365,9 +364,9 @@ MT_INLINE mt_stats mt_add_block(mt_stats sum) {
     return mt_add_warp(lane < blockDim.x / 32 ? of_warp[lane] : mt_stats{0, 0});
 }
 
-/* Each block leaves its share; the last one to do so adds them, always in the same order. Its
- * increment brings the ticket back to 0, as the next launch needs it, also where a graph replays
- * this one. */
+/* Each block stores its share. The last block to do so adds them up, always in the same order. Its
+ * increment brings the ticket back to 0, which the next launch needs, or the next replay of a
+ * graph. */
 MT_INLINE void mt_publish(mt_stats share, mt_stats *stats, uint32_t *ticket) {
     __shared__ bool is_last;
     share = mt_add_block(share);
@@ -384,7 +383,7 @@ MT_INLINE void mt_publish(mt_stats share, mt_stats *stats, uint32_t *ticket) {
     mt_stats sum = {0, 0};
     for (unsigned block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
         const volatile mt_stats &other =
-            stats[1 + block]; /* not from a cache that knows nothing of other blocks' stores */
+            stats[1 + block]; /* volatile: a cached value may miss other blocks' stores */
         sum.square_sum += other.square_sum;
         sum.n_nonfinite += other.n_nonfinite;
     }
@@ -394,7 +393,7 @@ MT_INLINE void mt_publish(mt_stats share, mt_stats *stats, uint32_t *ticket) {
     }
 }
 
-/* Three blocks per multiprocessor, as then no kernel needs more registers than there are (sm_80 to
+/* At least three blocks per multiprocessor: with that, no kernel runs out of registers (sm_80 to
  * sm_100). Most have room for five. */
 #define MT_LAUNCH_BOUNDS __launch_bounds__(32 * MT_WARPS, 3)
 

@@ -16,8 +16,8 @@
  * 0.2 % of the traffic. */
 #define MT_TILE 2048
 
-/* A kernel comes in two sizes: a launch's parameters are copied whole. 448 addresses fit into 4
- * KiB, all there was before CUDA 12.1; 4000 into the 32,764 bytes since. */
+/* A kernel comes in two capacities, because a launch copies all its parameters. 448 addresses fit
+ * into 4 KiB, the limit before CUDA 12.1; 4000 fit into 32,764 bytes, the limit since. */
 #define MT_SMALL 448
 #define MT_LARGE 4000
 
@@ -32,8 +32,8 @@ struct mt_tile {
     uint16_t numel;
 };
 
-/* What unflatten and norm find out. A launch of n blocks needs an array of 1 + n: the first is the
- * result, the others the blocks' shares, added in the order of the blocks. */
+/* The statistics that unflatten and norm compute. A launch of n blocks needs an array of 1 + n: the
+ * first is the result, the others the blocks' shares, added in the order of the blocks. */
 struct mt_stats {
     double square_sum;    /* of all elements as they were written */
     uint64_t n_nonfinite; /* how many of them are infinite or NaN */

@@ -1,7 +1,7 @@
-/* The way back of flatten.cu: scatters a bucket's flat buffer into its tensors, times a scale, and
- * finds out, where `stats` is not null, the sum of squares and the number of non-finite elements of
- * what it writes. Where gradients are views of the flat buffer and there is nothing to scatter,
- * norm_* finds out the same of what is there:
+/* The reverse of flatten.cu: scatters a bucket's flat buffer into its tensors, times a scale. If
+ * `stats` is not null, it also computes the sum of squares and the number of non-finite elements of
+ * what it writes. Where gradients are views of the flat buffer, there is nothing to scatter; norm_*
+ * computes the same statistics of them:
  *
  *     unflatten_<wire>_<grad>_<capacity>(pointers, tiles, n_tiles, flat, scale, stats, ticket)
  *     norm_<grad>_<capacity>(pointers, tiles, n_tiles, stats, ticket)
@@ -24,8 +24,8 @@ MT_INLINE mt_stats unflatten_lane(mt_place place, const mt_pointers<CAPACITY> &p
     return action.sums.share();
 }
 
-/* Block and grid: as flatten_lane in flatten.cu. 16-byte loads from the first element on that is
- * aligned so. Reads numel * sizeof(Grad) bytes: bandwidth-bound. */
+/* Block and grid: as flatten_lane in flatten.cu. 16-byte loads from the first element aligned to 16
+ * bytes. Reads numel * sizeof(Grad) bytes: bandwidth-bound. */
 template <class Grad, int CAPACITY>
 MT_INLINE mt_stats norm_lane(mt_place place, const mt_pointers<CAPACITY> &pointers,
                              const mt_tile *tiles, uint32_t n_tiles) {
