@@ -1,5 +1,5 @@
-"""What the ranks must agree on before they connect over NCCL: one version of it, and a card for
-each rank. Only compares; how the ranks exchange what they have found is the bootstrap's business.
+"""Checks what the ranks must agree on before they connect over NCCL: its version, and a card for
+each rank. Only compares; the bootstrap exchanges what the ranks have found.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def facts_of_this_rank(device: torch.device) -> Facts:
 
 
 def refuse_different_versions(facts: Sequence[Facts]) -> None:
-    """Raises InitError, on every rank, when the ranks have found different versions of NCCL: those
+    """Raises InitError, on every rank, when the ranks have found different versions of NCCL, which
     would not understand each other.
     """
     if len({theirs["version"] for theirs in facts}) > 1:

@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""NcclBucket: a flat buffer and its way over NCCL, from the gradients where autograd has put them
-and back, launched in one call.
+"""NcclBucket: reduces a flat buffer over NCCL. One call launches all steps: it gathers the
+gradients from where autograd has put them, reduces them, and scatters the result.
 """
 
 import torch
@@ -25,13 +25,13 @@ cdef int MAX_TOKENS = 16
 
 @cython.freelist(8)
 cdef class NcclBucketWork:
-    """A bucket under way."""
+    """The reduction of a bucket, under way or over."""
 
     cdef NcclBucket bucket
     cdef object op, token
     cdef int epoch
     cdef bint is_captured, is_awaited
-    cdef CUstream awaited_on  # which stream was ordered after the work, if one was
+    cdef CUstream awaited_on  # the stream that wait() ordered after the work
 
     def wait(self):
         """As NcclWork.wait."""
@@ -55,8 +55,8 @@ cdef class NcclBucketWork:
 
 
 cdef class NcclBucket:
-    """A flat buffer, the slots of the gradients in it, and its way over the wire: one launch of
-    the host's per round.
+    """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
+    round.
     """
 
     cdef readonly NcclBucketWork posted  # see BoundBucket.posted
@@ -66,7 +66,7 @@ cdef class NcclBucket:
     cdef Lane lane
     cdef Ticket ticket
     cdef object flat, wire
-    cdef int dtype  # NCCL's number of the wire's
+    cdef int dtype  # NCCL's number for the wire's dtype
     cdef list views
     cdef FlatBuffer known
     cdef Presence presence
@@ -101,11 +101,11 @@ cdef class NcclBucket:
         link.buckets.add(self)
 
     def register_memory(self):
-        """Anew, with this rank's NCCL alone."""
+        """Registers the wire's memory again, on this rank only: not collective."""
         self.link.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, False)
 
     def note_stream(self):
-        """A gradient has been produced on the current stream."""
+        """Notes that a gradient has been produced on the current stream."""
         self.producers.note(self.link.cuda.current_stream())
 
     def gather(self, list parameters):
@@ -122,7 +122,7 @@ cdef class NcclBucket:
                 left.append(i)
             elif gradient is not view:
                 try:
-                    # first: torch refuses it where the parameter's data has been replaced by other
+                    # first: torch refuses it if the parameter's data has been replaced
                     parameter.grad = view
                     self._take(i, gradient, view)
                 except BaseException as error:
@@ -159,8 +159,8 @@ cdef class NcclBucket:
             work.is_captured = self.is_captured
             work.token = self.presence.token(op, () if work.is_captured else tuple(missing))
             self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
-            # Where nothing moves and nothing is scaled, last round's presence still stands in the
-            # wire: see presence_values.
+            # If nothing moves and nothing is scaled, the wire still holds the last round's
+            # presence: see presence_values.
             flattens = (bool(missing) or bool(self.kept) or scale != 1
                         or self.wire is not self.flat
                         or self.last is None or self.last.token is not work.token)
@@ -179,7 +179,7 @@ cdef class NcclBucket:
         return work
 
     cdef int _launch_on(self, CUstream current, double scale, bint flattens, int op) except -1:
-        """The whole way of a bucket, in one release of the GIL. Returns NCCL's code."""
+        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
         cdef void *wire = <void *><size_t>self.wire.data_ptr()
         cdef bint scatters = self.scattering is not None
         cdef CUstream stream = self.lane.stream.handle
@@ -200,8 +200,8 @@ cdef class NcclBucket:
         return ncclSuccess
 
     cdef int _order_gathering(self) except -1:
-        """What happens on the current stream from here on comes after the gradients, whatever
-        streams they were produced on, and after the last round's results.
+        """Orders the current stream after the gradients, whatever streams they were produced on,
+        and after the last round's results.
         """
         cdef CUstream current = self.link.cuda.current_stream()
         cdef CUcontext before
@@ -219,18 +219,18 @@ cdef class NcclBucket:
     cdef int _order_after_last(self, CUstream current) except -1:
         cdef NcclBucketWork last = self.last
         is_known = last.is_awaited and current == last.awaited_on
-        # A capture takes no events from outside, and none of its own out; the caller synchronises
+        # Events cannot cross the boundary of a capture in either direction; the caller synchronises
         # around it.
         if not is_known and not self.is_captured and not last.is_captured:
             check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
         return 0
 
     cdef _release(self, CUstream current):
-        """The gradients have been read when the current stream comes this far: their memory may be
-        used for what it does next.
+        """Drops the gradients. Everything that reads them has been launched on the current stream,
+        so their memory may be used for what that stream does next.
         """
         if self.producers.are_others(current):
-            for gradient in self.kept:  # but they belong to other streams
+            for gradient in self.kept:  # their memory belongs to other streams
                 gradient.record_stream(torch.cuda.current_stream(self.flat.device))
         self.kept = []
         self.producers.streams.clear()
@@ -241,8 +241,8 @@ cdef class NcclBucket:
         return self.measuring.square_sum
 
     def n_nonfinite(self):
-        """See BoundBucket.n_nonfinite. Found on the way where gradients are cast back; else by one
-        pass over the flat buffer.
+        """See BoundBucket.n_nonfinite. Where gradients are cast back, the cast has counted; else
+        this takes one pass over the flat buffer.
         """
         if self.scattering is not None:
             return self.scattering.n_nonfinite
@@ -259,8 +259,8 @@ cdef class NcclBucket:
 
 
 cdef class Presence:
-    """What travels behind the gradients of a bucket: for each of its parameters whether a rank has
-    a gradient of it.
+    """The elements behind the gradients of a bucket, which say for each parameter whether some rank
+    has a gradient.
     """
 
     cdef object wire, dtype
@@ -272,15 +272,15 @@ cdef class Presence:
         self.wire, self.dtype, self.world_size, self.tokens = wire, dtype, world_size, {}
 
     cdef token(self, str op, tuple missing):
-        """What this rank puts there."""
+        """The values that this rank contributes."""
         token = self.tokens.get((op, missing))
         if token is None:
             if missing:
                 self.token(op, ())  # so that it is there when a graph is captured
-            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
+            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
                 self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
             absent, present = presence_values(op)
-            # the flattening divides
+            # flattening divides by world_size
             values = [present * (self.world_size if op == "mean" else 1)] * self.wire.numel()
             for i in missing:
                 values[i] = absent
@@ -291,7 +291,7 @@ cdef class Presence:
         return token
 
     cdef list reduced(self, op):
-        """By parameter, whether some rank has a gradient. Waits for the device."""
+        """Whether some rank has a gradient, by parameter. Waits for the device."""
         absent, _ = presence_values(op)
         return (self.wire.float() != absent).tolist()
 
@@ -303,7 +303,7 @@ cdef class Producers:
     cdef Event side
 
     def __cinit__(self):
-        """The device is the thread's own."""
+        """The caller has entered the device."""
         self.streams, self.side = set(), Event()
 
     cdef note(self, CUstream stream):
@@ -324,7 +324,7 @@ cdef class Producers:
 
 
 cdef bint _lies_alike(gradient, view) except -1:
-    """Whether both have the same strides, where those of dimensions of size 1 mean nothing."""
+    """Whether both have the same strides. Those of dimensions of size 1 do not count."""
     ours, theirs = view.stride(), gradient.stride()
     if ours == theirs:
         return True

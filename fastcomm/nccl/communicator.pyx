@@ -1,10 +1,10 @@
 # cython: language_level=3
 """NcclCommunicator: the ranks' GPUs over NCCL, driven directly on streams of its own.
 
-The host does not wait here, but in barrier(): what is launched is ordered by events, after and
-before the work of the caller's stream, so that a whole training step can be captured in a CUDA
-graph. What would never end is ended by the watchdog, and the next call raises. How the ranks find
-each other is bootstrap.py's business: it arrives here as a `bootstrap`.
+The host waits only in barrier(). Events order each launch after and before the work of the caller's
+stream, so that a whole training step can be captured in a CUDA graph. The watchdog ends what would
+never end, and the next call raises. The ranks find each other through the `bootstrap`; see
+bootstrap.py.
 """
 
 import torch
@@ -57,10 +57,10 @@ cdef class NcclWork:
     cdef bint is_barrier
 
     def wait(self):
-        """Orders the current stream after the collective; blocks for a barrier only. Raises what
-        has ended the communicator.
+        """Orders the current stream after the collective; blocks only for a barrier. Raises the
+        error that has ended the communicator.
         """
-        if self.tensors is None:  # but the current stream may be another one
+        if self.tensors is None:  # waited for already, perhaps on another stream
             self.link.cuda.order_current_after(self.ticket.done)
             if self.divided is not None:
                 torch.cuda.current_stream(self.link.cuda.device).wait_event(self.divided)
@@ -122,8 +122,8 @@ cdef class NcclCommunicator:
         `timeout` seconds. Tensors stay valid.
 
         Peers that still wait for this rank get PeerLostError. Raises FastcommError while a CUDA
-        graph lives that has captured collectives: NCCL would wait for ever for it to go;
-        TimeoutError or NcclError when the end was not in order. May be called twice.
+        graph that has captured collectives is alive, because NCCL would wait for it for ever;
+        TimeoutError or NcclError if the communicator did not end in order. May be called twice.
         """
         self.link.close(timeout)
 
@@ -137,8 +137,8 @@ cdef class NcclCommunicator:
         """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at
         their next collective.
 
-        What other ranks have launched on gradients of this round is of no use, and their hosts may
-        hear of it a step later.
+        What other ranks have launched on gradients of this round is lost. Their hosts may learn of
+        it only in the next step.
         """
         self.link.check_open()
         if not in_any_case and is_abandoned_already(self):
@@ -229,7 +229,7 @@ cdef class NcclCommunicator:
         it, from 3 ranks on with a rounding at each step. With async_op, returns a Work at once:
         leave the tensor alone until work.wait() has ordered the stream that is current then after
         the result. Raises ValueError or TypeError for a bad argument, before any peer is involved,
-        and what has ended the communicator.
+        and the error that has ended the communicator.
         """
         op = canonical_op(op)
         self._check(tensor)
@@ -251,7 +251,7 @@ cdef class NcclCommunicator:
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
     def broadcast_all(self, list tensors, int src=0):
-        """As broadcast, of many tensors of any dtype, in one launch."""
+        """As broadcast, for many tensors of any dtype, in one launch."""
         for tensor in tensors:
             self._check(tensor)
         check_src(src, self.world_size)
@@ -316,7 +316,7 @@ cdef class NcclCommunicator:
             return work
         self.link.wait_for((<Lane>self.link.lanes[0]).ticket)
 
-    # -- the way of every collective --
+    # -- how every collective is launched --
 
     cdef int _check(self, tensor) except -1:
         self.link.check_usable()
@@ -334,7 +334,7 @@ cdef class NcclCommunicator:
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
-        """Launches one collective. divided: where the mean of integers goes that `out` sums up."""
+        """Launches one collective. divided: the tensor for the mean of integers summed in `out`."""
         cdef Link link = self.link
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = (
@@ -353,14 +353,14 @@ cdef class NcclCommunicator:
         if divided is not None:
             work.tensors, work.divide_by = (divided, out), self.world_size
         if async_op and not is_captured:
-            link.launches.in_flight[ticket] = work.tensors  # also of those nobody waits for
+            link.launches.in_flight[ticket] = work.tensors  # kept also if nobody waits
         if async_op:
             return work
         work.wait()
 
     cdef bint _launch(self, Ticket ticket, op, Call *calls, size_t n) except -1:
-        """On the first lane, after what is on the current stream. Returns whether it is only
-        captured.
+        """Launches on the first lane, after the work of the current stream. Returns whether it was
+        only captured.
         """
         cdef Link link = self.link
         cdef Lane lane = link.lanes[0]
@@ -400,8 +400,8 @@ cdef int _launch_on(
 
 
 cdef int _call_all(Call *calls, size_t n, ncclComm_t comm, CUstream stream) noexcept nogil:
-    """As one group. Returns NCCL's code: the first that is not success, but the group is ended in
-    any case.
+    """Makes the calls as one group, which it ends in any case. Returns NCCL's code: the first that
+    is not success.
     """
     cdef int code = nccl.group_start(), end
     cdef size_t i

@@ -10,9 +10,9 @@ cdef enum Kind:
 
 cdef class Ticket:
     cdef Event done
-    cdef Event mark  # of an older one: once it is over, there was progress
+    cdef Event mark  # recorded after an older launch: once it is over, there was progress
     cdef uint64_t number
-    cdef double since  # the last progress that is known
+    cdef double since  # time of the last known progress
     cdef bint is_pending, is_marked
     cdef int root
     cdef Kind kind
@@ -28,4 +28,4 @@ cdef class Lane:
     cdef Stream stream
     cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
     cdef Ticket ticket
-    cdef Ticket calling  # of the launch from which a thread has not returned
+    cdef Ticket calling  # of the launch that a thread is inside, else None

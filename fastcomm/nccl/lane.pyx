@@ -1,9 +1,9 @@
 # cython: language_level=3
-"""Lane: one of NCCL's communicators, with the stream that all of its collectives are launched on;
-and how it begins and ends.
+"""Lane: one NCCL communicator, with the stream that all of its collectives are launched on. Begins
+and ends it.
 
-A call that begins or ends a communicator may never return. It is made on a thread of its own, which
-nothing can end and which is left behind when the time is up. (NCCL's own answer, non-blocking
+A call that begins or ends a communicator may never return. So it is made on a thread of its own.
+Nothing can end that thread; it is left behind when the time is up. (NCCL's own answer, non-blocking
 communicators, makes it start a thread for every collective, which costs more than the whole launch
 of a bucket.)
 """
@@ -31,7 +31,7 @@ cdef tuple KIND_NAMES = (
 
 
 cdef class Ticket:
-    """The newest of the collectives that share an event: what the watchdog knows of it."""
+    """What the watchdog knows of the newest of the collectives that share an event."""
 
     def __cinit__(self):
         self.done, self.mark = Event(), Event()
@@ -47,8 +47,8 @@ cdef class Ticket:
 
 
 cdef class Lane:
-    """One of NCCL's communicators and its stream. Whoever makes it calls `connect` or `split_from`,
-    and `close` or `abort` in the end.
+    """One NCCL communicator and its stream. Its owner calls `connect` or `split_from` first, and
+    `close` or `abort` last.
     """
 
     def __cinit__(self, Device device):
@@ -67,16 +67,16 @@ cdef class Lane:
         self.comm = call.comm
 
     def split_from(self, Lane other, int rank, double timeout_s, look):
-        """Meets the same ranks over a lane they have already. Otherwise as connect."""
+        """As connect, but meets the same ranks over a lane they have already."""
         cdef _Split call = _Split(self.device)
         call.parent, call.rank = other.comm, rank
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
 
     def close(self, double timeout_s, forget):
-        """Ends the communicator when all that was launched is done; at once, after an error or when
-        the time is up. Then it raises NcclError or TimeoutError. `forget(comm)` is called in
-        between, on another thread, to take back what was registered.
+        """Ends the communicator when all that was launched is done. After an error, or when the
+        time is up, aborts it and raises NcclError or TimeoutError. Before the end another thread
+        calls `forget(comm)`, to deregister memory.
         """
         cdef _Close call = _Close(self.device)
         cdef ncclComm_t comm = self.comm
@@ -113,8 +113,8 @@ cdef class Lane:
 
 
 def _wait_for(_Call call, str what, double timeout_s, look):
-    """Until the call is over; `look()` is called meanwhile and raises when the other ranks will not
-    come. Raises the call's error.
+    """Waits until the call is over. Meanwhile calls `look()`, which raises when the other ranks
+    will not come. Raises the call's error.
     """
     deadline = time.monotonic() + timeout_s
     call.start()
@@ -155,7 +155,7 @@ cdef class _Call:
 
     def note_result(self, int code, bytes name):
         self.code = code
-        if code != ncclSuccess:  # now, before another call replaces what NCCL's last error says
+        if code != ncclSuccess:  # now, before another call replaces NCCL's last error
             self.error = error_of(code, name)
 
 

@@ -1,8 +1,8 @@
 # cython: language_level=3
-"""Launches: what a rank has launched over NCCL and what of it has not ended, by ticket.
+"""Launches: what a rank has launched over NCCL, and which of it is unfinished, by ticket.
 
-Numbers the launches, and keeps the tensors of those nobody may be waiting for. Judges nothing: the
-watchdog asks which is the oldest.
+Numbers the launches, and keeps the tensors of those that nobody may be waiting for. Only says which
+unfinished launch is the oldest; the watchdog judges it.
 """
 
 import time
@@ -12,8 +12,8 @@ from fastcomm.cuda.driver cimport CUDA_SUCCESS, CUcontext, Device, driver
 
 
 cdef class Launches:
-    """Of one communicator. The thread that launches calls `begin` and `end` around each launch; the
-    watchdog's thread calls `oldest_unfinished`.
+    """The launches of one communicator. The thread that launches calls `begin` and `end` around
+    each launch; the watchdog's thread calls `oldest_unfinished`.
     """
 
     def __cinit__(self, Device cuda, list lanes):
@@ -30,7 +30,7 @@ cdef class Launches:
         return ticket
 
     cdef begin_epoch(self):
-        """The ranks meet anew: what was launched before is over, and numbers begin anew."""
+        """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
         self.in_flight.clear()
 
@@ -44,8 +44,8 @@ cdef class Launches:
         return 0
 
     cdef int end(self, Lane lane, Ticket ticket, bint is_captured) except -1:
-        """The launch has returned. What is only captured does not run, and its events must not be
-        looked at.
+        """The launch has returned. A launch that was only captured does not run, and its events
+        must not be queried.
         """
         ticket.is_pending = not is_captured
         if ticket.is_pending and not ticket.is_marked:
@@ -56,7 +56,7 @@ cdef class Launches:
         return 0
 
     cdef Ticket calling(self):
-        """Of the launch that a thread is inside. There is one at most, whatever the lanes."""
+        """The ticket of the launch that a thread is inside: at most one over all lanes."""
         for lane in self.lanes:
             if (<Lane>lane).calling is not None:
                 return (<Lane>lane).calling
@@ -69,7 +69,7 @@ cdef class Launches:
         for candidate in _members(self.tickets):
             ticket, number = candidate, (<Ticket>candidate).number
             if ticket.is_pending and ticket is not self.calling():
-                # Both give way to other threads, which may launch the same bucket anew.
+                # Both release the GIL: another thread may launch the same bucket again.
                 is_over = ticket.done.is_over()
                 has_progress = ticket.is_marked and ticket.mark.is_over()
                 if number != ticket.number:
@@ -88,9 +88,9 @@ cdef class Launches:
 
 
 cdef list _members(weak_set):
-    """Of a WeakSet to which other threads add."""
+    """The members of a WeakSet to which other threads add."""
     while True:
         try:
             return list(weak_set)
-        except RuntimeError:  # it has changed meanwhile
+        except RuntimeError:  # another thread has changed it
             pass

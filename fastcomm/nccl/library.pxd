@@ -15,8 +15,8 @@ cdef enum:
 cdef struct ncclUniqueId:
     char internal[128]
 
-# A newer library fills in what it knows more of, an older one reads no further than it knows: one
-# layout does for all from 2.18 on.
+# A newer library fills in the fields that are missing here, an older one reads only the fields it
+# knows: one layout does for all from 2.18 on.
 cdef struct ncclConfig_t:
     size_t size
     unsigned int magic, version
@@ -30,7 +30,7 @@ cdef struct ncclConfig_t:
     int maxP2pPeers, graphStreamOrdering
     int launchOrderImplicit, numRmaSig, rmaEagerInit, hostCftMode, nvlsHostMode
 
-# All of NCCL that fastcomm calls. What came after 2.18 is NULL in a library that lacks it.
+# Every NCCL call that fastcomm makes. Calls newer than 2.18 are NULL if the library lacks them.
 cdef struct Nccl:
     int (*get_version)(int *version) noexcept nogil
     int (*get_unique_id)(ncclUniqueId *identifier) noexcept nogil

@@ -1,10 +1,9 @@
 # cython: language_level=3
-"""libnccl, opened at run time: finding it, its symbols, its version, its status codes as
-exceptions. No communicators here.
+"""Opens libnccl at run time: finds it and its symbols, checks its version, and turns its status
+codes into exceptions. Makes no communicators.
 
 One process should have one copy of NCCL: two do not know of each other's launches and can deadlock,
-and each takes device memory. So the copy torch has brought is taken before any other, and a second
-one is an error.
+and each takes device memory. So torch's copy comes before any other, and a second one is an error.
 """
 
 import importlib.util
@@ -46,9 +45,9 @@ def load():
     """Opens libnccl and returns (version, path): (22907, "/.../libnccl.so.2") for 2.29.7. Needs no
     GPU.
 
-    Looked for in this order: FASTCOMM_NCCL_LIBRARY; the copy that is loaded already, as torch's is;
-    NVIDIA's wheel; the system's. Raises InitError: there is none, it is older than 2.18, or a
-    second copy is in the process.
+    Looks in this order: FASTCOMM_NCCL_LIBRARY; the copy that is loaded already, as torch's is;
+    NVIDIA's wheel; the system's. Raises InitError if there is none, if it is older than 2.18, or if
+    a second copy is in the process.
     """
     global library, version, path
     if os.environ.get("NCCL_COMM_BLOCKING") == "0":
@@ -81,7 +80,7 @@ cdef void *_open() except NULL:
     wheel = nccl_wheel()
     if explicit:
         candidates = [(explicit, 0)]
-    else:  # by the bare name first: torch's copy answers to it, and a path would map a second one
+    else:  # the bare name first: it finds torch's loaded copy, a path would map a second one
         found = [(wheel, 0)] if wheel else []
         candidates = [("libnccl.so.2", RTLD_NOLOAD), *found, ("libnccl.so.2", 0)]
     cdef void *handle = NULL
@@ -151,7 +150,7 @@ cdef int _find_symbols(void *handle) except -1:
 
 
 cdef int _find_newer_symbols(void *handle) except -1:
-    """After the version is known to be new enough for the first two; the others may be missing."""
+    """Only once the version is known to have the first two; the others may be missing."""
     _find(<void **>&nccl.init_rank, handle, b"ncclCommInitRankConfig")
     _find(<void **>&nccl.split, handle, b"ncclCommSplit")
     (<void **>&nccl.mem_alloc)[0] = dlsym(handle, b"ncclMemAlloc")
@@ -180,8 +179,8 @@ cdef int check(int code, const char *call) except -1 nogil:
 
 
 cdef object error_of(int code, const char *call):
-    """The NcclError of a status code. The library keeps its last error for the whole process, hence
-    no communicator.
+    """The NcclError for a status code. Needs no communicator: the library keeps its last error for
+    the whole process.
     """
     text = nccl.error_string(code).decode()
     detail = nccl.last_error(NULL).decode(errors="replace").strip()
@@ -190,8 +189,8 @@ cdef object error_of(int code, const char *call):
 
 
 cdef void fill_config(ncclConfig_t *config) noexcept nogil:
-    """NCCL's defaults. An older library reads the beginning; one that is newer than the layout is
-    told so by `version`.
+    """NCCL's defaults. An older library reads only the beginning; `version` tells a newer one that
+    the layout is older.
     """
     memset(config, 0, sizeof(ncclConfig_t))
     config.size = sizeof(ncclConfig_t)
@@ -209,8 +208,8 @@ cdef void fill_config(ncclConfig_t *config) noexcept nogil:
 
 
 def unique_id():
-    """A new name for a communicator, as 256 hexadecimal digits. One rank makes it, all others get
-    it from that one.
+    """A new ncclUniqueId for a communicator, as 256 hexadecimal digits. One rank makes it, and the
+    others get it from that rank.
     """
     cdef ncclUniqueId identifier
     load()
@@ -219,7 +218,7 @@ def unique_id():
     return identifier.internal[:128].hex()
 
 
-# ---- what NCCL calls torch's dtypes and ops ------------------------------------------------------
+# ---- NCCL's numbers for torch's dtypes and ops ---------------------------------------------------
 
 DTYPES = {
     torch.float32: 7, torch.float64: 8, torch.float16: 6, torch.bfloat16: 9, torch.int32: 2,

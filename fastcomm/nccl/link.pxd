@@ -24,7 +24,7 @@ cdef class Link:
     cdef object ending  # held while the lanes are aborted
     cdef double timeout_s
     cdef int n_abandoned
-    cdef object interruption  # why the ranks have to meet anew, until somebody has been told
+    cdef object interruption  # why the ranks have to meet again, until it has been raised
     cdef bint is_split_up, is_closed
 
     cdef close(self, double timeout)

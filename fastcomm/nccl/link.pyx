@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Link: what connects this rank of an NcclCommunicator to the others. Makes the lanes, has them
-watched, ends them, and lets the ranks meet anew. Launches no collective: communicator.pyx and
+"""Link: connects this rank of an NcclCommunicator to the others. Makes the lanes, has the watchdog
+look at them, ends them, and lets the ranks meet again. Launches no collective: communicator.pyx and
 bucket.pyx do.
 """
 
@@ -32,7 +32,7 @@ from fastcomm.nccl.memory cimport pool_of
 
 
 cdef unsigned int POLL_US = 50
-cdef double ABORT_S = 10  # NCCL's abort may hang itself; nobody waits longer for it
+cdef double ABORT_S = 10  # how long to wait for NCCL's abort, which may hang
 
 
 @cython.no_gc_clear
@@ -41,7 +41,7 @@ cdef class Link:
     by every one after it.
     """
 
-    # Its collector must not end what NCCL holds.
+    # The watchdog's warning: the garbage collector must not end NCCL's communicators.
     leak = "an NcclCommunicator was dropped without close(): NCCL's part of it lives on"
 
     def __cinit__(
@@ -78,25 +78,25 @@ cdef class Link:
             lane.split_from(self.lanes[0], self.rank, self.timeout_s, look)
         else:
             mine = unique_id() if self.rank == 0 else None
-            # Named, and not counted: a rank that abandons one round after the other leaves out
-            # meetings that others have waited in.
+            # Named, not numbered: a rank that abandons one round after the other skips meetings
+            # that others have waited in.
             identifier = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")[0]
             lane.connect(identifier, self.rank, self.world_size, self.timeout_s, look)
 
     cdef Lane lane(self, int number):
-        """Makes it if there is none yet, which is collective."""
+        """The lane of that number. Makes it if there is none yet, which is collective."""
         while len(self.lanes) <= number:
-            # NCCL splits no communicator that is at work
+            # NCCL cannot split a communicator that is busy
             self.wait_for((<Lane>self.lanes[0]).ticket)
             with self._meeting():
                 self._add_lane(self._look)
         return self.lanes[number]
 
     cdef wait_for(self, Ticket ticket):
-        """Until the newest collective launched with the ticket is over. Blocks.
+        """Blocks until the newest collective launched with the ticket is over.
 
-        What a signal handler raises meanwhile (Ctrl-C) is raised then, because the peers count on
-        this rank; what it raises a second time is raised at once, and aborts the communicator.
+        What a signal handler raises meanwhile (Ctrl-C) is raised afterwards, because the peers
+        count on this rank. A second exception is raised at once, and aborts the communicator.
         """
         deferred = None
         while not ticket.done.is_over():
@@ -122,8 +122,8 @@ cdef class Link:
 
     @contextlib.contextmanager
     def _meeting(self):
-        """The ranks meet once more, under the watchdog's eyes. An error of one ends the
-        communicator on all.
+        """The ranks meet again in the block, and the watchdog watches. An error on one rank ends
+        the communicator on all.
         """
         cdef Lane lane = self.lanes[0]
         cdef Ticket ticket = self.launches.new_ticket()
@@ -141,15 +141,15 @@ cdef class Link:
             raise
 
     def _look(self):
-        """While a rank calls NCCL to meet the others once more: raises when the watchdog has found
-        that they will not.
+        """Called while NCCL lets the ranks meet again. Raises when the watchdog has found that they
+        will not.
         """
         if self.life.failure is not None:
             raise again(self.life.failure)
 
     def _look_for_all(self):
-        """As _look, as long as nobody is inside NCCL: another rank may have abandoned the round
-        before it has come.
+        """As _look, while no rank is inside NCCL yet. Also raises when another rank has abandoned
+        the round before it came.
         """
         self._look()
         if self.interruption is not None:
@@ -187,13 +187,13 @@ cdef class Link:
     cdef abandon(self):
         """Ends the lanes on every rank; the ranks meet anew at their next collective."""
         self.n_abandoned += 1
-        if self.interruption is not None:  # another rank has abandoned the same: this one joins it
+        if self.interruption is not None:  # another rank has abandoned this round: join it
             self.interruption = None
             return
         if self.graphs.count() > 0:
             self._give_up_graphs(f"rank {self.rank} abandoned what was under way")
             return
-        # the ranks have not met since the last time: this is about the round for which they will
+        # the ranks have not met since the last abandonment: this one is about their next meeting
         if self.is_split_up:
             self.epoch += 1
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
@@ -209,8 +209,8 @@ cdef class Link:
             self._check_alive()
 
     cdef _leave_note(self, key, value):
-        """For the other ranks' watchdogs. The store may be gone with its rank; then there is nobody
-        to tell.
+        """Leaves a note for the other ranks' watchdogs. The store may be gone with its rank; then
+        there is nobody to tell.
         """
         with contextlib.suppress(RuntimeError):
             self.bootstrap.write_once(key, value)
@@ -229,8 +229,8 @@ cdef class Link:
                 self.pool.n_ending -= 1
 
     cdef _meet_again(self):
-        """After abandon(): new communicators for the old lanes. Collective."""
-        with self.ending:  # the watchdog may not be through with the old ones
+        """Gives the lanes new NCCL communicators after abandon(). Collective."""
+        with self.ending:  # the watchdog may still be ending the old ones
             pass
         self.epoch += 1
         self.launches.begin_epoch()
@@ -238,17 +238,17 @@ cdef class Link:
         with self._meeting():
             for number, lane in enumerate(self.lanes):
                 self._connect(lane, number, self._look, self._look_for_all)
-        if self.interruption is not None:  # this round, too, was abandoned, after all had come
+        if self.interruption is not None:  # this round was abandoned, too, after all ranks had come
             self._abort_lanes()
             self._check_alive()
-        # not as windows: which buckets are left is each rank's own affair
+        # not as windows, which are collective: ranks may have different buckets left
         for bucket in self.buckets:
             bucket.register_memory()
 
     # -- what the watchdog asks for; see fastcomm.watchdog.Watched --
 
     def _enter_thread(self):
-        # or its queries would end other threads' captures
+        # else its queries would break other threads' captures
         cdef int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.cuda.enter()
         check(driver.exchange_capture_mode(&mode), b"cuThreadExchangeStreamCaptureMode")
@@ -287,8 +287,8 @@ cdef class Link:
         self._abort_lanes()
 
     cdef _give_up_graphs(self, str why):
-        """NCCL cannot end a communicator that captured graphs hold on to, nor could they be
-        replayed over another.
+        """Ends the communicator for good: NCCL cannot end one that captured graphs hold on to, and
+        the graphs cannot be replayed over a new one.
         """
         self.watchdog.give_up(self, FastcommError(f"{why}; the captured CUDA graphs are of no use "
                                                   "any more: make a new communicator"))
@@ -297,13 +297,13 @@ cdef class Link:
         return self.graphs.count() > 0
 
     def _forget_memory(self, size_t comm):
-        """Before a lane's communicator is destroyed, and after its last collective."""
+        """Called after the last collective of a lane, before its communicator is destroyed."""
         self.pool.deregister_all(<ncclComm_t>comm)
 
     # -- before and after every launch --
 
     cdef register(self, Lane lane, memory, uint32_t label):
-        """Of a bucket's memory. Under the watchdog's eyes: as a window it waits for the peers."""
+        """Registers a bucket's memory. The watchdog watches: a window waits for the peers."""
         cdef Ticket ticket = self.launches.new_ticket()
         ticket.kind, ticket.label = REGISTRATION, label
         ticket.dtype, ticket.numel = memory.dtype, memory.numel()
@@ -317,7 +317,7 @@ cdef class Link:
             raise self.reason(error) from error
 
     cdef int check_usable(self) except -1:
-        """Before every launch. After an abandoned round the ranks meet anew here."""
+        """Called before every launch. After an abandoned round the ranks meet again here."""
         self._check_alive()
         if self.launches.calling() is not None:
             raise FastcommError(collective.OTHER_THREAD)
@@ -326,20 +326,20 @@ cdef class Link:
         return 0
 
     cdef int _check_alive(self) except -1:
-        """Raises what has ended the communicator, or, once, what has made the ranks meet anew."""
+        """Raises the error that ended the communicator or, once, that made the ranks meet again."""
         self.check_open()
         if self.interruption is not None:
             raise self._take_interruption()
         return 0
 
     cdef object _take_interruption(self):
-        """Told once."""
+        """Returns the interruption and clears it: it is raised once."""
         interruption, self.interruption = self.interruption, None
         self.n_abandoned += 1
         return interruption
 
     cdef int check_open(self) except -1:
-        """Raises what has ended the communicator."""
+        """Raises the error that has ended the communicator."""
         if self.life.failure is not None or self.life.is_forked():
             raise self.life.refusal()
         return 0
@@ -352,12 +352,12 @@ cdef class Link:
         return 0
 
     cdef object error(self, int code, const char *call):
-        """As the other ranks read it, too: they are told which rank it was."""
+        """Names this rank, because the other ranks read the message, too."""
         return NcclError(f"rank {self.rank}: {error_of(code, call)}")
 
     cdef object reason(self, error):
-        """Why a call into NCCL has failed: because the watchdog has ended it, or for a reason of
-        its own, which ends the communicator.
+        """The error to raise after a call into NCCL has failed: the watchdog's, if that ended the
+        call; else `error`, which then ends the communicator.
         """
         if self.interruption is not None:
             return self._take_interruption()

@@ -3,8 +3,8 @@ from fastcomm.nccl.lane cimport Lane
 from fastcomm.nccl.library cimport ncclComm_t, ncclWindow_t
 
 
-# One ncclMemAlloc. `is_freed` is set by whoever drops the tensor, on any thread; the rest belongs
-# to the pool.
+# One ncclMemAlloc. Any thread that drops the tensor sets `is_freed`; the other fields belong to the
+# pool.
 cdef struct Allocation:
     void *memory
     size_t nbytes

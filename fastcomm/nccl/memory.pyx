@@ -1,10 +1,10 @@
 # cython: language_level=3
-"""Tensors in memory that NCCL has allocated and knows, so that it can reduce them in place, without
-copies to buffers of its own.
+"""Tensors in memory that NCCL has allocated and registered, so that it can reduce them in place,
+without copies to buffers of its own.
 
-Owns the allocations. A tensor's memory is given back later than the tensor, at the next allocation:
-freeing waits for the device, which the garbage collector must not do, and which is forbidden while
-a CUDA graph is being captured.
+Owns the allocations. The memory of a dropped tensor is freed at the next allocation. Freeing waits
+for the device: the garbage collector must not do that, and it is forbidden while a CUDA graph is
+being captured.
 """
 
 import threading
@@ -41,7 +41,7 @@ cdef struct DLManagedTensor:
     void *manager_ctx
     void (*deleter)(DLManagedTensor *) noexcept nogil
 
-# What a tensor holds: its shape and its share in the allocation.
+# What a tensor holds: its shape and its allocation.
 cdef struct Handed:
     DLManagedTensor managed
     int64_t numel
@@ -49,15 +49,15 @@ cdef struct Handed:
 
 
 cdef void _dropped(DLManagedTensor *managed) noexcept nogil:
-    """The tensor is gone: on any thread, with or without the GIL, also while the process ends. Only
-    says so.
+    """The tensor is gone. Called on any thread, with or without the GIL, also while the process
+    ends; so it only sets a flag.
     """
     cdef Handed *handed = <Handed *>managed.manager_ctx
     handed.allocation.is_freed = 1
     free(handed)
 
 
-cdef int IDLE = 2  # of Allocation.is_freed: dropped, and the device has come to rest since
+cdef int IDLE = 2  # Allocation.is_freed: dropped, and the device was synchronised since
 
 cdef dict _pools = {}  # by device index; they outlive every communicator, as tensors may
 
@@ -76,8 +76,8 @@ cdef class Pool:
         self.device, self.lock = device, threading.Lock()
 
     cdef object allocate(self, size_t nbytes):
-        """A new tensor of uint8. Synchronises the device if memory of dropped tensors is there to
-        be given back.
+        """A new tensor of uint8. Synchronises the device if there is memory of dropped tensors to
+        free.
         """
         cdef Allocation *allocation
         cdef Handed *handed
@@ -113,16 +113,14 @@ cdef class Pool:
         return from_dlpack(PyCapsule_New(&handed.managed, "dltensor", NULL))
 
     cdef int give_back(self) except -1:
-        """Frees the memory of tensors that are gone, once nothing that was launched on it runs any
-        more.
-        """
-        if self.n_ending:  # to a communicator that is being aborted, its memory is still registered
+        """Frees the memory of dropped tensors, once all that was launched on it is done."""
+        if self.n_ending:  # a communicator that is being aborted still has memory registered
             return 0
         freed = self._freed()
         if freed:
             self.device.synchronize()
             with self.lock:
-                if self.n_ending:  # since we began to wait
+                if self.n_ending:  # an abort began while we waited
                     return 0
                 for address in self._freed():
                     if address in freed:
@@ -191,8 +189,8 @@ cdef class Pool:
         return 0
 
     cdef int forget(self, ncclComm_t comm) except -1:
-        """The communicator is about to be aborted, and all registrations with it. Gives way to no
-        other thread.
+        """Forgets the registrations of a communicator that is about to be aborted. Keeps the GIL
+        throughout.
         """
         cdef Allocation *allocation = self.first
         while allocation != NULL:
@@ -202,7 +200,7 @@ cdef class Pool:
         return 0
 
     cdef int deregister_all(self, ncclComm_t comm) except -1:
-        """The communicator is about to be destroyed, and nothing runs any more."""
+        """Deregisters all memory from a communicator that is about to be destroyed and is idle."""
         cdef Allocation *allocation
         with self.lock:
             allocation = self.first
