@@ -26,8 +26,7 @@ cdef struct Slot:
 
 
 cdef class ShmBucket:
-    """A flat buffer and the slots of the gradients in it: worked out once, launched once per
-    round.
+    """A flat buffer and the slots of the gradients in it. Prepared once, launched once per round.
     """
 
     cdef readonly ShmWork posted  # see BoundBucket.posted
@@ -40,7 +39,7 @@ cdef class ShmBucket:
     cdef size_t itemsize
     cdef char *base
     cdef Slot *slots
-    cdef ShmWork next  # holds what gather has left to the next launch
+    cdef ShmWork next  # of the next launch: holds what gather leaves to it
 
     def __cinit__(
         self, Ring ring, flat, wire, list views, list offsets, uint32_t label
@@ -74,7 +73,7 @@ cdef class ShmBucket:
                 left.append(i)
             elif gradient is not view:
                 try:
-                    # first: torch refuses it where the parameter's data has been replaced by other
+                    # first: torch refuses it if the parameter's data has been replaced
                     parameter.grad = view
                     self._take(work, self.slots[i], gradient, view)
                 except BaseException as error:
@@ -93,7 +92,7 @@ cdef class ShmBucket:
         if (gradient.dtype is not self.dtype
                 or not _lies_alike(gradient, view, slot.is_contiguous) or gradient.is_neg()):
             view.copy_(gradient.clone() if is_at_home else gradient)
-        elif is_at_home:  # a tensor of the user's on our memory
+        elif is_at_home:  # the user's own tensor on our memory
             pass
         elif self.wire is not self.flat or nbytes < SMALL_GRADIENT:
             memcpy(target, source, nbytes)
@@ -128,7 +127,7 @@ cdef class ShmBucket:
             self.wire.copy_(self.flat)
         self.ring.post(&d, data, data, work)
         self.posted = work
-        self.ring.advance(work, 0)  # earlier buckets, too, whose peers have come meanwhile
+        self.ring.advance(work, 0)  # also earlier buckets that all peers have posted by now
         if work.error is not None or self.ring.deferred is not None:
             self.ring.raise_what_ended(work)
         return work
@@ -136,7 +135,7 @@ cdef class ShmBucket:
     cdef object _token(self, str op, tuple missing):
         token = self.tokens.get((op, missing))
         if token is None:
-            if len(self.tokens) > MAX_TOKENS:  # another pattern in every step
+            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
                 self.tokens.clear()
             absent, present = presence_values(op)
             token = self.tokens[op, missing] = torch.full_like(self.presence, present)

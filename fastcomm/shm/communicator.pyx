@@ -2,8 +2,8 @@
 """ShmCommunicator: the ranks of one host over shared memory. Checks arguments, hands out tensors
 that lie in shared memory, and posts collectives to its ring.
 
-How the ranks find each other is bootstrap.py's business: it arrives here as a `bootstrap` whose
-`exchange(value)` returns every rank's value.
+The ranks find each other through the `bootstrap`, whose `exchange(value)` returns every rank's
+value; see bootstrap.py.
 """
 
 import torch
@@ -59,7 +59,7 @@ cdef class ShmCommunicator:
         self.ring.close(SHM_CLOSED, f"rank {self.rank} has closed this communicator")
 
     def abort(self):
-        """As close, but says to the peers that something went wrong: their collectives end with
+        """As close, but tells the peers that something went wrong: their collectives end with
         PeerLostError at once.
         """
         self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
@@ -125,7 +125,7 @@ cdef class ShmCommunicator:
         return self.ring.call(&d, tensor, data, tensor, data, async_op)
 
     def broadcast_all(self, list tensors, int src=0):
-        """As broadcast, of one tensor after the other."""
+        """As broadcast, for one tensor after the other."""
         for tensor in tensors:
             self.broadcast(tensor, src)
 
@@ -157,8 +157,8 @@ cdef class ShmCommunicator:
         return self.ring.call(&d, None, NULL, None, NULL, async_op)
 
     def check(self):
-        """See Communicator.check. Waits only after another rank has abandoned what was under way:
-        until the ranks have met anew.
+        """See Communicator.check. Waits only after another rank has abandoned what was under way,
+        until the ranks have met again.
         """
         self.ring.check_usable()
         self.ring.hear()
@@ -175,7 +175,7 @@ cdef class ShmCommunicator:
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0
     ):
-        """See Communicator.bind_bucket. There are no lanes: every core is busy with one bucket
+        """See Communicator.bind_bucket. There are no lanes: one bucket keeps every core busy
         already.
         """
         keep_freed_memory()

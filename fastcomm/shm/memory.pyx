@@ -3,7 +3,7 @@
 allocated in them.
 
 A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is
-sparse: it costs what is allocated in it. Also here: what malloc does with freed gradients.
+sparse: it costs only what is allocated in it. Also tells malloc what to do with freed gradients.
 """
 
 import os
@@ -46,24 +46,24 @@ def _after_fork_in_child():
     """
     for segment in list(own_segments):
         (<Segment>segment).make_private()
-    own_segments.clear()  # they are ordinary memory now, as far as further forks are concerned
+    own_segments.clear()  # now they are ordinary memory for further forks
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 cdef class Segment:
-    """One rank's memory file, mapped. Its owner allocates tensors from what lies behind the first
-    `n_reserved` bytes.
+    """One rank's memory file, mapped. Its owner allocates tensors behind the first `n_reserved`
+    bytes.
 
-    A forked child does not see the segments of other ranks, and has a copy of its parent's own,
-    page by page as either writes to it.
+    A forked child does not see the segments of other ranks. Of its parent's own it has a
+    copy-on-write copy.
     """
 
     def __cinit__(self, int fd, size_t nbytes, size_t n_reserved, bint is_own):
         self.fd, self.generation = -1, forks()
-        # Huge pages must begin at the same multiple in memory as in the file: reserve more, and map
-        # at such an address.
+        # Huge pages must be aligned in memory as in the file: reserve more, and map at an aligned
+        # address.
         cdef void *reserved = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE,
                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         cdef void *base = MAP_FAILED
@@ -83,7 +83,7 @@ cdef class Segment:
         n_reserved = (n_reserved + PAGE - 1) // PAGE * PAGE
         self.holes = [(n_reserved, nbytes - n_reserved)]
         if is_own:
-            self.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)  # for a child to map anew
+            self.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)  # for a forked child to map again
             if self.fd < 0:
                 raise OSError("no file descriptor left for a shared segment; see `ulimit -n`")
             own_segments.add(self)
@@ -93,7 +93,7 @@ cdef class Segment:
     def __dealloc__(self):
         if self.fd >= 0:
             close_fd(self.fd)
-        # A child has never had its peers' segments: by now something else may be mapped there.
+        # A forked child never had its peers' segments: something else may be mapped there by now.
         if self.base != NULL and (self.fd >= 0 or self.generation == forks()):
             munmap(self.base, self.nbytes)
 
@@ -112,8 +112,8 @@ cdef class Segment:
             if offset + nbytes <= begin + size:
                 rest = [(begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)]
                 fewer = [*holes[:i], *(hole for hole in rest if hole[1]), *holes[i + 1:]]
-                # what we allocated here made Python collect a tensor, which has given its memory
-                # back
+                # our lists made Python collect garbage, and a collected tensor has released its
+                # memory
                 if self.holes is not holes:
                     return self.allocate(nbytes, alignment)
                 self.holes = fewer
@@ -140,8 +140,8 @@ cdef class Segment:
 
 
 cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
-    """Fewer page faults, and reductions of large tensors up to a third faster. A request: where it
-    is refused, small pages do.
+    """Huge pages cause fewer page faults, and make reductions of large tensors up to a third
+    faster. If the kernel refuses, small pages do.
     """
     cdef size_t offset = 0
     with nogil:  # zeroes the memory, which takes a while
@@ -152,8 +152,8 @@ cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
 
 
 cdef class Segments:
-    """The segments of all ranks of a host, mapped here, and descriptors of their processes by which
-    a rank that ends is noticed.
+    """The segments of all ranks of a host, mapped here, and the pidfds by which this rank notices
+    that another has ended.
 
     Collective: every rank makes a memory file, opens its peers', and closes the descriptors once
     all ranks have mapped everything. n_reserved: bytes at the beginning of each segment that are
@@ -219,7 +219,7 @@ cdef class Block:
         self.generation = forks()
 
     def __dealloc__(self):
-        # A forked child shares the pages with its parent and must not give them away.
+        # A forked child shares the pages with its parent and must not release them.
         if self.segment is not None and self.generation == forks():
             self.segment.release(self.offset, self.nbytes)
 
@@ -249,7 +249,7 @@ def keep_freed_memory():
 
     Gradients that are moved into a bucket are freed in the middle of backward. glibc would return
     their memory to the kernel and fault it in again at the next step, which costs more than the
-    whole reduction. Who has tuned malloc by its environment variables is left alone.
+    whole reduction. Does nothing if the user has tuned malloc by environment variables.
     """
     tunables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
     if not tunables & os.environ.keys():

@@ -5,8 +5,8 @@ from fastcomm.collective import CPU_DTYPES, OPS, canonical_op, refuse_dtype
 
 from fastcomm.shm.core cimport SHM_MAX_RANKS
 
-# The source itself: as an object file of its own it would be written by two extensions at once,
-# this one and ring, when they are built side by side.
+# Includes the source itself: this extension and ring may be built at the same time, and both would
+# write its object file.
 cdef extern from "shm/reduce.c":
     void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
                     void *const *outputs, int n_outputs) nogil
@@ -17,7 +17,7 @@ def reduce_shards(list buffers, str op="sum"):
     every one of them.
 
     One pass that reads n and writes n tensors, in this process alone: the arithmetic of all_reduce
-    without its flags. The benchmarks take it for the streaming bound of the machine. Raises
+    without its flags. The benchmarks use it as the streaming bound of the machine. Raises
     ValueError or TypeError for tensors that do not fit together.
     """
     cdef const void *inputs[SHM_MAX_RANKS]

@@ -35,9 +35,9 @@ cdef class Ring:
     cdef shm_comm *handle
     cdef list works  # the unfinished ShmWork of each slot of the ring, or None
     cdef list leaving  # works that were abandoned, and whose tensors may still be read or written
-    # another rank has abandoned what was under way, which the caller has not heard of yet
+    # why another rank's abandonment ended the works here, until the caller has been told
     cdef object interruption
-    # what a signal handler has raised while this rank waits, to be raised when that is over
+    # what a signal handler raised while this rank waited; it is raised once the wait is over
     cdef object deferred
     cdef double deferred_since
     cdef double timeout_s

@@ -3,8 +3,7 @@
 abandons them, and says what went wrong.
 
 It drives the C core (kernels/shm), releases the GIL around every wait, and turns status codes into
-exceptions. What is posted is communicator.pyx's and bucket.pyx's business. docs/design.md explains
-the ring.
+exceptions. communicator.pyx and bucket.pyx decide what is posted. docs/design.md explains the ring.
 """
 
 import sys
@@ -28,11 +27,11 @@ from fastcomm.shm.memory cimport Segments
 
 MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
-cdef double NOTICE_S = 1  # how long an interrupted rank waits before it says what for
+cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
 
 cdef object TENSOR = torch.Tensor
 cdef object CPU = torch.device("cpu")
-# where a tensor without elements lies: not NULL, which says that an exception was raised
+# the address of a tensor without elements: not NULL, which means that an exception was raised
 cdef char *NO_DATA = b""
 # Their order is that of the core's enums.
 cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(CPU_DTYPES)}
@@ -57,17 +56,17 @@ cdef class ShmWork:
         if one did.
 
         What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over,
-        because the peers count on it; what it raises a second time is raised at once, and aborts
-        the communicator.
+        because the peers count on it. A second exception is raised at once, and aborts the
+        communicator.
         """
         if not self.finished:
             self.ring.finish(self)
         self.ring.raise_what_ended(self)
 
     def is_completed(self):
-        """Whether the result is in place, or never will be; does on the way whatever can be done
-        without waiting. Raises only what any call would: after a fork, or while another thread is
-        inside.
+        """Whether the result is in place, or never will be. Moves the collective forward as far as
+        it can without waiting. Raises only what any call would: after a fork, or while another
+        thread is inside.
         """
         if not self.finished:
             self.ring.advance(self, 0)
@@ -80,7 +79,7 @@ cdef class ShmWork:
         return (self.presence != absent).tolist()
 
     cdef int resolve(self, object error) except -1:
-        """The outcome is known: an error, or None."""
+        """Sets the outcome: an error, or None for a result."""
         self.finished = True
         self.error = error
         if error is None and self.flat is not None:
@@ -88,7 +87,7 @@ cdef class ShmWork:
         return 0
 
     cdef void release(self):
-        """Nobody reads or writes the tensors any more."""
+        """Drops the tensors: nobody reads or writes them any more."""
         self.tensors = self.flat = self.wire = None
         free(self.pieces)
         self.pieces = NULL
@@ -137,7 +136,7 @@ cdef class Ring:
             self._bury()
 
     cdef _bury(self):
-        """Whoever still waits for a collective gets what ended the communicator."""
+        """Frees the C core's part. All unfinished works end with the communicator's failure."""
         shm_free_comm(self.handle)
         self.handle = NULL
         for work in [*self._resolve_all(self.life.failure), *self.leaving]:
@@ -145,20 +144,20 @@ cdef class Ring:
         self.leaving = []
 
     cdef int _come_out(self) except -1:
-        """A thread is back from the C core."""
+        """Called when a thread is back from the C core."""
         self.busy = False
         if self.life.failure is not None and self.handle != NULL:
             self._bury()
         return 0
 
-    # -- the way of every collective --
+    # -- how every collective is posted and finished --
 
     cdef char *check(self, tensor, shm_descriptor *d) except NULL:
         """Checks that the communicator can be used and can take the tensor; fills in its dtype,
         numel and place. Returns its address.
 
-        On the way of every call, and most of the time that a small one takes: each line costs a
-        tenth of the whole.
+        Every call comes through here. For a small tensor this is most of the call's time: each line
+        costs a tenth of the whole.
         """
         cdef char *data = NULL
         cdef bint is_taken
@@ -171,7 +170,7 @@ cdef class Ring:
         try:
             is_taken = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
             data = <char *><size_t>tensor.data_ptr()
-        except RuntimeError:  # sparse tensors have no such things
+        except RuntimeError:  # sparse tensors have no address
             is_taken = False
         if not is_taken:
             collective.refuse_tensor(tensor, "shm", CPU)
@@ -181,7 +180,7 @@ cdef class Ring:
         return data if data != NULL else NO_DATA
 
     cdef int check_usable(self) except -1:
-        """Raises why no collective can be begun, if none can."""
+        """Raises the reason if no collective can begin."""
         if self.life.failure is not None or self.life.is_forked():
             refusal = self.life.refusal()
             if not self.life.is_forked():
@@ -200,7 +199,7 @@ cdef class Ring:
         if self.interruption is not None:
             self.hear()
         if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
-            # The short way of a blocking call: no Work, and one release of the GIL for posting and
+            # The fast path of a blocking call: no Work, and one release of the GIL for posting and
             # the first slice of waiting.
             self.busy = True
             with nogil:
@@ -233,7 +232,7 @@ cdef class Ring:
         cdef ShmWork older = self.works[(self.last + 1) % SHM_RING]
         if older is not None:
             self.finish(older)
-        if self.interruption is not None:  # this collective belongs to what was abandoned
+        if self.interruption is not None:  # this collective belongs to the abandoned round
             self.hear()
         while True:
             self.check_usable()
@@ -257,14 +256,14 @@ cdef class Ring:
         return 0
 
     cdef int finish(self, ShmWork work) except -1:
-        """Waits until the work is finished, for good or ill."""
+        """Waits until the work is finished, with a result or an error."""
         cdef Patience patience = Patience(0, 0)
         while not self.advance(work, SLICE_NS):
             self._between_slices(&patience)
         return 0
 
     cdef bint advance(self, ShmWork work, uint64_t slice_ns) except -1:
-        """Does what can be done for `work` within a slice; returns whether it is finished."""
+        """Moves `work` forward for at most a slice; returns whether it is finished."""
         cdef int status
         if work.finished:
             return True
@@ -287,8 +286,7 @@ cdef class Ring:
             work.resolve(MismatchError(self._mismatch(work.seq)))
         else:
             work.resolve(self._first_failure(work.seq))
-            # the caller hears of it in its next call that may raise; until then nothing more is
-            # posted
+            # the caller's next call that may raise raises it; until then nothing more is posted
             if not work.is_realigning:
                 self.interruption = work.error
                 self.leaving += self._resolve_all(work.error)
@@ -306,7 +304,7 @@ cdef class Ring:
         error, self.interruption = self.interruption, None
         self._realign(error)
         self._raise_deferred(error)
-        raise again(error)  # works hold this one: with a traceback it would hold them, for ever
+        raise again(error)  # a copy: works hold `error`, and its traceback would hold them
 
     cdef int raise_what_ended(self, ShmWork work) except -1:
         """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
@@ -326,13 +324,13 @@ cdef class Ring:
 
     cdef abandon(self):
         """See Communicator.abandon."""
-        self.interruption = None  # if another rank has abandoned the same, this one joins it
+        self.interruption = None  # if another rank has abandoned this round, join it
         self._realign(FastcommError(collective.own_abandonment(self.rank)))
         self._raise_deferred(None)
 
     cdef _realign(self, error):
-        """Ends what is under way on this rank with `error`, and meets what the peers have still
-        posted, until all stand at one place.
+        """Ends what is under way on this rank with `error`. Then posts SHM_ABANDON against what the
+        peers have still posted, until all ranks stand at the same number.
         """
         cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
         cdef ShmWork work
@@ -353,8 +351,8 @@ cdef class Ring:
         self.leaving = []
 
     cdef object _first_failure(self, uint32_t seq):
-        """Why collective `seq` was abandoned: an earlier one that did not match, and nobody has
-        asked for yet, or the peers know.
+        """Why collective `seq` was abandoned: an earlier one did not match, and nobody has waited
+        for it yet; else the peers abandoned it.
         """
         cdef ShmWork work
         for work in sorted((work for work in self.works if work is not None), key=_seq_of):
@@ -370,8 +368,8 @@ cdef class Ring:
         return unfinished
 
     cdef int _between_slices(self, Patience *patience) except -1:
-        """A slice of waiting has passed: looks at signals (Ctrl-C) and at the clock, which runs
-        while nothing moves.
+        """Called after each slice of waiting. Looks at signals (Ctrl-C) and at the deadline, which
+        counts from the last progress.
         """
         self._look_at_signals()
         cdef double now = time.monotonic()
@@ -386,8 +384,8 @@ cdef class Ring:
         return 0
 
     cdef int _look_at_signals(self) except -1:
-        """What a handler raises waits until the peers do not depend on this rank any more; the
-        second one ends the communicator.
+        """Keeps what a handler raises until the peers do not depend on this rank any more. A second
+        exception is raised here and aborts the communicator.
         """
         try:
             PyErr_CheckSignals()
@@ -404,19 +402,17 @@ cdef class Ring:
                   "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
         return 0
 
-    # -- when it goes wrong --
+    # -- errors --
 
     cdef _give_up(self, failure):
-        """The communicator is of no more use: tells the peers, and everybody on this rank who still
-        waits.
-        """
+        """Ends the communicator with `failure`, here and for the peers."""
         cdef int culprit = shm_stalled_on(self.handle)
         if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
             culprit = shm_blamed_by(self.handle, culprit)
         self._end(SHM_ABORTED, culprit, failure)
 
     cdef object _lost(self):
-        """A peer is gone, or has given up: as an error."""
+        """The error for a peer that is gone, or has given up."""
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
         dead = ()

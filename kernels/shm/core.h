@@ -1,11 +1,11 @@
 /* Collectives between the processes of one host over shared memory. Plain C11, no Python.
  *
  * Every rank owns one segment (a mapping all ranks share): a control area (flags, descriptors,
- * mailboxes, staging) followed by an arena from which tensors are allocated. A collective is posted
- * (`shm_post`: what I want, my data is ready) and moved forward by whoever calls `shm_wait`: there
- * is no thread. All ranks post the same collectives in the same order; the descriptors they post
- * are compared before any data is touched, so ranks that disagree get SHM_MISMATCH, every one of
- * them.
+ * mailboxes, staging) followed by an arena from which tensors are allocated. `shm_post` posts a
+ * collective: what this rank wants, and that its data is ready. `shm_wait` moves collectives
+ * forward: there is no thread. All ranks post the same collectives in the same order. The
+ * descriptors they post are compared before any data is touched, so if ranks disagree, all of them
+ * get SHM_MISMATCH.
  *
  * Three paths, chosen from the descriptors alone, so all ranks choose the same one:
  * - inline: the payload fits a mailbox. One flag round; every rank reduces all mailboxes by itself.
@@ -36,7 +36,7 @@ enum shm_status {
                       its deadline) */
     SHM_MISMATCH = 2,
     SHM_PEER_LOST = 3, /* a peer died, aborted or closed; see shm_stalled_on */
-    SHM_ABANDONED = 4, /* a rank met this collective with SHM_ABANDON: see there */
+    SHM_ABANDONED = 4, /* a rank posted SHM_ABANDON in place of this collective: see there */
 };
 
 enum shm_kind {
@@ -45,16 +45,16 @@ enum shm_kind {
     SHM_BROADCAST,
     SHM_ALL_GATHER,
     SHM_REDUCE_SCATTER,
-    /* "I cannot go on with what we were doing." Whatever the others have posted under the same
-     * number ends with SHM_ABANDONED on every rank. A rank that learns of it posts SHM_ABANDON in
-     * its turn, again and again, until all ranks have done so under one number (SHM_OK): then all
-     * are at the same place once more. */
+    /* This rank cannot go on with the collectives under way. Whatever the others have posted under
+     * the same number ends with SHM_ABANDONED on every rank. A rank that learns of it posts
+     * SHM_ABANDON, too, again and again, until all ranks have done so under one number (SHM_OK).
+     * Then all stand at the same number again. */
     SHM_ABANDON,
 };
 
 enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
 
-/* What one rank wants of a collective. `where` may differ between ranks; all else must agree. */
+/* What one rank asks for in a collective. `where` may differ between ranks; all else must agree. */
 struct shm_descriptor {
     uint32_t kind, op, dtype, root;
     uint64_t numel; /* of the input */
@@ -85,7 +85,7 @@ void shm_free_comm(struct shm_comm *comm);
 
 /* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
  * `output` may be the same. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
- * collectives are already under way: shm_make_room first. */
+ * collectives are already under way: call shm_make_room first. */
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq);
 
@@ -96,8 +96,7 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
 
-/* Grows whenever a collective moves forward on this rank: while it does, a deadline has not been
- * missed. */
+/* Grows whenever a collective moves forward on this rank. While it grows, no deadline is missed. */
 uint64_t shm_progress(const struct shm_comm *comm);
 
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank
@@ -111,7 +110,7 @@ int shm_state_of(const struct shm_comm *comm, int rank);
 int shm_blamed_by(const struct shm_comm *comm, int rank);
 
 /* Tells the peers that this rank will post nothing more (SHM_CLOSED), or that it gave up
- * (SHM_ABORTED), on rank `blames` or of its own will (-1). */
+ * (SHM_ABORTED), on rank `blames` or by its own decision (-1). */
 void shm_set_state(struct shm_comm *comm, enum shm_state state, int blames);
 
 #endif

@@ -1,5 +1,5 @@
-/* What protocol.c and paths.c (the three ways through it) share: the layout of a segment and the
- * state of a communicator. Not for users. */
+/* What protocol.c and paths.c share: the layout of a segment and the state of a communicator. Not
+ * for users. */
 #ifndef FASTCOMM_SHM_COMM_H
 #define FASTCOMM_SHM_COMM_H
 
@@ -44,7 +44,7 @@ struct collective {
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
 };
 
-/* What we wait for when nothing can be done. */
+/* The flag that this rank waits for when it can do nothing else. */
 struct stall {
     struct shm_flag *flag;
     uint32_t target;
@@ -60,8 +60,8 @@ struct shm_comm {
     uint32_t chunk;   /* number of chunks in all finished staged collectives */
     struct stall stall;
     struct collective ring[SHM_RING];
-    /* What the ranks wanted of a collective that failed, for the message: the peers reuse their
-     * slots. */
+    /* The ranks' descriptors of a collective that failed, kept for the message: the peers reuse
+     * their slots. */
     struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
     struct pollfd pidfds[SHM_MAX_RANKS];
     char *segments[SHM_MAX_RANKS];
@@ -116,8 +116,8 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
 /* Copies the parts of the pieces inside `range` to where they belong in the tensor. */
 void shm_gather_pieces(const struct collective *c, struct range range);
 
-/* Each takes a collective that all ranks have posted through one path. The staged one may have to
- * wait for the peers half-way: returns whether it is through. */
+/* Each runs a collective that all ranks have posted, over one path. The staged path may have to
+ * wait for the peers half-way; it returns whether it is done. */
 void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
 void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
 bool shm_run_staged(struct shm_comm *comm, struct collective *c);

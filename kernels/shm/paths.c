@@ -68,7 +68,7 @@ void shm_gather_pieces(const struct collective *c, struct range range) {
     }
 }
 
-/* Reduces `range` of every rank's tensor into every rank's tensor, our own input being read at
+/* Reduces `range` of every rank's tensor into every rank's tensor. Reads this rank's own input at
  * `own`. */
 static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
                          struct range range, const char *own) {

@@ -29,7 +29,7 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
-/* All ranks have arrived: compares what they want and chooses the path from it. */
+/* Called when all ranks have arrived: compares what they want, and chooses the path. */
 static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     bool direct = true, abandoned = false;
     for (int r = 0; r < comm->world_size; r++) {
@@ -55,8 +55,8 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     }
 }
 
-/* Takes the oldest unfinished collective as far as it goes. Returns whether it is finished on this
- * rank. */
+/* Moves the oldest unfinished collective forward as far as possible. Returns whether it is finished
+ * on this rank. */
 static bool run_head(struct shm_comm *comm) {
     uint32_t seq = comm->head;
     struct collective *c = &comm->ring[seq % SHM_RING];
@@ -92,8 +92,9 @@ static bool is_settled(struct shm_comm *comm, uint32_t seq) {
     return true;
 }
 
-/* On the direct path the peers read and write our tensor until they are done. And who meets after
- * SHM_ABANDON must leave no peer behind that is still busy with what came before it. */
+/* Whether the collective is complete only when all ranks are done. On the direct path the peers
+ * read and write our tensor until then. After SHM_ABANDON no peer may still be busy with an earlier
+ * collective. */
 static bool is_awaited_by_all(const struct collective *c) {
     return c->path == DIRECT || c->descriptor.kind == SHM_ABANDON;
 }
@@ -109,8 +110,8 @@ static bool is_complete(struct shm_comm *comm, uint32_t seq) {
 
 /* ---- peers that are gone ---- */
 
-/* Whether we need `rank` for more than the mailbox it has filled: then it must have raised
- * `reduced`, too. */
+/* Whether collective `seq` still waits for `rank`: for its arrival or, where its mailbox is not
+ * enough, for its flag `reduced`. */
 static bool owes(struct shm_comm *comm, int rank, uint32_t seq,
                  bool (*is_done)(struct shm_comm *, uint32_t)) {
     const struct shm_descriptor *d = &comm->ring[seq % SHM_RING].descriptor;
@@ -176,7 +177,7 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
              void *output, const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq) {
     uint32_t number = comm->next;
     if (!is_settled(comm, number - SHM_RING)) {
-        return SHM_AGAIN; /* the slot has not been read by everybody */
+        return SHM_AGAIN; /* not all ranks have read the slot */
     }
     struct collective *c = &comm->ring[number % SHM_RING];
     *c = (struct collective){.descriptor = *descriptor,
@@ -237,7 +238,7 @@ static int wait_until(struct shm_comm *comm, bool (*is_done)(struct shm_comm *, 
 }
 
 /* A peer that filled its mailbox, and gave up before it had the result; -1 if there is none. We
- * have come too late: nobody else is to go on with this result. */
+ * have come too late then: no rank may go on with this result. */
 static int find_aborter(struct shm_comm *comm, uint32_t seq) {
     for (int r = 0; r < comm->world_size; r++) {
         if (r != comm->rank && atomic_load(&control_of(comm, r)->state) == SHM_ABORTED &&
@@ -262,7 +263,7 @@ int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
     int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
     return status == SHM_MISMATCH || status == SHM_ABANDONED
                ? SHM_OK
-               : status; /* whoever waits for that one hears of it */
+               : status; /* shm_wait for that collective reports it */
 }
 
 uint64_t shm_progress(const struct shm_comm *comm) {
@@ -275,7 +276,7 @@ int shm_stalled_on(const struct shm_comm *comm) {
 }
 
 uint32_t shm_posted(const struct shm_comm *comm, int rank) {
-    uint32_t last = comm->head - 1; /* everybody has posted that one, for we have finished it */
+    uint32_t last = comm->head - 1; /* all ranks have posted that one: we have finished it */
     while (shm_reached(&slot_of(comm, rank, last + 1)->arrived, last + 1) &&
            last + 1 - comm->head < SHM_RING) {
         last++;

@@ -19,18 +19,18 @@ static inline bool shm_reached(const struct shm_flag *flag, uint32_t target) {
     return (int32_t)(atomic_load_explicit(&flag->value, memory_order_acquire) - target) >= 0;
 }
 
-/* Publishes everything written before it, and wakes whoever sleeps. */
+/* Publishes everything written before it, and wakes the sleepers. */
 void shm_raise(struct shm_flag *flag, uint32_t value);
 
-/* How long the present wait has lasted; zero it before the first shm_back_off. */
+/* How long the current wait has lasted; zero it before the first shm_back_off. */
 struct shm_patience {
     uint32_t rounds;
     uint64_t yielding_since_ns;
 };
 
-/* Waits a little for `flag` to reach `target`, the longer the more often it is called. Returns true
- * once it has begun to sleep in the kernel: then a few milliseconds may have passed, and it is time
- * to look whether the peers still live. */
+/* Waits a little for `flag` to reach `target`, longer with every call. Returns true once it has
+ * begun to sleep in the kernel: then a few milliseconds may have passed, and it is time to check
+ * that the peers are alive. */
 bool shm_back_off(struct shm_flag *flag, uint32_t target, struct shm_patience *patience,
                   bool yield_early);
 
