@@ -1,8 +1,8 @@
-"""What ranks that meet in a torch.distributed group tell each other before a collective, and the
-arithmetic that is done on what has come.
+"""What the ranks of a torch.distributed group announce to each other before a collective, and the
+arithmetic on the data that arrives.
 
-Knows no group and no thread: a Call is a row of numbers on the network and a sentence in an error,
-a reduction is torch's operations in rank order, and what travels is bytes.
+Knows no group and no thread. A Call is a row of numbers on the network and a sentence in an error.
+A reduction applies torch's operations in rank order. All data travels as bytes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as the ranks announce it to each other: equal on all of them, or they
-    disagree.
-    """
+    """A collective as the ranks announce it to each other. It must be equal on all of them."""
 
     kind: str
     numel: int = 0
@@ -89,9 +87,9 @@ _STEPS: dict[str, Any] = {
 
 
 def reduce_rows(rows: Tensor, op: str) -> Tensor:
-    """The reduction of the rows, one after the other: 16-bit floats in float32 and rounded once.
+    """Reduces the rows, one after the other; 16-bit floats in float32, rounded once.
 
-    Integers wrap around, but a mean of theirs is exact, truncated towards zero.
+    Integers wrap around, but their mean is exact, truncated towards zero.
     """
     n, dtype = len(rows), rows.dtype
     if op == "mean" and not dtype.is_floating_point:
@@ -106,20 +104,20 @@ def reduce_rows(rows: Tensor, op: str) -> Tensor:
 
 
 def with_one_nan(tensor: Tensor) -> Tensor:
-    """With all NaNs alike, in place: of what kind they are depends on how a loop was vectorised."""
+    """Makes all NaNs alike, in place: their bits depend on how a loop was vectorised."""
     if tensor.is_floating_point():
         tensor.masked_fill_(tensor != tensor, float("nan"))
     return tensor
 
 
 def cast(source: Tensor, target: Tensor) -> Tensor:
-    """Copies to another dtype, to the same bits on all ranks, each of which does it for itself."""
+    """Copies to another dtype. Each rank does it for itself, and all get the same bits."""
     target.copy_(source)
-    # There are several ways to convert a NaN, but for bfloat16, which is widened by a shift.
+    # There are several ways to convert a NaN, except to widen bfloat16, which is a shift.
     has_choice = target.dtype in HALVES or source.dtype == torch.float16
     return with_one_nan(target) if has_choice and source.dtype != target.dtype else target
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What every backend moves, whatever dtypes it knows."""
+    """A flat view as bytes, which every backend moves, whatever dtypes it knows."""
     return tensor.view(-1).view(torch.uint8)

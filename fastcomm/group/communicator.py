@@ -2,13 +2,13 @@
 the CPU. The public calls and their checks.
 
 A thread of its own carries collectives out in the order of their calls, so that backward goes on
-while gradients travel. Before anything moves, the ranks tell each other which collective they have
-come to: ranks that disagree all hear of it, and a rank that abandons a round says so in place of a
-collective, so that no collective is ever left half done and the group stays in step. What can still
-go wrong, a lost peer or a deadline, is found by watchdog.py, and breaking the group's connections
-ends the thread's wait.
+while gradients travel. Before any data moves, the ranks announce which collective they have come
+to. If they disagree, all of them get the error. A rank that abandons a round announces that in
+place of a collective. So no collective is ever left half done, and the group stays in step.
+watchdog.py finds lost peers and missed deadlines; then breaking the group's connections ends the
+thread's wait.
 
-The thread is work_queue.py's business, how tensors move and are reduced exchange.py's.
+The thread is in work_queue.py; exchange.py moves and reduces tensors.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class Bootstrap(Notes, Protocol):
 
 class GroupCommunicator(Communicator):
     """Collectives over a torch.distributed group. See fastcomm.communicator.Communicator for the
-    contract. Made by fastcomm.init. exchange: over which group, and how.
+    contract. Made by fastcomm.init. exchange: moves the tensors over the group.
 
-    More than the contract promises: any number of threads may call it and wait for their works at
-    once, if only the ranks' calls come in the same order. What a signal handler raises while this
-    rank waits, in a collective, a wait or abandon(), is raised once that is over; a second time it
-    aborts the communicator and is raised at once.
+    Beyond the contract, any number of threads may call it and wait for their works at once, as long
+    as the calls come in the same order on all ranks. What a signal handler raises while this rank
+    waits, in a collective, a wait or abandon(), is raised once that is over. A second exception is
+    raised at once, and aborts the communicator.
     """
 
     backend = "group"
     has_streams = reduces_fp8 = counts_nonfinite = False
     progresses_itself = is_threadsafe = True
-    # Without a frame of Python's, in which a signal handler might raise.
+    # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
     number = property(attrgetter("_queue.number"))  # of the newest collective announced
 
@@ -100,7 +100,7 @@ class GroupCommunicator(Communicator):
     # -- collectives -------------------------------------------------------------------------------
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """See Communicator.empty. Over a group alone nothing is reached without a copy."""
+        """See Communicator.empty. A group alone reaches no memory without a copy."""
         self._queue.check_usable()
         if dtype not in CPU_DTYPES:
             refuse_dtype(dtype, CPU_DTYPES)
@@ -128,7 +128,7 @@ class GroupCommunicator(Communicator):
         return self._begin(call, move, flat, async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
-        """See Communicator.broadcast_all. One collective, which no exception cuts into two."""
+        """See Communicator.broadcast_all. One collective, so that no exception can split it."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
         check_src(src, self.world_size)
 
@@ -161,7 +161,7 @@ class GroupCommunicator(Communicator):
         return self._begin(call, move, flat, async_op)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
-        """See Communicator.barrier. The announcement is all there is to it."""
+        """See Communicator.barrier. The announcement is the whole barrier."""
         self._queue.check_usable()
         return self._begin(Call("barrier"), None, None, async_op)
 
@@ -200,8 +200,8 @@ class GroupCommunicator(Communicator):
         return None
 
     def _check(self, tensor: Tensor) -> Tensor:
-        """Checks that the communicator can be used and can take the tensor. Returns it as a flat
-        one.
+        """Checks that the communicator can be used and can take the tensor. Returns a flat view of
+        it.
         """
         self._queue.check_usable()
         if not isinstance(tensor, Tensor) or not _is_dense_here(tensor):
@@ -215,14 +215,14 @@ class GroupCommunicator(Communicator):
         check_out(name, out, inp, numel)
         return flat
 
-    # -- ends and new beginnings -------------------------------------------------------------------
+    # -- abandoning and ending ---------------------------------------------------------------------
 
     def check(self) -> None:
         """See Communicator.check."""
         self._queue.check()
 
     def abandon(self, *, in_any_case: bool = False) -> None:
-        """See Communicator.abandon. What has begun is ended properly, what waits is not begun.
+        """See Communicator.abandon. Finishes the collective that has begun; begins no waiting one.
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
@@ -242,6 +242,6 @@ class GroupCommunicator(Communicator):
 
 
 def _is_dense_here(tensor: Tensor) -> bool:
-    """Whether what lies in memory, one element after the other, is what the tensor says."""
+    """Whether the tensor is on the CPU, dense, contiguous and not a negated view."""
     is_dense = tensor.is_cpu and tensor.layout is torch.strided
     return is_dense and tensor.is_contiguous() and not tensor.is_neg()

@@ -1,11 +1,12 @@
-"""Exchange: moves and reduces the tensors of a torch.distributed group's ranks, all of which call
-the same method, each on the thread of its WorkQueue.
+"""Exchange: moves and reduces tensors between the ranks of a torch.distributed group. All ranks
+call the same method, each on the thread of its WorkQueue.
 
-Only bytes travel, in two exchanges: everybody's shard of everybody, then the reduced shards. The
-arithmetic is done here, in rank order, so that the results have the same bits on all ranks, 16-bit
-floats are added in float32 and rounded once, and any backend will do. What is large goes in chunks,
-one after the other. Before each collective the ranks announce it to each other, and what is small
-travels with the announcement: then there is one exchange in all.
+Only bytes travel, in two exchanges: each rank sends every other one the shard that one reduces,
+then each rank sends its reduced shard to all. The arithmetic is done here, in rank order, so that
+the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
+and any backend will do. Large tensors go in chunks, one after the other. Before each collective the
+ranks announce it to each other. Small tensors travel with the announcement: then there is no other
+exchange.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fastcomm.errors import InitError
 from fastcomm.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
 
-# of a payload that travels with the announcement: adds nothing to speak of to a packet's way
+# largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
-# Of all ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
+# All ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
 CHUNK_NBYTES = 16 * 2**20
 _HEAD_NBYTES = 8 * len(Call("barrier").numbers())
-# The watchdog gives its verdict before Gloo, which knows no ranks, gives its own.
+# The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
 _NEVER_SENT = 2**30  # a tag
 
@@ -39,22 +40,22 @@ _NEVER_SENT = 2**30  # a tag
 class Exchange:
     """group: of torch.distributed, or one of its engines. Errors are torch's RuntimeError.
 
-    With a group that is not its own nobody else may use that while collectives are under way here,
-    and a thread that waits in it when a peer is lost stays there until the group's own time-out.
+    While collectives are under way here, nobody else may use a group that was passed in. If a peer
+    is lost, a thread that waits in such a group stays there until the group's own time-out.
 
-    moved_at: when an exchange last ended. Deadlines are for what does not move.
+    moved_at: when an exchange last ended. Deadlines count from there.
     """
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
-        """group: None stands for one of its own, which `connect` makes."""
+        """group: None means a group of its own, which `connect` makes."""
         self.group: Any = group
         self._owns_group = group is None
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
 
     def connect(self, store: Store, timeout: timedelta) -> None:
-        """Makes a Gloo group that nobody else knows, if it has none. Collective. Its addresses are
-        those of GLOO_SOCKET_IFNAME, else what the host's name stands for.
+        """Makes a private Gloo group, if it has no group. Collective. Its addresses are those of
+        GLOO_SOCKET_IFNAME, else those that the host's name resolves to.
         """
         if not self._owns_group:
             return
@@ -68,8 +69,8 @@ class Exchange:
             ) from error
 
     def interrupt(self) -> None:
-        """Ends the wait of the thread that is inside. Gloo closes all connections of a group when
-        one receive has waited too long for what nobody sends.
+        """Ends the wait of the thread that is inside. Receives what nobody sends: when a receive
+        times out, Gloo closes all connections of the group.
         """
         group = self.group if self._owns_group else None
         if group is None:
@@ -81,23 +82,23 @@ class Exchange:
                     group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Lets go of the group."""
+        """Drops the group."""
         self.group = None
 
-    # What is asked of it by the caller's thread, too.
+    # Called by the caller's thread, too.
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-        """What a bucket is sent in. wire_dtype: None if none was chosen."""
+        """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
         return wire_dtype or dtype
 
     def reduction_of(
         self, flat: Tensor, wire_dtype: torch.dtype | None
     ) -> Callable[[str, Tensor | None], None]:
-        """What reduces a bucket, given the op and the rows."""
+        """A function that reduces a bucket, given the op and the rows."""
         if wire_dtype is None or wire_dtype == flat.dtype:
             return functools.partial(self.all_reduce, flat)
         with torch.inference_mode(False):  # buckets may be made under it
@@ -113,8 +114,8 @@ class Exchange:
     def announce(
         self, call: Call, payload: Tensor | None = None
     ) -> tuple[list[Call], Tensor | None]:
-        """What every rank has come to, and all ranks' payloads, a row each: those of equal calls
-        are alike. Waits until all have come.
+        """Returns every rank's call, and all ranks' payloads, a row each. Equal calls have payloads
+        of the same size and dtype. Waits until all ranks have come.
 
         payload: flat, of up to CARRIED_NBYTES.
         """
@@ -134,14 +135,14 @@ class Exchange:
             payload.dtype
         )
 
-    # In each, rows: what has come with the announcement, None if nothing has.
+    # rows, in each of these: the payloads that came with the announcement, or None.
 
     def all_reduce(self, flat: Tensor, op: str, rows: Tensor | None = None) -> None:
         if rows is None and flat.nbytes <= SMALL_NBYTES:
             rows = flat.new_empty(self._world_size, flat.numel())
             self.all_gather(rows, flat)
         if rows is not None:
-            flat.copy_(with_one_nan(reduce_rows(rows, op)))  # every rank's own arithmetic
+            flat.copy_(with_one_nan(reduce_rows(rows, op)))  # each rank computes it for itself
             return
         shard = max(1, CHUNK_NBYTES // flat.element_size() // self._world_size)
         for chunk in flat.split(shard * self._world_size):

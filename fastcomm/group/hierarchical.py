@@ -4,8 +4,8 @@ crosses a host's link once.
 An all-reduce is a reduce-scatter inside the host, an all-reduce of each rank's part with the ranks
 of the other hosts that own the same elements, and an all-gather inside the host. Large tensors go
 in chunks, several of which are under way at a time: one is reduced inside the host while the shards
-of others and the results of yet others travel. All else, and how ranks agree, abandon and fail, is
-GroupCommunicator.
+of others and the results of yet others travel. GroupCommunicator does everything else; it also lets
+the ranks agree, abandon and fail.
 
 Hosts need not have equally many ranks. A chunk is cut wherever some host has a boundary between the
 parts of two of its ranks (with hosts of 2 and 3 ranks at 1/3, 1/2 and 2/3), so that each segment
@@ -35,7 +35,7 @@ from fastcomm.group.exchange import GRACE, Exchange
 from fastcomm.shm.communicator import ShmCommunicator
 
 # Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
-# that move it, small enough that filling and draining the pipeline does not show.
+# that move it, small enough that filling and draining the pipeline costs little.
 CHUNK_NBYTES = 4 * 2**20
 # how many chunks are sent before the first of them is waited for: the network has work while ranks
 # are late
@@ -45,8 +45,8 @@ _NOTHING: Iterator[None] = iter(())
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements of this rank's part of a chunk that the same ranks own on all hosts. In units of the
-    chunk's length / n_units.
+    """A range of this rank's part of a chunk that has the same owners throughout, one per host. In
+    units of the chunk's length / n_units.
     """
 
     begin: int
@@ -55,8 +55,8 @@ class Segment:
 
 
 def n_units(hosts: Sequence[Sequence[int]]) -> int:
-    """Into how many equal units a chunk is cut, so that every host's parts, and so all segments,
-    begin and end between two of them.
+    """The number of equal units of a chunk, so that every host's parts, and with them all segments,
+    begin and end between two units.
     """
     return math.lcm(*(len(ranks) for ranks in hosts))
 
@@ -97,7 +97,7 @@ class HierarchicalCommunicator(GroupCommunicator):
 
 
 class HierarchicalExchange(Exchange):
-    """As Exchange, and reduces inside the host first. hosts: the ranks of each host, ascending.
+    """As Exchange, but reduces inside the host first. hosts: the ranks of each host, ascending.
 
     16-bit floats are added in float32 and rounded once. A wire_dtype that was chosen for a bucket
     applies across hosts only.
@@ -153,7 +153,7 @@ class HierarchicalExchange(Exchange):
         """See Exchange.all_reduce."""
         if rows is not None:
             super().all_reduce(flat, op, rows)
-        elif op == "mean" and not flat.dtype.is_floating_point:  # of sums that do not wrap around
+        elif op == "mean" and not flat.dtype.is_floating_point:  # from sums that do not wrap around
             sums = addends_of_mean(flat, self._world_size)
             self._reduce(sums.view(-1), "sum")
             flat.copy_(mean_of_addends(sums, self._world_size))
@@ -161,7 +161,7 @@ class HierarchicalExchange(Exchange):
             self._reduce(flat, op)
 
     def _reduce(self, flat: Tensor, op: str, wire: torch.dtype | None = None) -> None:
-        """wire: what is sent from host to host; None stands for what is added without rounding."""
+        """wire: the dtype between hosts; None means float32 for halves, else the own dtype."""
         wire = wire or self.wire_of(flat.dtype, None)
         if self._n_hosts == 1:
             for chunk in flat.split(CHUNK_NBYTES // flat.element_size()):
@@ -174,22 +174,22 @@ class HierarchicalExchange(Exchange):
         )
         under_way = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
         for passage in itertools.chain(passages, [_NOTHING] * (2 * AHEAD)):
-            under_way.append(passage)  # the oldest has arrived and goes
+            under_way.append(passage)  # drops the oldest, which is done
             # The newest first, so that the network has something to carry while older ones are
             # reduced.
             for one in (under_way[-1], under_way[-1 - AHEAD], under_way[-1 - 2 * AHEAD]):
                 next(one, None)
 
     def _passage(self, index: int, chunk: Tensor, op: str, wire: torch.dtype) -> Iterator[None]:
-        """A chunk on its way, in three steps: reduced in the host and sent; reduced across hosts
-        and sent; gathered in the host.
+        """Takes a chunk through three steps: reduce it in the host and send it; reduce it across
+        hosts and send the result; gather it in the host.
         """
         whole = self._whole(chunk)
         part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
         if op == "mean":  # before the wire, whose range may be small
             part.mul_(1 / self._world_size)
         outgoing = part.to(wire)
-        # Rounded to the chunk's dtype by one rank for all, unless the wire cannot hold that.
+        # One rank rounds to the chunk's dtype for all, unless the wire cannot hold that.
         rounded = chunk.dtype if torch.promote_types(wire, chunk.dtype) == wire else wire
         result = outgoing if rounded == wire else self.empty(part.numel(), rounded)
         segments, reduced = self._cut(outgoing), self._cut(result)
@@ -200,7 +200,7 @@ class HierarchicalExchange(Exchange):
         for ours, theirs, shards in zip(segments, received, reduced, strict=True):
             theirs[self._host] = ours[self._host]
             shards[self._host] = reduce_rows(theirs, "sum" if op == "mean" else op)
-        # The same for every host.
+        # Every host gets the same.
         answers = [shards[self._host].expand(self._n_hosts, -1) for shards in reduced]
         works = self._trade(2 * index + 1, reduced, answers)
         yield
@@ -231,8 +231,8 @@ class HierarchicalExchange(Exchange):
             chunk.copy_(whole[: chunk.numel()])
 
     def _whole(self, chunk: Tensor) -> Tensor:
-        """The chunk itself, or one that can be cut into equal shards and in which there is no
-        rounding inside the host.
+        """The chunk itself, or a copy of it: padded, so that it can be cut into equal shards, and
+        in float32 for halves, so that nothing is rounded inside the host.
         """
         padding = -chunk.numel() % (self._n_units * self._n_hosts)
         dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
@@ -254,7 +254,7 @@ class HierarchicalExchange(Exchange):
         try:
             with self._shm_turn:
                 getattr(self._shm, collective)(*arguments)
-        except FastcommError as error:  # counts the ranks of this host only
+        except FastcommError as error:  # numbers the ranks of this host only
             lost = [self.neighbours[rank] for rank in getattr(error, "ranks", ())]
             raise PeerLostError(f"among the ranks of host {self._host}: {error}", lost) from error
         self.moved_at = time.monotonic()
@@ -281,7 +281,7 @@ class HierarchicalExchange(Exchange):
 
 
 class _OneHost:
-    """The meeting point of a host's ranks: a part of everybody's."""
+    """A bootstrap for the ranks of one host, over the bootstrap of all ranks."""
 
     def __init__(self, bootstrap: Bootstrap, ranks: Sequence[int]) -> None:
         self._bootstrap, self._ranks = bootstrap, ranks

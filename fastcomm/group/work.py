@@ -1,10 +1,10 @@
 """GroupWork and GroupBucket: a collective that a thread carries out, and a bucket that it reduces.
 
 Python runs signal handlers in the main thread, between almost any two of its instructions, and they
-may raise: Ctrl-C does. A collective that the ranks may have heard of must be finished all the same,
-or this rank would fall out of step, and the thread would write to memory that is in other use by
-then. So whoever waits does it by `see_through`, in steps that may be cut short anywhere and begun
-again.
+may raise: Ctrl-C does. A collective that the other ranks may know of must be finished all the same.
+Otherwise this rank would fall out of step, and the thread would write to memory that is in other
+use by then. So every wait goes through `see_through`, in steps that may be interrupted anywhere and
+begun again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from fastcomm.group.exchange import CARRIED_NBYTES
 from fastcomm.lifetime import again
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
-_ABORTS = 10  # attempts: somebody who leans on Ctrl-C may end a few of them
+_ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
 
-# Carries a collective out once all ranks have come to it, if there is more to it than that; gets
-# everybody's payload, if there is one.
+# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None.
 Move = Callable[[Tensor | None], None]
 
 
@@ -52,7 +51,8 @@ def see_through(
 ) -> BaseException | None:
     """Calls `step` until it returns; returns what a signal handler has raised meanwhile, or None.
 
-    step: gets what has been raised so far. Raises nothing itself: what comes out is a handler's.
+    step: gets what has been raised so far. It raises nothing itself: what comes out of it is a
+        handler's exception.
     abort: called when a handler raises a second time; that exception is raised then.
     """
     try:
@@ -65,7 +65,7 @@ def see_through(
                 if raised is not None:
                     raise
                 raised = exception
-    except BaseException:  # the second one, wherever in the loop it came
+    except BaseException:  # the second exception, wherever in the loop it came
         for _ in range(_ABORTS):
             try:
                 abort()
@@ -76,7 +76,7 @@ def see_through(
 
 
 class GroupWork(BucketWork):
-    """A collective in the thread's queue, or under way, or ended: then `error` says how."""
+    """A collective in the thread's queue, under way, or over. `error`: what ended it, or None."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GroupWork(BucketWork):
         presence: Tensor | None = None,
     ) -> None:
         self.call = call
-        # These hold the tensors. The payload goes with the announcement if it is small.
+        # `move` and `payload` hold the tensors. A small payload goes with the announcement.
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
         self.move = move
         self.payload = payload if is_small else None
@@ -96,14 +96,14 @@ class GroupWork(BucketWork):
         self._presence = presence
         self._is_refused = False
         self._is_over = False
-        # Holds something once the work is over. Not an Event: an exception in the midst of its
-        # Python code would leave its lock locked.
+        # Holds something once the work is over. Not an Event: an exception inside its Python code
+        # would leave its lock locked.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     @property
     def is_posted(self) -> bool:
         """Whether the thread may have announced it: from then on the other ranks count on it."""
-        # In this order: what the communicator holds no more is over.
+        # In this order: a work that the queue no longer holds is over.
         return self._waiter.holds(self) or (self._is_over and not self._is_refused)
 
     def run(self) -> None:
@@ -118,7 +118,7 @@ class GroupWork(BucketWork):
         self._end(see_through(step, self._waiter.abort))
 
     def post(self) -> None:
-        """Only posts it."""
+        """Posts the collective and does not wait."""
         self._waiter.post(self)
         if self._is_refused:
             self._end(None)
@@ -127,7 +127,7 @@ class GroupWork(BucketWork):
         """Blocks until the result is in place. Raises the FastcommError that ended the collective.
 
         What a signal handler raises meanwhile is raised afterwards, from that error if there is
-        one. The second time it aborts the communicator and is raised at once. In a forked child,
+        one. A second exception is raised at once, and aborts the communicator. In a forked child,
         which has no thread to carry it out, raises FastcommError.
         """
         self._waiter.refuse_fork()
@@ -135,7 +135,7 @@ class GroupWork(BucketWork):
             self._end(see_through(lambda _: self.sleep(), self._waiter.abort))
 
     def sleep(self) -> None:
-        """Until the work is over."""
+        """Waits until the work is over."""
         while not self._is_over:
             try:
                 self._bell.get(timeout=SLICE_S)
@@ -144,13 +144,13 @@ class GroupWork(BucketWork):
                 self._waiter.look_at_clock()
 
     def _end(self, raised: BaseException | None) -> None:
-        """Raises what is to be raised."""
+        """Raises the work's error, and what a signal handler has raised, if anything."""
         error = self.error
         if error is not None:
             self._waiter.hear(error)
             if raised is not None:
                 raise raised from error
-            raise again(error)  # others may wait for the same
+            raise again(error)  # a copy: others may wait for the same work
         if raised is not None:
             raise raised
 
@@ -165,12 +165,12 @@ class GroupWork(BucketWork):
         return [] if self._presence is None else (self._presence != absent).tolist()
 
     def refuse(self, error: FastcommError) -> None:
-        """It is not posted, and never will be."""
+        """Ends the work with `error`: it is not posted, and never will be."""
         self._is_refused = True
         self.resolve(error)
 
     def resolve(self, error: FastcommError | None) -> None:
-        """The outcome is known. The first one counts."""
+        """Sets the outcome. The first one counts."""
         if not self._is_over:
             self.error, self.move, self.payload = error, None, None
             self._is_over = True
@@ -178,8 +178,8 @@ class GroupWork(BucketWork):
 
 
 class GroupBucket(BoundBucket):
-    """A flat buffer into which gradients are copied. What work_of(op, presence, step)
-    makes reduces it.
+    """A flat buffer into which gradients are copied. work_of(op, presence, step) makes the work
+    that reduces it.
     """
 
     def __init__(

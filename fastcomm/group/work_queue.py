@@ -1,9 +1,9 @@
 """WorkQueue: the collectives of one communicator in the order of their calls, and the thread that
 carries them out.
 
-Owns the works, the thread and the watchdog: how a work is posted, carried out or refused, how the
-ranks meet anew after one of them has abandoned, and how all that waits ends by a failure. Which
-collectives there are is communicator.py's business, how tensors move exchange.py's.
+Owns the works, the thread and the watchdog. Posts, carries out and refuses works, lets the ranks
+meet again after one of them has abandoned a round, and ends all works after a failure.
+communicator.py makes the collectives, exchange.py moves the tensors.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from fastcomm.group.work import GroupWork, see_through
 from fastcomm.lifetime import Lifetime
 from fastcomm.watchdog import Notes, Watchdog, failure_note
 
-# how long the watchdog has to name the missing once a deadline has passed: longer than it asks
-# around
+# how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
+# ask around
 VERDICT_S = 4.0
 # how long the watchdog has to find out why a connection broke: longer than idle ranks take to
 # answer a question
 EXPLAIN_S = 3.0
 TOLD_S = 0.3  # how long ranks that wait take to read a note
-# From a failure on: by then whoever found it has told all who wait, unless an exception out of a
-# signal handler was in its way.
+# After a failure: by then the thread that found it has ended all works, unless a signal handler's
+# exception has interrupted it.
 INTERRUPTED_S = 3.0
 
 
@@ -55,16 +55,17 @@ class Interruption:
 
     number: int
     error: FastcommError
-    meeting: GroupWork  # ends when all ranks stand at one place again
+    meeting: GroupWork  # ends when all ranks stand at the same number again
 
 
 class WorkQueue:
     """What the works (work.Waiter) and the watchdog (watchdog.Watched) know of a communicator.
 
-    Any number of threads may call it. life: until when the communicator can be used.
+    Any number of threads may call it. life: whether the communicator can still be used.
     """
 
-    # For the watchdog: the collector may end it, and `number` goes on when the ranks meet anew.
+    # For the watchdog: the garbage collector may end it, and `number` goes on when the ranks meet
+    # again.
     leak: str | None = None
     epoch = 0
 
@@ -84,19 +85,19 @@ class WorkQueue:
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
         # Guards what follows. Hold it to resolve a work, so that a resolved one never starts.
-        # Reentrant, as a signal handler may call abort(). A handler may also raise where a caller
-        # holds it: what must change together is changed by the thread.
+        # Reentrant, because a signal handler may call abort(). A handler may also raise while a
+        # caller holds it, so only the thread changes what must change together.
         self._lock = threading.RLock()
-        self._works: list[GroupWork] = []  # by age; being put here is being posted
+        self._works: list[GroupWork] = []  # oldest first; a work in this list is posted
         self._current: GroupWork | None = None
         self._since = 0.0  # when the current work was begun
         self._interruption: Interruption | None = None  # the newest
-        self._n_met = 0  # how often the ranks have begun to meet anew
+        self._n_met = 0  # how often the ranks have begun to meet again
         # the error that stopped the thread, and when
         self._trouble: tuple[float, Exception] | None = None
         self._failed_at = 0.0
-        # Each wakes the thread, which then carries out the oldest of _works. Works, as these keep
-        # the queue alive.
+        # Each entry wakes the thread, which then carries out the oldest of _works. Entries are
+        # works, because these keep this object alive.
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
         threading.Thread(
             target=_carry_out_all,
@@ -121,7 +122,7 @@ class WorkQueue:
             self.check_usable()
 
     def check(self) -> None:
-        """As check_usable; also raises, once, that other ranks have abandoned the round."""
+        """As check_usable; also raises AbandonedError, once, if others have abandoned the round."""
         self.check_usable()
         interruption = self._unheard()
         if interruption is not None:
@@ -129,7 +130,7 @@ class WorkQueue:
             raise interruption.error
 
     def abandon(self) -> None:
-        """Ends what has begun properly, and what waits before it has begun, on all ranks.
+        """Finishes the collective that has begun, and ends those that wait, on all ranks.
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
@@ -157,9 +158,11 @@ class WorkQueue:
             raise error
 
     def _post_abandonment(self, own: GroupWork) -> Interruption | None:
-        """Returns that of others, if this rank has not heard of it yet: then own is not posted."""
+        """Posts `own`, unless others have abandoned the round and the caller does not know of it
+        yet: then returns their interruption.
+        """
         refusal = self.life.refusal()
-        if refusal is not None:  # without the lock, which a forked process may have got locked
+        if refusal is not None:  # without the lock, which may be locked in a forked process
             own.refuse(refusal)
             return None
         with self._lock:
@@ -179,7 +182,7 @@ class WorkQueue:
         self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
 
     def close(self) -> None:
-        """Ends it on this rank."""
+        """Ends the communicator on this rank."""
         if self.life.is_forked():
             return
         if self.life.failure is None:
@@ -201,7 +204,7 @@ class WorkQueue:
             interruption = self._unheard()
             if interruption is None:
                 self._append(work)
-            else:  # it belongs to what was abandoned, not to the next round
+            else:  # it belongs to the abandoned round, not to the next one
                 work.refuse(interruption.error)
 
     def _append(self, work: GroupWork) -> None:
@@ -219,13 +222,15 @@ class WorkQueue:
         return work in self._works
 
     def hear(self, error: FastcommError) -> None:
-        """The caller learns of `error`, which may be that another rank has abandoned the round."""
+        """Notes that the caller learns of `error`, which may be another rank's abandonment."""
         interruption = self._unheard()
         if interruption is not None and error is interruption.error:
             self.n_abandoned = interruption.number
 
     def _unheard(self) -> Interruption | None:
-        """Of which the caller does not know yet. What it calls after that is of the next round."""
+        """The interruption that the caller does not know of yet, or None. What the caller calls
+        once it knows belongs to the next round.
+        """
         interruption = self._interruption
         return (
             None
@@ -234,9 +239,10 @@ class WorkQueue:
         )
 
     def look_at_clock(self) -> None:
-        """This rank's own clock, for a watchdog that waits for a store that is out of reach.
+        """Checks the deadline in place of the watchdog, which may be waiting for a store that is
+        out of reach.
 
-        Also makes up for what an exception out of a signal handler may have cut short.
+        Also repeats what a signal handler's exception may have cut short.
         """
         failure, works = self.life.failure, self._works
         if failure is not None and time.monotonic() - self._failed_at > INTERRUPTED_S:
@@ -275,7 +281,7 @@ class WorkQueue:
             self._perform(work)
         except MismatchError as mismatch:
             error = mismatch
-        # torch has no better one; PeerLostError of a part of this transport is one, too
+        # torch raises nothing more specific; a PeerLostError from shared memory is one, too
         except RuntimeError as trouble:
             self._trouble = time.monotonic(), trouble
             return  # the watchdog finds out why, and ends the communicator
@@ -289,7 +295,9 @@ class WorkQueue:
             self._resolve([work], error)
 
     def _own_abandonment(self) -> GroupWork | None:
-        """Under the lock: what was called before it is not begun any more."""
+        """This rank's abandonment, if it is posted. Works before it are not begun any more. Under
+        the lock.
+        """
         return next((work for work in self._works if work.call is ABANDON), None)
 
     def _resolve_before(self, work: GroupWork) -> None:
@@ -317,8 +325,8 @@ class WorkQueue:
         return self._exchange.announce(call, payload)
 
     def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
-        """Some ranks abandon the round. This one does so, too, until all ranks have come to
-        that.
+        """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
+        one number.
         """
         with self._lock:
             self._n_met += 1
@@ -348,8 +356,8 @@ class WorkQueue:
             )
 
     def _asynchronous_error(self) -> FastcommError | None:
-        """A broken connection says nothing of who broke it. Whoever has not answered in a while
-        after it is missing.
+        """A broken connection does not tell who broke it. Ranks that have not answered a while
+        later count as lost.
         """
         if self._trouble is None:
             return None
@@ -384,7 +392,7 @@ class WorkQueue:
         return False
 
     def _fail(self, error: FastcommError) -> None:
-        """The communicator is of no more use: whoever waits hears of it. May be called again."""
+        """Ends the communicator: all unfinished works end with its failure. May be called again."""
         with self._lock:
             if self.life.failure is None:
                 self._failed_at = time.monotonic()
@@ -393,15 +401,15 @@ class WorkQueue:
             is_under_way = bool(self._unfinished())
         if is_under_way:
             self._exchange.interrupt()
-            # With this rank's process the store may go, in which the others are about to read what
-            # has happened.
+            # The store may go with this rank's process: leave the others time to read the failure
+            # in it.
             if self.rank == 0:
                 time.sleep(TOLD_S)
         with self._lock:
             self._resolve(self._unfinished(), error)
 
     def _unfinished(self) -> list[GroupWork]:
-        """Under the lock: all that somebody may be waiting for."""
+        """All works that somebody may be waiting for. Under the lock."""
         works = list(self._works)
         if self._interruption is not None and not self._interruption.meeting.is_completed():
             works.append(self._interruption.meeting)
@@ -411,15 +419,15 @@ class WorkQueue:
         return False
 
     def _interrupt(self, error: FastcommError, epoch: int) -> None:
-        """Ranks abandon a round by announcing it."""
+        """Not needed: ranks announce that they abandon a round."""
 
     def _enter_thread(self) -> None:
-        """Nothing belongs to a thread here."""
+        """Not needed: nothing here belongs to a thread."""
 
 
 class _Watchdog(Watchdog):
-    """Leaves it to the announcements to find ranks that call different collectives, which does not
-    end the communicator.
+    """Does not compare calls: the announcements find ranks that call different collectives, which
+    does not end the communicator.
     """
 
     def _compare(self, comm: Any, number: int, what: str) -> None:
@@ -429,9 +437,9 @@ class _Watchdog(Watchdog):
 def _carry_out_all(
     works: queue.SimpleQueue[GroupWork | None], reference: weakref.ref[WorkQueue]
 ) -> None:
-    """The life of the thread. While it waits for work it does not keep the queue alive.
+    """Runs the thread. While it waits for work, it does not keep the WorkQueue alive.
 
-    Under inference mode, which takes the tensors of callers that are under it, and all others.
+    Runs under inference mode, which accepts inference tensors and all others.
     """
     with torch.inference_mode():
         while True:
