@@ -1,5 +1,5 @@
-"""Do the ranks have the same model? Compares what describes it, copies one rank's tensors to the
-others, and compares their bits.
+"""Checks that the ranks have the same model: compares its description, copies one rank's tensors to
+the others, and compares their bits.
 
 Owns nothing. Every function that takes a communicator is collective, and raises the same error on
 every rank.
@@ -20,15 +20,15 @@ from fastcomm.lifetime import again
 
 Named = Sequence[tuple[str, Tensor]]
 
-_WORDS = 2**20  # of 8 bytes, of which a checksum is made at a time
+_WORDS = 2**20  # of 8 bytes, which a checksum takes at a time
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Of the parameter's gradient: its own dtype, unless the user has chosen another."""
+    """The dtype of the parameter's gradient: the parameter's, unless the user chose another."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-# ---- what one rank alone can say ----------------------------------------------------------------
+# ---- what one rank checks alone -----------------------------------------------------------------
 
 
 def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
@@ -107,7 +107,7 @@ def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | Non
 
 
 def distinct_elements(tensor: Tensor) -> Tensor:
-    """A view of an expanded tensor in which every element of memory stands once."""
+    """A view of an expanded tensor that contains every element in memory once."""
     for dimension, (numel, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and numel > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -138,8 +138,8 @@ def _layout(parameter: Tensor) -> dict[str, Any]:
 def compare(
     comm: Communicator, problem: ValueError | None, options: dict[str, Any], model: list[Any] | None
 ) -> None:
-    """Every rank learns every rank's options and model, or why it has none; all come to one
-    verdict.
+    """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
+    has a problem in place of a model.
 
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
@@ -173,7 +173,7 @@ def _of_attach(error: FastcommError) -> FastcommError:
 
 
 def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
-    """In words, where the model of `rank` first departs from that of rank 0."""
+    """In words, where the model of `rank` first differs from that of rank 0."""
     for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
         if (kind, name) != (their_kind, their_name):
             return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
@@ -200,7 +200,7 @@ def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in order: the tensor's own memory where that holds them so."""
+    """The elements in order, in the tensor's own memory if it holds them in that order."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     return flat if flat.numel() != 1 else flat.as_strided((1,), (1,))  # its stride may be anything
 
@@ -233,7 +233,7 @@ def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str
 
 
 def _shown(row: tuple[Any, ...]) -> str:
-    """What a rank holds: a value as it is, of a tensor a part of its checksum."""
+    """What a rank holds, for messages: a value as it is, a tensor as a part of its checksum."""
     return (
         f": {row[1]}" if len(row) == 2 else f": {row[2]} {list(row[1])} #{row[3] & 0xFFFFFFFF:08x}"
     )
@@ -246,7 +246,7 @@ def _checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Of the bits of all elements and their order: a wrapping sum of words times odd numbers."""
+    """A checksum of all bits and their order: a wrapping sum of words times odd numbers."""
     octets = _flat(tensor.detach()).view(torch.uint8)
     octets = torch.cat([octets, octets.new_zeros(-octets.numel() % 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -266,7 +266,7 @@ def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
 def optimizer_contents(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, str]]]:
-    """The tensors and the other values an optimizer goes by, each with a name. named: the
+    """The tensors and the other values that an optimizer uses, each with a name. named: the
     parameters of the model.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in named}

@@ -1,5 +1,5 @@
-"""What a reducer asks of autograd: hooks on gradients, a call at the end of the running backward or
-when the one around it goes on, and a refusal of its compilers.
+"""What a reducer needs from autograd: hooks on gradients, and calls at the end of the running
+backward or when the outer one goes on. Refuses compiled autograd.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fastcomm.reducer.gradient_hook import EndOfBackward
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """register_post_accumulate_grad_hook, which torch forgets to tell its C++ half about after
-    swap_tensors.
+    """As register_post_accumulate_grad_hook. After swap_tensors torch forgets to tell its C++ half
+    of the hook; setting the hooks again tells it.
     """
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
@@ -24,21 +24,21 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
 
 
 def is_hooked_behind(parameter: torch.Tensor, kind: type) -> bool:
-    """Hooks run on its gradient after the one of this kind."""
+    """Whether another hook runs on the parameter's gradient after the one of this kind."""
     hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
     return bool(hooks) and not isinstance(hooks[-1], kind)
 
 
 def call_at_end_of_backward(callback: EndOfBackward) -> None:
-    """Of the backward that is running on this thread. One that ends with an exception drops the
-    callback uncalled.
+    """Calls it at the end of the backward that is running on this thread. A backward that ends with
+    an exception drops the callback uncalled.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def call_when_outer_goes_on(node: torch.autograd.graph.Node, function: Callable[[], None]) -> None:
-    """Calls `function` once the backward that has run `node`, in which another one has just ended,
-    comes to the nodes behind it.
+    """Calls `function` once the outer backward goes on to the nodes behind `node`, in which an
+    inner backward has just ended.
 
     Callbacks belong to the running backward. From there on that is the outer one again.
     """

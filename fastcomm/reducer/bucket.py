@@ -31,8 +31,8 @@ _AFTER_DIFFERENT_STEPS = (
 
 
 class Bucket(Counter):
-    """Gradients that are reduced together. Between two rounds every gradient that exists may be a
-    view of `flat`, or the user's own.
+    """Gradients that are reduced together. Between two rounds a gradient is a view of `flat`, a
+    tensor of the user's own, or missing.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Bucket(Counter):
         n_rounds: int,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
-        # The hooks on the parameters keep the reducer and its buckets alive; Python could not
-        # collect a circle through them.
+        # The hooks on the parameters keep the reducer and its buckets alive. Python could not
+        # collect a cycle through them.
         self._references = [weakref.ref(parameter) for parameter in own]
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype
-        # behind the gradients the ranks tell each other which of them they have
+        # behind the gradients: their presence
         numel = layout.numel + len(own)
         if wire_dtype is None or wire_dtype == self.dtype:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
-        else:  # the gradients keep their dtype; what travels is a copy in the other one
+        else:  # the gradients keep their dtype; a copy in the wire dtype travels
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         offsets = [slot.offset for slot in layout.slots]
         self._geometries = [
@@ -86,17 +86,17 @@ class Bucket(Counter):
 
     @property
     def parameters(self) -> list[Parameter | None]:
-        """By slot. None stands for a parameter that is gone, with its model."""
+        """The parameters by slot. None stands for one that is gone, with its model."""
         return [reference() for reference in self._references]
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """Those that are not gone."""
+        """The names and parameters of those that are not gone."""
         pairs = zip(self.names, self.parameters, strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
 
     @property
     def is_launched(self) -> bool:
-        """The other ranks count on what this one has put in."""
+        """Whether it is posted in this round: from then on the other ranks count on this one."""
         return self._is_gathered and self._bound.posted is not None
 
     def count_all(self) -> None:
@@ -107,7 +107,7 @@ class Bucket(Counter):
         """Moves the gradients into the flat buffer, of which they are views from here on, and
         starts its reduction. step: see BoundBucket.launch.
         """
-        # After parameter.grad.data = ... the view is the user's tensor.
+        # After parameter.grad.data = ... the view is on the user's memory.
         for i in displaced(self.views, self._addresses):
             self.views[i] = _view(self.flat, *self._geometries[i])
         taking_part = self.parameters
@@ -123,12 +123,12 @@ class Bucket(Counter):
             self._fill_missing(i)
         try:
             self._bound.launch(op, missing, step)
-        except MismatchError as error:  # the others were here first, with something else
+        except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
-        """Of backward(create_graph=True). What is reduced has no graph; its values go back into the
-        tensors that have.
+        """For backward(create_graph=True). Reduces tensors without a graph, in place of the
+        gradients with one; settle() copies the values back into those.
         """
         for i, parameter in enumerate(parameters):
             if (
@@ -174,15 +174,15 @@ class Bucket(Counter):
             self.views[i].copy_(gradient)
 
     def _intrusion(self, i: int, gradient: Tensor) -> str | None:
-        """Why the gradient may not be copied into slot i: it lies in another one, of any bucket,
-        whose contents change at times of their own.
+        """Why the gradient may not be copied into slot i: it lies in another slot, of any bucket,
+        whose rounds change it.
         """
         is_intruder = inside([gradient]) and gradient.data_ptr() != self.views[i].data_ptr()
         return OTHERS_GRADIENT if is_intruder else None
 
     def refuse_second_gradient(self, i: int) -> None:
         """With reentrant checkpointing a shared parameter gets several gradients in one backward.
-        Good as long as the bucket is here.
+        That is fine until its bucket has been launched.
         """
         raise FastcommError(
             f"parameter {self.names[i]} got another gradient in this backward after its bucket "
@@ -202,8 +202,8 @@ class Bucket(Counter):
                 self._refuse_taken(i)
 
     def _refuse_taken(self, i: int) -> None:
-        """The gradient is not what autograd has made. Good where it has made none, or a hook that
-        runs before the reducer's has dropped it.
+        """The gradient is not the one autograd has made. That is fine if autograd has made none, or
+        if a hook that runs before the reducer's has dropped it.
         """
         parameter = self._references[i]()
         if parameter is not None and is_hooked_behind(parameter, GradientHook):
@@ -234,8 +234,8 @@ class Bucket(Counter):
         return explained
 
     def settle(self, number: int) -> None:
-        """Brings every gradient to where it belongs. Gives the same when it is called again.
-        number: of the round.
+        """Brings every gradient to where it belongs. A second call gives the same result. number:
+        of the round.
         """
         work = self._bound.posted
         left = self._settle_missing(work) if work is not None and self._untouched else []
@@ -268,15 +268,15 @@ class Bucket(Counter):
         return left
 
     def find_unreduced(self, slots: list[int] | None, since: int | None) -> str | None:
-        """The name of a parameter whose gradient is neither a reduced one nor one of no_sync(), or
-        None. See Provenance.find_unreduced.
+        """The name of a parameter whose gradient is neither reduced nor accumulated under
+        no_sync(), or None. See Provenance.find_unreduced.
         """
         i = self.provenance.find_unreduced(slots, since)
         return None if i < 0 else self.names[i]
 
     def square_sum(self) -> Tensor | None:
-        """Of all gradients, as a float64 scalar on the device, without a launch for each. None
-        where the transport does not count, or a gradient is not in the flat buffer.
+        """The sum of squares of all gradients, as a float64 scalar on the device, without a launch
+        for each. None if the transport does not count, or a gradient is not in the flat buffer.
         """
         return self._bound.square_sum() if self._holds_all() else None
 
@@ -331,8 +331,8 @@ def make_buckets(
     number: int,
     n_rounds: int,
 ) -> list[Bucket]:
-    """For the gradients of these parameters, in the order in which they will be full. number: of
-    the reducer, among those of the communicator; n_rounds: that have ended on it.
+    """Makes the buckets for these parameters' gradients, in the order in which they will be full.
+    number: of the reducer, among those of the communicator. n_rounds: see Reducer.
     """
     names, parameters = [name for name, _ in named], [p for _, p in named]
     dtypes = [grad_dtype(p) for p in parameters]
@@ -383,7 +383,7 @@ def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
 
 
 def _strides_of(parameter: Parameter) -> tuple[int, ...]:
-    """Those autograd gives to the parameter's gradient: the parameter's where it is dense."""
+    """The strides autograd gives to the parameter's gradient: the parameter's if that is dense."""
     return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
 
 

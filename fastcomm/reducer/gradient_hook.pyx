@@ -1,17 +1,17 @@
 # cython: language_level=3
-"""What autograd calls: when a gradient is ready, when a backward has ended, when a parameter that
-nobody reduces gets a gradient.
+"""The callbacks that autograd calls: when a gradient is ready, when a backward has ended, when a
+parameter that nobody reduces gets a gradient.
 
-The hook on each parameter runs in every backward: it counts, and nothing more; the work is done
-once per bucket. All of this is compiled, so that torch.compile, which traces the Python frames it
-meets during a backward, meets none here; what is called from here runs untraced.
+The hook on each parameter runs in every backward, so it only counts; the work is done once per
+bucket. torch.compile traces the Python frames it meets during a backward. It meets none here,
+because this module is compiled; what is called from here runs untraced.
 """
 
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 
 cdef object _untraced(function):
-    """Calls it so that torch.compile leaves it alone."""
+    """Calls the function so that torch.compile does not trace it."""
     before = set_eval_frame(None)
     try:
         return function()
@@ -20,13 +20,13 @@ cdef object _untraced(function):
 
 
 cdef class RoundFlags:
-    """What the hooks ask the open round; its base class."""
+    """The part of a round that the hooks read; base class of Round."""
 
     cdef public bint has_callback  # the running backward will call the reducer at its end
 
 
 cdef class ReducerFlags:
-    """What the hooks ask a reducer; its base class."""
+    """The part of a reducer that the hooks read; base class of Reducer."""
 
     cdef public bint _is_synchronizing  # False inside no_sync
     cdef public bint _overlap
@@ -34,8 +34,8 @@ cdef class ReducerFlags:
 
 
 cdef class Counter:
-    """What the hooks count of a bucket; its base class. By slot: has this backward produced the
-    gradient.
+    """The part of a bucket in which the hooks count; base class of Bucket. ready: by slot, whether
+    this backward has produced the gradient.
     """
 
     cdef readonly list ready
@@ -44,7 +44,7 @@ cdef class Counter:
     cdef public object provenance  # has the method note_unsynced
 
     def count_anew(self, Py_ssize_t n):
-        """Of n gradients none is ready."""
+        """Starts again with n gradients, none of them ready."""
         self.ready, self.n_pending, self.filled_by = [False] * n, n, -1
 
 
@@ -87,10 +87,12 @@ cdef class GradientHook:
 
 
 cdef class EndOfBackward:
-    """What autograd calls when a backward is through, and drops uncalled when one ends with an
-    exception.
+    """The callback for the end of a backward. Autograd drops it uncalled if the backward ends with
+    an exception.
 
-    when_dropped: called in its place, or after it has raised; does nothing when no round is open.
+    when_through: called when the backward is through.
+    when_dropped: called if the callback is dropped uncalled, or after when_through has raised; does
+        nothing when no round is open.
     """
 
     cdef object when_through, when_dropped, __weakref__
@@ -125,7 +127,7 @@ cdef class Untraced:
 
 
 def displaced(list views, list addresses):
-    """The indices of views that do not lie where they lay: somebody has assigned to their `.data`.
+    """The indices of views that have another address now: somebody has assigned to their `.data`.
     """
     cdef list found = []
     for i in range(len(views)):

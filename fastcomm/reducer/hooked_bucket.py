@@ -1,9 +1,9 @@
 """Communication hooks written for torch's DDP, run by a Reducer: a stand-in for GradBucket, and a
 bucket that such hooks reduce.
 
-What the hook returns in its future is what the gradients become, division included. The ranks'
-communicator only carries which parameters have gradients and, once a round was abandoned, how
-often each rank has called the hook: what a hook has posted elsewhere stays posted.
+The tensor in the hook's future becomes the gradients; the hook divides, too. The communicator only
+carries the presence of gradients and, once a round was abandoned, how often each rank has called
+the hook: what a hook has posted elsewhere stays posted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fastcomm.flat_buffers import FlatBuffer
 
 NEVER = -1
 
-# A state and what is called with it and a bucket, as for DDP's register_comm_hook.
+# A state and a function, which is called with the state and a bucket, as in DDP's
+# register_comm_hook.
 Hook = tuple[Any, Callable[[Any, Any], "torch.futures.Future[Tensor]"]]
 
 
@@ -45,23 +46,23 @@ def hooks_of(hook: Hook | Sequence[Hook] | None) -> tuple[Hook, ...]:
 
 
 class HookCalls:
-    """How often this rank has called a reducer's hook. After an abandoned round the ranks compare,
-    before they call it again.
+    """Counts how often this rank has called a reducer's hook. After an abandoned round the ranks
+    compare their counts before they call the hook again.
     """
 
     def __init__(self) -> None:
         self._n = 0
         self._was_pending = False
-        self._n_abandoned = NEVER  # of the communicator, when the ranks last were at one
+        self._n_abandoned = NEVER  # of the communicator, when the ranks last agreed
 
     def begin(self, comm: Communicator) -> None:
-        """Called at attach(), when the ranks have met; what was called before stays counted."""
+        """Called at attach(), when the ranks have met. Earlier calls stay counted."""
         if self._n_abandoned == NEVER:
             self._n_abandoned = comm.n_abandoned
 
     def count(self, future: torch.futures.Future[Tensor]) -> None:
         self._n += 1
-        # one that is through at once has posted nothing, or has waited for all ranks
+        # a hook that is done at once has posted nothing, or has waited for all ranks
         self._was_pending |= not future.done()
 
     def compare(self, comm: Communicator) -> None:
@@ -86,7 +87,7 @@ class HookCalls:
 
 @dataclass(frozen=True)
 class BucketHooks:
-    """Which hooks reduce a bucket, and which of the reducer's buckets it is."""
+    """The hooks that reduce a bucket, and which of the reducer's buckets it is."""
 
     chain: Sequence[Hook]
     calls: HookCalls
@@ -95,8 +96,8 @@ class BucketHooks:
 
 
 class GradBucket:
-    """What hooks take for torch.distributed.GradBucket, which cannot be made from Python. Its index
-    is the same in every step.
+    """Passed to hooks in place of torch.distributed.GradBucket, which cannot be made from Python.
+    Its index is the same in every step.
     """
 
     def __init__(
@@ -128,9 +129,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """What buffer() returns, and the gradients lie in, from here on: for hooks that wrap
-        others, and cast.
-        """
+        """Replaces the buffer, gradients included: for hooks that wrap others, and cast."""
         begin = buffer.storage_offset()
         self._gradients = [
             buffer.as_strided(one.shape, one.stride(), begin + offset)
@@ -146,9 +145,7 @@ class GradBucket:
 
 
 class HookedBucket(BoundBucket):
-    """A flat buffer that hooks reduce, one after the other: each gets what the one before
-    has left.
-    """
+    """A flat buffer that hooks reduce in turn: each gets the result of the one before."""
 
     def __init__(
         self,
@@ -164,7 +161,7 @@ class HookedBucket(BoundBucket):
         self._hooks = hooks
         self._flat = flat
         self._views = views
-        # What a communicator of ours carries ends with the round.
+        # Collectives over a communicator of ours end with the round.
         self._is_ours = all(
             isinstance(getattr(state, "comm", state), Communicator) for state, _ in hooks.chain
         )
@@ -173,7 +170,7 @@ class HookedBucket(BoundBucket):
 
     @property
     def posted(self) -> BucketWork | None:
-        """See BoundBucket.posted. What a hook has begun, only the hook can finish."""
+        """See BoundBucket.posted. Only the hook can finish what it has begun."""
         return self._posted
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
@@ -205,16 +202,16 @@ class HookedBucket(BoundBucket):
             bucket.set_buffer(_value(first(first_state, bucket)))
         future = hook(state, bucket)
         self._hooks.calls.count(future)
-        # Last: a rank whose hook raises leaves the others waiting for this, and they hear of it in
-        # the same step.
+        # Last: if the hook raises on one rank, the others wait for that rank here, and learn of it
+        # in the same step.
         known = self._comm.all_reduce(presence, "max", async_op=True)
         assert known is not None  # for the type checker: async_op was asked for
         self._posted = _HookedWork(buffer, future, presence, known)
         return self._posted
 
     def note_stream(self) -> None:
-        """The gradients are gathered on the stream that is current at the launch, which hooks
-        expect.
+        """Not needed: the gradients are gathered on the stream that is current at the launch, as
+        hooks expect.
         """
 
     def square_sum(self) -> None:

@@ -1,5 +1,5 @@
-"""Which parameter lies in which bucket, at which offset. Pure arithmetic: no tensors, no ranks;
-equal input gives equal plans.
+"""Plans which gradient lies in which bucket, at which offset. Pure arithmetic: no tensors, no
+ranks; equal input gives equal plans.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-# bytes: a cache line, so that two ranks never write to the same one, and more than any vector load
-# asks for
+# bytes: a cache line, so that two ranks never write to the same one; more than any vector load
+# needs
 ALIGNMENT = 64
 
 
@@ -44,7 +44,7 @@ def plan_buckets(
     parameter; the first one to be opened is closed at `first_cap_bytes`, so that communication
     starts early.
     """
-    # With the position of its last parameter, in reverse order of registration.
+    # Each with the position of its last parameter, in reverse order of registration.
     full: list[tuple[int, BucketLayout]] = []
     filling: dict[Hashable, _Filling] = {}
     caps = iter([first_cap_bytes])

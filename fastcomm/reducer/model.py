@@ -1,6 +1,6 @@
 """The model a reducer is attached to: what may be one, and a reference that does not keep it alive.
 
-Owns nothing. What the ranks compare of a model is agreement.py's business.
+Owns nothing. agreement.py compares the models of the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def named_parameters(model: Model) -> list[tuple[str, Parameter]]:
 
 
 def reference_to(model: Model) -> Callable[[], Model | None]:
-    """Gives None once the module, or one of the named parameters, is gone."""
+    """A function that returns the model, or None once the module or a named parameter is gone."""
     if isinstance(model, nn.Module):
         return weakref.ref(model)
     references = [(name, weakref.ref(parameter)) for name, parameter in model]

@@ -1,7 +1,7 @@
-"""The norm of all gradients of a model, clipping by it, and how many elements are not finite: from
-the flat buffers where all gradients lie there, else by torch's own functions.
+"""The norm of all gradients of a model, clipping by it, and the number of elements that are not
+finite: from the flat buffers if all gradients lie there, else by torch's own functions.
 
-None of it waits for the device. The gradients are reduced already: that is the reducer's to see to.
+Nothing here waits for the device. The reducer sees to it that the gradients are reduced.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def _norm_from(buckets: Sequence[Bucket], square_sums: list[Tensor | None]) -> T
 
 
 def _norm_of(gradients: list[Tensor]) -> Tensor:
-    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares are soon
-    infinite.
-    """
+    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares soon overflow."""
     is_half = any(gradient.dtype.itemsize < 4 for gradient in gradients)
     return torch.nn.utils.get_total_norm(
         [gradient.float() for gradient in gradients] if is_half else gradients

@@ -1,6 +1,6 @@
-"""Before any torch.optim optimizer steps: the reducers whose parameters it owns end their rounds,
-or refuse the step; so do parameters that must not be stepped. After it the reducers note with which
-gradients.
+"""Hooks around the steps of all torch.optim optimizers. Before a step, the reducers that own the
+parameters end their rounds, or refuse the step; a parameter that must not be stepped refuses it,
+too. After a step, the reducers note which gradients it used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastcomm.errors import FastcommError
 
 
 class Share(NamedTuple):
-    """An optimizer's parameters in one bucket of a reducer, by slot. Names the bucket by its
-    number, so that it keeps nothing alive.
+    """An optimizer's parameters in one bucket of a reducer, by slot. Holds the bucket's number, so
+    that it keeps nothing alive.
     """
 
     bucket: int
@@ -35,7 +35,7 @@ class _Bucket(Protocol):
 
 
 def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[Share]:
-    """Which slots of which buckets belong to these parameters."""
+    """For each bucket, the slots that belong to these parameters."""
     wanted = {id(p) for p in parameters}
     return [
         Share(number, [i for i, p in enumerate(bucket.parameters) if id(p) in wanted])
@@ -52,20 +52,20 @@ class Steppable(Protocol):
     n_rounds: int
 
     def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
-        """Those of its buckets."""
+        """The parameters' shares of the reducer's buckets."""
 
     def before_step(self, shares: list[Share], since: int | None) -> None:
-        """Leaves their gradients reduced, or raises. since: n_rounds before this optimizer's last
-        step, if it has made one.
+        """Leaves the gradients in these shares reduced, or raises. since: n_rounds before this
+        optimizer's last step, if it has made one.
         """
 
     def after_step(self, shares: list[Share]) -> None:
-        """A step was made, with these gradients as they are now."""
+        """Notes that a step was made with the gradients in these shares, as they are now."""
 
 
 class _Steps:
-    """One optimizer: which reducers own its parameters, what shares of their buckets it has, and
-    how many rounds each had ended before the last step.
+    """What is known of one optimizer: which reducers own its parameters, what shares of their
+    buckets it has, and how many rounds each had ended before the last step.
 
     refusal: why it must not step, or None.
     """
@@ -81,10 +81,10 @@ class _Steps:
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
-# Parameters that must not be stepped: why, and by which other one the optimizer shows that it
-# knows.
+# Parameters that must not be stepped: why, and the successor. An optimizer that holds the
+# successor, too, may step.
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_epoch = 0  # grows when a model is attached or detached: who owns what has changed
+_epoch = 0  # grows when a model is attached or detached, which changes the owners
 _owner_of: Callable[[Tensor], Steppable | None]
 _is_watching = False
 
@@ -103,7 +103,7 @@ def watch_steps(owner_of: Callable[[Tensor], Steppable | None]) -> None:
 
 
 def refuse_step(parameter: Tensor, why: str, successor: Tensor | None = None) -> None:
-    """No optimizer may step the parameter, but one that holds its successor, too."""
+    """Lets no optimizer step the parameter, unless it holds the parameter's successor, too."""
     global _epoch
     _epoch += 1
     _refusals[parameter] = why, None if successor is None else weakref.ref(successor)
@@ -112,8 +112,8 @@ def refuse_step(parameter: Tensor, why: str, successor: Tensor | None = None) ->
 def refuse_replaced(
     before: Iterable[tuple[str, Tensor]], now: Sequence[tuple[str, Tensor]]
 ) -> None:
-    """Refuses the steps of parameters that have left a model in which others have their names: an
-    optimizer that holds them would train nothing.
+    """Refuses steps of parameters that have left the model and whose names other parameters have
+    now: an optimizer that holds the old ones would train nothing.
     """
     by_name, present = dict(now), {id(parameter) for _, parameter in now}
     for name, parameter in before:
@@ -147,13 +147,13 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
         if reducer is None or reducer not in steps.before:
             continue
         steps.seen[reducer] = steps.before[reducer]
-        # A closure may have ended rounds: then what it was before the step does not count any more.
+        # A closure may have ended rounds: then the gradients are not those from before the step.
         reducer.after_step(shares if reducer.n_rounds == steps.before[reducer] else [])
 
 
 def _steps_of(optimizer: Optimizer) -> _Steps:
-    """As it was found at an earlier step, if neither the optimizer nor the reducers have changed
-    since.
+    """What is known of the optimizer, kept from an earlier step if neither the optimizer nor the
+    reducers have changed since.
     """
     groups = optimizer.param_groups
     known = tuple((id(group["params"]), len(group["params"])) for group in groups)

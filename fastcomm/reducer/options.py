@@ -18,7 +18,7 @@ _MB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Options:
-    """See Reducer. Raises ValueError for what no communicator can do."""
+    """See Reducer. Raises ValueError for values that no communicator supports."""
 
     bucket_cap_mb: float
     first_bucket_cap_mb: float
@@ -38,8 +38,8 @@ class Options:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
 
     def check_communicator(self, comm: Communicator) -> None:
-        """Raises TypeError for something else, such as a model; ValueError for a wire_dtype that
-        the communicator does not reduce, or hooks do not heed.
+        """Raises TypeError for anything but a communicator, such as a model; ValueError for a
+        wire_dtype that the communicator does not reduce, or that hooks would ignore.
         """
         if not isinstance(comm, Communicator):
             remedy = ": Reducer(comm).attach(model)" if isinstance(comm, nn.Module) else ""
@@ -69,8 +69,8 @@ class Options:
         return int(self.first_bucket_cap_mb * _MB)
 
     def described(self) -> dict[str, Any]:
-        """By name. Ranks that differ here would reduce different buckets, or the same ones
-        differently.
+        """The options by name, for comparison: ranks that differ here would reduce different
+        buckets, or the same ones differently.
         """
         return {
             "bucket_cap_mb": self.bucket_cap_mb,

@@ -1,21 +1,22 @@
 # cython: language_level=3
-"""Where the gradients of a bucket come from: has a round reduced them, has an optimizer stepped
-with them, has no_sync() made them, or has somebody else. Decides which gradients take part in a
-round that did not make them, and which may be stepped. Moves no data.
+"""Provenance: where the gradients of a bucket come from. Has a round reduced them, has an optimizer
+stepped with them, were they made under no_sync(), or by the user? Decides which gradients take part
+in a round that did not make them, and which may be stepped. Moves no data.
 
-A gradient that a round has reduced is the user's to change, until an optimizer steps with it. From
-then on a step without a new round must find what the last one found. A tensor's version, which
-torch counts up with every write, tells; what is written past torch (`.data`, NumPy) goes unseen.
+The user may change a gradient that a round has reduced, until an optimizer steps with it. From then
+on, a step without a new round must find the gradient as the last step found it. The tensor's
+version tells, which torch increments with every write; writes past torch (`.data`, NumPy) go
+unseen.
 
-Looked at in every step, so it is compiled, and looks at gradients only where it must.
+Runs in every step, so it is compiled, and looks at gradients only where it must.
 """
 
 from itertools import count
 
 from torch import strided
 
-# An attribute of gradients that are no views of a flat buffer: what is known of them, and a number.
-# Views are known by their slot.
+# An attribute of gradients that are not views of a flat buffer: one of the states below, and a
+# number. What is known of views is kept by slot.
 cdef str MARK = "_known_to_fastcomm"
 cdef enum:
     REDUCED = 1  # and not stepped since; the number is the version. Good until attach() reads it.
@@ -26,12 +27,12 @@ cdef object numbers = count(1)  # of the periods of all buckets; 0 stands for on
 
 
 cdef class Provenance:
-    """Of the gradients of one bucket, by slot.
+    """The provenance of the gradients of one bucket, by slot.
 
     references: weak ones to the parameters.
     views: of the flat buffer; the bucket's own list, which may replace some.
     addresses: where the views lie.
-    n_rounds: of the reducer, that have ended so far.
+    n_rounds: how many rounds of the reducer have ended so far.
     """
 
     cdef list references, views, addresses
@@ -55,7 +56,9 @@ cdef class Provenance:
         return None if parameter is None else parameter.grad
 
     cdef _take_over(self, Py_ssize_t i, n_rounds):
-        """A gradient that is there at attach(), as release() may have left it."""
+        """Takes over a gradient that exists at attach(), with the mark that release() may have left
+        on it.
+        """
         gradient = self._gradient(i)
         mark = getattr(gradient, MARK, None)
         if mark == (UNSYNCED, 0):
@@ -65,12 +68,12 @@ cdef class Provenance:
             setattr(gradient, MARK, (ACCEPTED, mark[1]))
 
     def begin_period(self):
-        """What no_sync() has made so far is in a round, or gone."""
+        """Begins a period: all gradients made under no_sync() so far are in a round, or gone."""
         self.unsynced = [False] * len(self.views)
         self.period = next(numbers)
 
     def note_unsynced(self, Py_ssize_t i, parameter):
-        """A backward under no_sync() has added to the gradient, which is local from here on."""
+        """A backward under no_sync() has added to the gradient: from here on it is local."""
         gradient = parameter.grad
         self.reduced_by[i] = NEVER
         if gradient is self.views[i]:
@@ -90,7 +93,7 @@ cdef class Provenance:
         self._accept(i, self._gradient(i))
 
     def note_left(self, Py_ssize_t i):
-        """A round has left the gradient as it was; or the parameter without one."""
+        """A round has left the gradient as it was, or the parameter without one."""
         gradient = self._gradient(i)
         if gradient is None:
             self.reduced_by[i] = NEVER
@@ -109,7 +112,7 @@ cdef class Provenance:
                 self._accept(i, gradient)
 
     def note_scaled(self):
-        """All gradients, which could be used, were scaled alike on all ranks."""
+        """All gradients, which were usable, have been scaled alike on all ranks."""
         cdef Py_ssize_t i
         for i in range(len(self.views)):
             gradient = self._gradient(i)
@@ -121,20 +124,20 @@ cdef class Provenance:
         self.reduced_by = [NEVER] * len(self.views)
 
     cdef bint _is_fresh(self, Py_ssize_t i, since):
-        """A round has reduced it since that many had ended, or since the last step if None: it is
-        the user's to change or replace.
+        """Whether a round after number `since` has reduced it (None: a round after the last step).
+        The user may then change or replace it.
         """
         return self.reduced_by[i] > (self.stepped_at[i] if since is None else since)
 
     cdef _accept(self, Py_ssize_t i, gradient):
-        """As it is now, and no other."""
+        """Accepts the gradient as it is now: a later write to it ends that."""
         if self._is_at_home(i, gradient):
             self.versions[i] = self.views[i]._version
         elif not self._is_unsynced(i, gradient):
             setattr(gradient, MARK, (ACCEPTED, version_of(gradient)))
 
     cdef bint _is_at_home(self, Py_ssize_t i, gradient):
-        """It is the view, or another tensor on its memory, which shares its version."""
+        """Whether it is the view, or another tensor on its memory, which shares its version."""
         if gradient is self.views[i]:
             return True
         return is_dense(gradient) and gradient.data_ptr() == self.views[i].data_ptr()
@@ -145,7 +148,7 @@ cdef class Provenance:
         return getattr(gradient, MARK, None) == (UNSYNCED, self.period)
 
     cdef bint _is_accepted(self, Py_ssize_t i, gradient):
-        """Nobody has written to it since it was stepped or left."""
+        """Whether nobody has written to it since it was stepped or left."""
         if self._is_at_home(i, gradient):
             # after gradient.data = ... the view lies elsewhere
             is_there = self.views[i].data_ptr() == self.addresses[i]
@@ -153,8 +156,8 @@ cdef class Provenance:
         return getattr(gradient, MARK, None) == (ACCEPTED, version_of(gradient))
 
     def taking_part(self, list parameters, list ready):
-        """The parameters, None in place of those that have nothing new for the round: neither has
-        this backward made their gradient, nor is it one that no round has seen.
+        """The parameters that take part in the round, None in place of the others. Takes part: a
+        gradient that this backward has made, or that no round has seen.
         """
         return [
             parameter if ready[i] or self._is_local(i) else None
@@ -167,8 +170,8 @@ cdef class Provenance:
             return False
         if self._is_unsynced(i, gradient):
             return True
-        # A new tensor in place of a reduced one may be made of it, or of nothing that any rank has
-        # seen: their mean is right for both.
+        # A new tensor in place of a reduced one may be made from the reduced one, or from nothing
+        # that any rank has seen. The mean is right in both cases.
         is_fresh = self._is_fresh(i, None) and self._is_known(i, gradient)
         return not is_fresh and not self._is_accepted(i, gradient)
 
@@ -186,17 +189,17 @@ cdef class Provenance:
         gradient = self._gradient(i)
         if gradient is None or self._is_unsynced(i, gradient) or self._is_accepted(i, gradient):
             return True
-        # What zero_grad(set_to_none=False) has left does no harm. Waits for the device, for which
-        # it takes a step without a round and gradients written since the last.
+        # Zeros left by zero_grad(set_to_none=False) do no harm. This waits for the device, but only
+        # in a step without a round whose gradients were written since the last step.
         return self._is_known(i, gradient) and not gradient.any()
 
     cdef bint _is_known(self, Py_ssize_t i, gradient):
-        """It is a tensor that a round or a step has seen, whatever has been written to it since."""
+        """Whether a round or a step has seen this tensor, whatever was written to it since."""
         return self._is_at_home(i, gradient) or hasattr(gradient, MARK)
 
     def hand_over(self, Py_ssize_t i, gradient):
-        """Marks a gradient that leaves the bucket with its memory: `gradient` is what the parameter
-        has from here on.
+        """Marks `gradient`, which the parameter gets in place of its own when the bucket's memory
+        goes.
         """
         before = self._gradient(i)
         if self._is_unsynced(i, before):
@@ -208,10 +211,10 @@ cdef class Provenance:
 
 
 cdef version_of(gradient):
-    """-1 for tensors of torch.inference_mode(), whose writes nobody counts."""
+    """The tensor's version; -1 for inference tensors, whose writes torch does not count."""
     return -1 if gradient.is_inference() else gradient._version
 
 
 cdef bint is_dense(gradient):
-    """Not sparse: it lies at an address."""
+    """Whether it is not sparse, and so has an address."""
     return gradient.layout is strided

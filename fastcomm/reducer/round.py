@@ -1,8 +1,8 @@
-"""One round: what one backward, or one reduce(), reduces. Holds what is known from its first
-gradient until it is over, and carries out what becomes of all buckets together.
+"""Round: what one backward, or one reduce(), reduces. Holds the state from its first gradient until
+its end, and launches, finishes or drops all buckets together.
 
 The reducer decides when a round begins, and how it ends: it is finished, or left and dropped. A
-signal handler may raise between any two statements, so the order of statements that change a state
+signal handler may raise between any two statements, so the order of statements that change state
 matters here and in the reducer.
 """
 
@@ -25,7 +25,7 @@ class Round(RoundFlags):
     """An open round.
 
     buckets: all of the reducer's, in the order of the plan.
-    number: among the rounds of the reducer that end as they should, counted from 1.
+    number: among the finished rounds of the reducer, counted from 1.
     step: how many steps the optimizers of this rank have made.
     """
 
@@ -40,7 +40,7 @@ class Round(RoundFlags):
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._is_settled = False  # every gradient is where it belongs
-        self._n_abandoned = comm.n_abandoned  # it grows when the round ends with another rank's
+        self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
         comm.left_in_backward = None
 
     # -- during backward ---------------------------------------------------------------------------
@@ -52,21 +52,21 @@ class Round(RoundFlags):
         call_at_end_of_backward(callback)
 
     def count_all(self) -> None:
-        """Every gradient there is takes part."""
+        """Lets every gradient that exists take part."""
         for bucket in self._buckets:
             bucket.count_all()
 
     @property
     def is_full(self) -> bool:
-        """Every gradient of every bucket is ready."""
+        """Whether every gradient of every bucket is ready."""
         return all(not bucket.n_pending for bucket in self._buckets)
 
     def launch_full_buckets(self) -> None:
         """Launches in plan order, so that all ranks launch the same buckets in the same order.
 
-        The last bucket is left to the end of backward. It is full only then anyway; and so no rank
-        gets its gradients before all ranks have come to the end, and an exception on one rank is
-        one on all.
+        Leaves the last bucket to the end of backward. It is full only then anyway. So no rank gets
+        its gradients before all ranks have come to the end, and an exception on one rank costs the
+        step on all.
         """
         while (
             self._n_launched < len(self._buckets) - 1
@@ -77,8 +77,8 @@ class Round(RoundFlags):
     # -- how it ends -------------------------------------------------------------------------------
 
     def launch_rest(self) -> None:
-        """Raises FastcommError, before the other ranks can finish, where a hook has taken a
-        gradient out of a bucket that is under way.
+        """Launches the other buckets. First raises FastcommError if a hook has taken a gradient out
+        of a bucket under way: the other ranks cannot finish then.
         """
         for bucket in self._buckets[: self._n_launched]:
             bucket.refuse_taken_gradient()
@@ -87,7 +87,7 @@ class Round(RoundFlags):
 
     def _launch_next(self) -> None:
         if self._comm.n_abandoned != self._n_abandoned:
-            # a hook has gone on after abandon(); the other ranks would take this for their next one
+            # a hook went on after abandon(): the others would take this launch for their next round
             raise AbandonedError(
                 "this round was abandoned while its backward was running: skip this step"
             )
@@ -97,12 +97,12 @@ class Round(RoundFlags):
 
     @property
     def must_finish(self) -> bool:
-        """All buckets are under way, and the other ranks count on them; or the round is over."""
+        """Whether all buckets are under way, so that the other ranks count on them, or settled."""
         return self._is_settled or self._buckets[-1].is_launched
 
     def finish(self) -> None:
         """Waits for the buckets, and brings every gradient to where it belongs. May be called again
-        if a signal handler has raised in it, or after it.
+        after a signal handler has raised in it.
         """
         if not self._is_settled:
             for bucket in self._buckets:
@@ -113,10 +113,10 @@ class Round(RoundFlags):
         self._reset_buckets()
 
     def leave(self) -> None:
-        """The other ranks hear that this one cannot finish the round. Drop it then."""
+        """Abandons the round, so that the other ranks learn of it. Call drop() next."""
         self.has_callback = False
         if self._comm.n_abandoned != self._n_abandoned:
-            return  # the round has ended with another rank's or another reducer's
+            return  # another rank or another reducer has abandoned it already
         with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user
             self._comm.abandon(in_any_case=True)
         backward = running_backward()
@@ -124,8 +124,8 @@ class Round(RoundFlags):
             self._comm.left_in_backward = self._comm.n_abandoned, backward
 
     def drop(self) -> None:
-        """Half reduced gradients go: an optimizer that steps all the same must not drive the ranks
-        apart.
+        """Drops all gradients, which may be half reduced: an optimizer that steps all the same must
+        not make the ranks differ.
         """
         for bucket in self._buckets:
             bucket.drop_gradients()

@@ -1,10 +1,9 @@
-"""Parameters of an attached model that no bucket holds: frozen ones, and those that came into the
-model after attach().
+"""Tripwires: guards the parameters of an attached model that no bucket holds, that is frozen ones
+and those that came into the model after attach().
 
-Their gradients would stay each rank's own, and the ranks would train apart. So each gets a hook
-that raises at its first gradient, in the backward that made it, whoever steps then. Modules tell
-when they get a parameter or a module: torch calls global hooks at each registration. Nothing is
-done in a step.
+Their gradients would stay local, and the ranks would drift apart. So each of them gets a hook that
+raises at its first gradient, in the backward that made it, before any optimizer steps. New
+parameters and modules are found by torch's global registration hooks. A step costs nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.model import Model
 
-# The modules of attached models, and what watches them.
+# The modules of attached models, and the tripwires that watch them.
 _watched: weakref.WeakKeyDictionary[nn.Module, Tripwires] = weakref.WeakKeyDictionary()
 _registration_hooks: list[RemovableHandle] = []
 
 
 class Tripwires:
-    """Those of one model.
+    """The tripwires of one model.
 
     is_reduced: whether some reducer reduces a parameter.
-    named_parameters: its owner's method, which gives those the model has now.
+    named_parameters: a method of the owner, which gives the parameters that the model has now.
     """
 
     def __init__(
@@ -43,20 +42,20 @@ class Tripwires:
         named_parameters: weakref.WeakMethod[Callable[[], list[tuple[str, nn.Parameter]]]],
     ) -> None:
         self._is_reduced, self._named_parameters = is_reduced, named_parameters
-        # Why no parameter of the model may get a gradient; None: those that are reduced may.
+        # Why no parameter of the model may get a gradient; None if those that are reduced may.
         self.refusal: str | None = None
         self._handles: list[RemovableHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def guard(self, model: Model) -> None:
-        """Its parameters that no reducer has must get no gradient."""
+        """Guards the model's parameters that no reducer has: they must get no gradient."""
         if isinstance(model, nn.Module):
             self.watch(model)
         else:
             self.lay(parameter for _, parameter in model)
 
     def watch(self, module: nn.Module) -> None:
-        """The module and all in it, and what will come into it."""
+        """Guards the module, all modules in it, and those that will be added."""
         if not _registration_hooks:
             _registration_hooks.append(
                 register_module_parameter_registration_hook(Untraced(_on_parameter))
@@ -75,7 +74,7 @@ class Tripwires:
                 self._handles.append(_hook(parameter, Untraced(self._refuse)))
 
     def _refuse(self, parameter: Tensor) -> None:
-        """A parameter that nobody reduces has a gradient. Raises if it belongs to the model."""
+        """A parameter that nobody reduces got a gradient. Raises if it belongs to the model."""
         named_parameters = self._named_parameters()
         named = [] if named_parameters is None else named_parameters()
         strangers = {p: name for name, p in named if p.requires_grad and not self._is_reduced(p)}
@@ -108,7 +107,7 @@ def _may_get_gradients(parameter: Tensor) -> bool:
 
 
 def _hook(parameter: Tensor, hook: Untraced) -> RemovableHandle:
-    """On a frozen parameter, too, whose hook stays for when it is not frozen any more."""
+    """Hooks the gradient of a parameter, also of a frozen one, which may be unfrozen later."""
     is_frozen = not parameter.requires_grad
     with torch.inference_mode(False):
         if is_frozen:
