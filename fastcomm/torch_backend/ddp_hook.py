@@ -20,7 +20,7 @@ from fastcomm.communicator import Communicator, Work
 
 
 class HookState:
-    """What all_reduce_hook needs: one for each DistributedDataParallel.
+    """The state of all_reduce_hook: one for each DistributedDataParallel.
 
     comm: a communicator of the same ranks as the process group of DDP, on the device of the model.
     wire_dtype: reduce in this dtype (torch.bfloat16, torch.float16); the gradients keep their own.
@@ -43,15 +43,15 @@ class HookState:
         self._stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
 
     def wire_of(self, index: int, buffer: Tensor) -> Tensor:
-        """What is reduced of DDP's bucket `index`: its buffer, or memory of ours in the wire dtype,
-        kept from step to step.
+        """The tensor that is reduced for DDP's bucket `index`: its buffer, or memory of ours in the
+        wire dtype, kept from step to step.
         """
         if self.wire_dtype is None or self.wire_dtype == buffer.dtype:
             return buffer
         wire = self._wires.get(index)
         if (
             wire is None or wire.numel() != buffer.numel()
-        ):  # DDP cuts its buckets anew after the first step
+        ):  # DDP cuts new buckets after the first step
             wire = self._wires[index] = self.comm.empty(buffer.numel(), dtype=self.wire_dtype)
         return wire
 
@@ -72,8 +72,8 @@ class _Reduction:
         return self._work.is_completed()
 
     def finish(self) -> None:
-        """Puts the result into DDP's buffer. On CUDA on a stream of its own, whose event the future
-        takes with it; the host goes on.
+        """Puts the result into DDP's buffer. On CUDA it does so on a stream of its own, without
+        blocking the host; the future records an event on that stream.
         """
         try:
             with torch.cuda.stream(self._state._stream):  # None: no change
@@ -92,11 +92,11 @@ def all_reduce_hook(
 ) -> torch.futures.Future[Tensor]:
     """Reduces one bucket over state.comm. Raises what the communicator raises, out of backward().
 
-    Over shared memory nothing moves by itself: what is under way is carried on at every bucket and
-    completed at the last one.
+    Over shared memory nothing moves by itself: each call moves the earlier buckets forward, and the
+    last one completes them.
     """
     if bucket.index() == 0:
-        state._under_way.clear()  # a backward that raised has left them behind
+        state._under_way.clear()  # left by a backward that raised
     buffer = bucket.buffer()
     wire = state.wire_of(bucket.index(), buffer)
     op = state.op

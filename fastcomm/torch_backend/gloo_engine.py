@@ -1,6 +1,6 @@
-"""Gloo as the engine of a process group: its Works and its errors, with the lost rank named.
+"""Gloo as the engine of a process group: wraps its Works, and names the lost rank in its errors.
 
-Reducing and moving is Gloo's business; which calls go there is process_group.py's.
+Gloo moves and reduces; process_group.py decides which calls go there.
 """
 
 # mypy: disable-error-code="override, no-any-return"
@@ -21,10 +21,10 @@ from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import BackendWork
 
-# How often a rank that waits for a collective looks for processes that have ended. Gloo tells at
-# once those that wait for the lost rank itself; others would wait until the time-out.
+# How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
+# once only the waits for the lost rank itself; others would last until the time-out.
 _LOOK_S = 1.0
-_SHORTEST_S = 1e-3  # torch takes 0 for no limit
+_SHORTEST_S = 1e-3  # 0 means no limit to torch
 
 
 class GlooEngine:
@@ -57,7 +57,7 @@ class GlooEngine:
         self._blame(self._peers.ended(), name, error)
 
     def explain(self, name: str, error: RuntimeError) -> None:
-        """As raise_if_lost, and gives a process whose connection broke the time to end."""
+        """As raise_if_lost, but first gives a process whose connection broke the time to end."""
         self._blame(self._peers.ended_soon(), name, error)
 
     def _blame(self, ended: dict[int, int], name: str, error: RuntimeError | None) -> None:
@@ -78,7 +78,7 @@ class EngineWork(BackendWork):
         self._work, self._engine, self._name = work, engine, name
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises PeerLostError, or Gloo's error where it is not known that a rank was lost."""
+        """Raises PeerLostError if a rank is known to be lost, else Gloo's error."""
         seconds = timeout.total_seconds() if timeout is not None else 0
         deadline = time.monotonic() + seconds if seconds > 0 else math.inf
         while True:
@@ -87,7 +87,7 @@ class EngineWork(BackendWork):
             try:
                 return self._work.wait(timedelta(seconds=left_s))
             except RuntimeError as error:
-                # Some Works of Gloo's never say that they are completed.
+                # Some of Gloo's Works never say that they are completed.
                 if self._work.is_completed() or time.monotonic() < until:
                     self._engine.explain(self._name, error)
                     raise
@@ -117,14 +117,14 @@ class EngineWork(BackendWork):
         return self._work.result()
 
     def get_future(self) -> Future[Any]:
-        """Gloo's own, with Gloo's errors: nothing of Python's runs in Gloo's threads."""
+        """Gloo's own future, with Gloo's errors: no Python code may run in Gloo's threads."""
         return self._work.get_future()
 
 
 class TransferWork(EngineWork):
     """A tensor on its way between two ranks.
 
-    Gloo gives a transfer up when a wait for it times out: it is waited for but once.
+    Gloo gives a transfer up when a wait for it times out, so this waits only once.
     """
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -1,7 +1,7 @@
 """Peers: the processes of a group's other ranks on this host. Finds those that have ended.
 
-Torch's engines say of a lost rank only that a connection broke. The kernel knows which process has
-ended. Nothing is watched: a look costs a few microseconds for each process.
+When a rank is lost, torch's engines only say that a connection broke. The kernel knows which
+process has ended. No thread watches: a look costs a few microseconds per process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Peers:
         self._pids = dict(pids)
 
     def ended(self, ranks: Iterable[int] | None = None) -> dict[int, int]:
-        """Which of `ranks` (None: all) have ended: their pids, by rank."""
+        """The pids of those of `ranks` (None: all) that have ended, by rank."""
         wanted = self._pids if ranks is None else set(ranks) & self._pids.keys()
         return {rank: self._pids[rank] for rank in sorted(wanted) if _has_ended(self._pids[rank])}
 
@@ -34,7 +34,7 @@ class Peers:
 
 
 def _has_ended(pid: int) -> bool:
-    """Also true of a process whose parent has not asked for its exit status yet."""
+    """Also true for a process whose parent has not collected its exit status yet."""
     try:
         lifeline = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -3,9 +3,9 @@ fastcomm`.
 
 A group owns a communicator for CPU tensors, over shared memory where its ranks share a host,
 hierarchical where they do not; one for CUDA tensors, made at the first of them; and torch's own
-engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes depends on what
-all ranks know alike: the kind of collective, its op, the tensor's dtype and device. docs/backend.md
-lists it. Sub-groups are groups of their own, and made the same way.
+engines, Gloo and NCCL, which do whatever these two do not. Which way a call goes depends only on
+what is equal on all ranks: the kind of collective, its op, the tensor's dtype and device; see
+docs/backend.md. Sub-groups are groups of their own, and made the same way.
 """
 
 # mypy: disable-error-code="override, assignment, no-any-return"
@@ -46,8 +46,8 @@ _NEW_GROUP = Caller(
     "new_group", "do all ranks call new_group for the same groups, in the same order?"
 )
 
-# By hash: a ReduceOp's is the number of its op, and comparing two of them takes longer than a small
-# all-reduce.
+# By hash: the hash of a ReduceOp is the number of its op, and comparing two ReduceOps takes longer
+# than a small all-reduce.
 _OPS = {
     hash(op): name
     for op, name in (
@@ -88,8 +88,8 @@ class ProcessGroup(dist.ProcessGroup):
         missing, and names it.
         """
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        # Ranks may begin again on a store that has outlived a group of the same name: what stood
-        # there then is not for this one.
+        # Ranks may begin again on a store that has outlived a group of the same name: its keys are
+        # not for this group.
         self._store: Store = own_part(
             options.store, f"{options.group_id} of {options.global_ranks_in_group}"
         )
@@ -109,7 +109,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _connect(
         self, name: str, device: torch.device, caller: Caller
     ) -> tuple[SharedCommunicator, Peers]:
-        """Also gives the processes of the other ranks on this host."""
+        """Makes a communicator. Also returns the processes of the other ranks on this host."""
         world = dist.group.WORLD
         look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
         comm, neighbours = connect(
@@ -126,8 +126,8 @@ class ProcessGroup(dist.ProcessGroup):
         return SharedCommunicator(comm), Peers(pids)
 
     def _register_engines(self, options: Any) -> None:
-        """Gives the base class what does the rest. The type says which of them is the default; each
-        device has one.
+        """Gives the base class the engines for the other calls, one per device. The backend type
+        says which of them is the default.
         """
         types = dist.ProcessGroup.BackendType
         self._nccl_engine: Any = None
@@ -177,7 +177,7 @@ class ProcessGroup(dist.ProcessGroup):
     # -- which way --
 
     def _transport(self, tensor: Tensor) -> SharedCommunicator | None:
-        """What takes this tensor on the fast path, or None."""
+        """The communicator that takes this tensor on the fast path, or None."""
         if tensor.dtype not in _DTYPES or tensor.layout is not _STRIDED:
             return None
         if tensor.is_cpu:
@@ -185,8 +185,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self._nccl_on(tensor.device) if tensor.is_cuda else None
 
     def _mover(self, tensor: Tensor) -> SharedCommunicator | None:
-        """As _transport, for what is moved and not reduced: across hosts Gloo is as good at that,
-        and asks nobody first.
+        """As _transport, for calls that move and do not reduce. Across hosts Gloo is as good at
+        that, and needs no announcement.
         """
         return None if tensor.is_cpu and self._cpu.comm.is_threadsafe else self._transport(tensor)
 
@@ -200,9 +200,9 @@ class ProcessGroup(dist.ProcessGroup):
                 self._nccl, _ = self._connect("cuda", device, caller)
             return self._nccl
 
-    # Torch's engines are called directly. The base class would find the same ones, but where it
-    # asks Python whether a method is overridden it keeps the GIL during the call, and an engine's
-    # thread may want that while it holds the engine's lock.
+    # Calls torch's engines directly. The base class would find the same ones. But it asks Python
+    # whether a method is overridden, and then keeps the GIL during the call; an engine's thread may
+    # want the GIL while it holds the engine's lock.
 
     def _by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
         """Leaves a collective to torch's engine for the device of `tensor`.
@@ -214,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
         return getattr(self._engine_of(tensor), name)(*arguments)
 
     def _sent_by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
-        """As _by_engine, for what goes from one rank to another."""
+        """As _by_engine, for transfers from one rank to another."""
         if tensor.is_cpu:
             return self._gloo.transfer(name, *arguments)
         return getattr(self._engine_of(tensor), name)(*arguments)
@@ -243,7 +243,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._calls.value()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: every rank counts from zero."""
+        """Not needed: every rank counts from zero."""
 
     # -- collectives: the fast path, else torch's engine --
 
@@ -256,7 +256,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._by_engine("allreduce", tensor, tensors, opts)
         if _is_async(opts) or not tensor.is_contiguous():
             return self._all_reduce(shared, tensors, op, opts)
-        with shared.turn:  # the short way of the most frequent call
+        with shared.turn:  # the fast path of the most frequent call
             shared.comm.all_reduce(tensor, op)
         return _DONE
 
@@ -350,7 +350,7 @@ class ProcessGroup(dist.ProcessGroup):
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, inputs))
         if shared is None or op is None:
-            # Gloo reads the first dimension of each, and reads past a scalar's shape.
+            # Gloo reads the first dimension of each tensor; a scalar has none.
             pairs = zip(map(torch.atleast_1d, outputs), map(torch.atleast_1d, inputs), strict=True)
             call = partial(self._by_engine, "_reduce_scatter_base")
             return _last_of([call(inp, out, inp, opts) for out, inp in pairs])
@@ -368,7 +368,9 @@ class ProcessGroup(dist.ProcessGroup):
         return shared.run([shared.comm.barrier], [], [], _is_async(opts))
 
     def _are_alike(self, tensors: list[Tensor], like: Tensor) -> bool:
-        """Whether a list, one tensor for each rank, is equal parts. Raises ValueError."""
+        """Whether the tensors, one for each rank, are equal parts. Raises ValueError for another
+        number of them.
+        """
         if len(tensors) != self.size():
             raise ValueError(f"a list of {len(tensors)} tensors for {self.size()} ranks")
         kind = _kind(like)
@@ -425,7 +427,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._count()
         if not inputs[0].is_cpu:
             return self._by_engine("alltoall", inputs[0], outputs, inputs, opts)
-        # Gloo knows no lists.
+        # Gloo does not take lists.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
         sizes, input_sizes = (
             [tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)
@@ -457,7 +459,7 @@ class ProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> c10d.Work:
         return self._sent_by_engine("recv_anysource", tensors[0], tensors, tag)
 
-    # torch 2.13's names beside those from before.
+    # torch 2.13's names, beside the older ones.
     all_gather_single = _allgather_base
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -478,13 +480,13 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _common(ways: Iterable[SharedCommunicator | None]) -> SharedCommunicator | None:
-    """The one way that all tensors of a call can go."""
+    """The communicator that takes all tensors of a call, or None."""
     different = set(ways)
     return different.pop() if len(different) == 1 else None
 
 
 def _last_of(works: list[c10d.Work]) -> c10d.Work:
-    """One Work to wait for, of several of an engine's."""
+    """Waits for all of an engine's Works but the last, and returns that one."""
     for work in works[:-1]:
         work.wait()
     return works[-1]

@@ -1,5 +1,5 @@
-"""The communicators of a process group, which threads share, and torch's Works and Futures of the
-collectives they carry out.
+"""The communicators of a process group, which threads share, and the Works and Futures that torch
+gets for their collectives.
 """
 
 # mypy: disable-error-code="assignment, override, no-any-return"
@@ -27,7 +27,7 @@ from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError, TimeoutError
 
 _POLL_S = 50e-6
-# How long a collective under way may lie before this rank goes on with it by itself: long against a
+# After this time this rank's own thread moves a collective under way forward: long against a
 # collective, short against a step.
 _PROGRESS_S = 1e-3
 # How long a poll waits for its turn: long against a turn of the thread that makes progress.
@@ -70,7 +70,7 @@ class SharedCommunicator:
         self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool
     ) -> c10d.Work:
         """Calls the communicator's collectives. value: returned by Work.result(). places: pairs of
-        where the caller wants something, and where it is afterwards.
+        the tensor where the caller wants a result, and the tensor where it is afterwards.
         """
         if not is_async:
             with self.turn:
@@ -89,7 +89,7 @@ class SharedCommunicator:
         return UnderWay(self, works, value, places)
 
     def lost(self, ranks: Collection[int]) -> dict[int, int]:
-        """Which of `ranks` the communicator has found dead: their pids, by rank."""
+        """The pids of those of `ranks` that the communicator has found dead, by rank."""
         lost = getattr(self.comm.failure, "ranks", ())
         return {rank: self.comm.pids[rank] for rank in ranks if rank in lost}
 
@@ -103,17 +103,17 @@ class SharedCommunicator:
 
 
 def put_all(places: Places) -> None:
-    """Brings results to where the caller wants them, where they are not there."""
+    """Copies results to where the caller wants them, unless they are there already."""
     for target, source in places:
         if source is not target:
             target.detach().copy_(source)
 
 
 class BackendWork(c10d.Work):
-    """A Work of this backend's.
+    """A Work of this backend.
 
-    Its methods are Python's. When C++ holds such a Work and nobody in Python does, its Python half
-    dies, and torch's waits for ever for what is left of it. So C++ has to get `held(work)`.
+    Its methods are in Python. When C++ holds such a Work and nobody in Python does, its Python half
+    dies, and torch waits for ever for the other half. So C++ has to get `held(work)`.
     """
 
     def block_current_stream(self) -> None:
@@ -124,7 +124,7 @@ class BackendWork(c10d.Work):
 
 
 class _Lender(dist.ProcessGroup):
-    """Gives a Work away as a group in Python does: torch's C++ wraps it, and so keeps it alive."""
+    """Returns a Work as a Python group does: torch's C++ then wraps it, and so keeps it alive."""
 
     def __init__(self, work: BackendWork) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -135,15 +135,15 @@ class _Lender(dist.ProcessGroup):
 
 
 def held(work: BackendWork) -> c10d.Work:
-    """The same Work for C++ to keep. It can wait and has the future, and is not to be polled."""
+    """The same Work for C++ to keep. It can wait and has the future; do not poll it."""
     return dist.ProcessGroup.barrier(_Lender(work), c10d.BarrierOptions())
 
 
 def hold_works_of_join() -> None:
-    """Has DDP's reducer, in a join, hold our Works with their Python half.
+    """Makes DDP's reducer, in a join, hold our Works with their Python half.
 
-    DDP reduces a flag, hands the Work to the C++ reducer, which waits for it in backward, and drops
-    it. This is the one place where torch's Python gives a Work to C++.
+    DDP reduces a flag, hands the Work to the C++ reducer, which waits for it in backward, and then
+    drops the Work. This is the only place where torch's Python code gives a Work to C++.
     """
     reducer = c10d.Reducer
     set_handle = reducer._set_forward_pass_work_handle
@@ -193,7 +193,7 @@ class UnderWay(BackendWork):
     ) -> None:
         super().__init__()
         self._shared, self._works, self._value, self._places = shared, works, value, places
-        self._is_over = False  # and the results are in place
+        self._is_over = False  # over, with the results in place
         self._in_place: torch.cuda.Event | None = None  # for other streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -202,11 +202,11 @@ class UnderWay(BackendWork):
         """
         if timeout is not None and timeout > timedelta(0):
             self._poll(timeout.total_seconds())
-            self._finish()  # nobody is waited for any more, neither a rank nor another thread
+            self._finish()  # waits no more, neither for a rank nor for another thread
         elif not self._is_over:
             with self._shared.turn:
                 self._finish()
-        elif self._in_place is not None:  # but the current stream may be another one
+        elif self._in_place is not None:  # the current stream may be another one now
             torch.cuda.current_stream(self._shared.comm.device).wait_event(self._in_place)
         return True
 
@@ -234,7 +234,7 @@ class UnderWay(BackendWork):
     def is_completed(self) -> bool:
         if self._is_over or self._shared.comm.is_threadsafe:
             return self._is_over or all(work.is_completed() for work in self._works)
-        # Whose turn it is may be waiting for something else: no is the answer then.
+        # The thread whose turn it is may be waiting for something else: the answer is no then.
         if not self._shared.lock.acquire(timeout=_TURN_S):
             return False
         try:
@@ -246,7 +246,7 @@ class UnderWay(BackendWork):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> FastcommError | None:
-        """What ended the collectives, if they have ended by that."""
+        """The error that ended the collectives, if one did."""
         if not self.is_completed():
             return None
         try:
@@ -260,14 +260,14 @@ class UnderWay(BackendWork):
         return self._value
 
     def get_future(self) -> Future[list[Any]]:
-        """On the CPU it is complete, so that what is chained to it runs at once, in the caller's
-        thread and in the same order on all ranks, which may well be further collectives. DDP chains
-        none: across hosts it gets a future that completes when the result has come. On CUDA the
-        future is complete on a stream of its own, so that the caller's is not held up before it
-        waits.
+        """On the CPU the future is complete. So callbacks, which may call further collectives, run
+        at once, in the caller's thread and in the same order on all ranks. DDP chains no callbacks:
+        across hosts it gets a future that completes when the result has come. On CUDA the future is
+        complete on a stream of its own, so that the caller's stream is not held up before the
+        caller waits.
         """
         if self._shared.side_stream is not None:
-            with torch.cuda.stream(self._shared.side_stream):  # the future holds an event of it
+            with torch.cuda.stream(self._shared.side_stream):  # the future records an event on it
                 self.wait()
                 future: Future[list[Any]] = Future(devices=[self._shared.comm.device])
                 future.set_result(self._value)
@@ -276,7 +276,7 @@ class UnderWay(BackendWork):
             begun: Future[None] = Future()
             future = begun.then(
                 lambda _: self.result()
-            )  # raises in there, where torch's C++ notices
+            )  # raises inside the callback, where torch's C++ notices
             threading.Thread(
                 target=begun.set_result, args=(None,), name="fastcomm-future", daemon=True
             ).start()
@@ -285,9 +285,9 @@ class UnderWay(BackendWork):
 
 
 class _Progress:
-    """Goes on with collectives that nobody waits for yet, from a thread of its own: peers that do
-    wait for them may not depend on what this rank's caller does in between. Idle, and without a
-    thread, as long as callers are quick.
+    """Moves collectives forward that nobody here waits for yet, on a thread of its own: peers that
+    do wait for them must not depend on what this rank's caller does in between. Starts no thread
+    before there is such a collective, and sleeps while there is none.
     """
 
     def __init__(self, lock: threading.Lock) -> None:
