@@ -15,17 +15,17 @@ Whatever you do with autograd and `nn.Module`, one of two things happens under a
 - **reduced**: gradients are the mean over ranks of what every rank's own model would have had,
   bitwise equal on all ranks; after the optimizer's step, so are the parameters;
 - **error**: every rank gets an exception (`FastcommError`; `ValueError` from `attach()`; torch's
-  own where torch refuses) that names the parameter, where it is about one, and says what to do.
+  own where torch refuses) that names the parameter, if it is about one, and says what to do.
   No parameter has moved, and after the remedy training goes on.
 
-There is no third outcome: no hang, and no rank that silently goes its own way. One thing a rank has
-to say itself, by `comm.abandon()`: that it skips a step, or fails before its first gradient. A rank
-that leaves out an optimizer's step after backward, or makes one alone, is found in the next
+There is no third outcome: no hang, and no rank that silently diverges. A rank has to report one
+thing itself, with `comm.abandon()`: that it skips a step, or fails before its first gradient. A
+rank that skips an optimizer's step after backward, or makes one alone, is found in the next
 backward, where every rank gets `MismatchError`.
 
-NCCL compares nothing before data moves. There, neither such a rank is found, nor ranks whose
-backward comes to two reducers of one communicator in different orders: give each reducer a
-communicator of its own where graphs differ between ranks. `reducer.check_in_sync()`, called now and
+NCCL compares nothing before data moves. So over NCCL such a rank is not found, nor are ranks whose
+backward reaches two reducers of one communicator in different orders: give each reducer a
+communicator of its own if graphs differ between ranks. `reducer.check_in_sync()`, called now and
 then, finds both.
 
 Every line below is a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared
