@@ -1,6 +1,7 @@
 # make demo      two ranks train a small GPT (about a minute)
 # make test      the tests, or several files of them side by side: make test WORKERS=3
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
+# make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
 # make sanitize  the C core and the kernels under ASan and UBSan, the core under TSan, too
@@ -30,7 +31,7 @@ kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
 
-.PHONY: test fuzz demo bench lint sanitize format clean
+.PHONY: test fuzz mutate demo bench lint sanitize format clean
 .NOTPARALLEL:
 
 test: $(VENV)/.installed-dev
@@ -40,6 +41,10 @@ test: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)
 	$(python) -m tests.programs --minutes $(MINUTES) --seed $(SEED)
+
+mutate: $(VENV)/.installed-dev
+	$(rebuild)
+	$(python) -m tests.mutations
 
 demo: $(VENV)/.installed-demo
 	$(rebuild)

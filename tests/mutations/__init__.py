@@ -1,0 +1,12 @@
+"""Mutations: small defects that are put into the sources one at a time, to see whether the tests
+notice. `make mutate` does it; the ordinary suite only checks that the list fits the sources.
+
+One file for each area holds its list.
+"""
+
+from __future__ import annotations
+
+from tests.mutations import kernels, shm
+
+AREAS = (kernels, shm)
+MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -1,0 +1,124 @@
+"""Puts each mutation into a copy of this tree, compiles what it needs, and runs its tests, which
+must fail: `make mutate`, or
+
+    python -m tests.mutations --only shm reducer
+
+Ends with 1 if a mutation survives. This tree has to be built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.mutations import MUTATIONS
+from tests.mutations.mutation import Mutation
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 150  # what takes longer hangs, and so has noticed the mutation
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "temp.*", "lib.*", "__pycache__")
+# Without optimisation, which takes a tenth of the time.
+COMPILER = (
+    *("gcc", "-std=gnu11", "-O0", "-w", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fvisibility=hidden", "-Ikernels", "-ldl"),
+)
+
+
+class Tree:
+    """The copy."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        shutil.copytree(ROOT, path, ignore=LEFT_OUT, symlinks=True)
+
+    @contextlib.contextmanager
+    def mutated(self, mutation: Mutation) -> Iterator[None]:
+        source = self._path / mutation.file
+        modules = {name: self._module(name) for name in mutation.extensions}
+        before = {path: path.read_bytes() for path in (source, *modules.values())}
+        try:
+            source.write_text(source.read_text().replace(mutation.old, mutation.new))
+            for name, module in modules.items():
+                self._compile(name, module)
+            yield
+        finally:
+            for path, content in before.items():
+                path.write_bytes(content)
+
+    def _module(self, name: str) -> Path:
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        return self._path / "fastcomm" / f"{name.replace('.', '/')}{suffix}"
+
+    def _compile(self, name: str, module: Path) -> None:
+        stem = f"fastcomm/{name.replace('.', '/')}"
+        core = sorted(self._path.glob("kernels/shm/*.c")) if name == "shm.ring" else []
+        include = sysconfig.get_path("include")
+        for command in (
+            (sys.executable, "-m", "cython", f"{stem}.pyx"),
+            (*COMPILER, f"-I{include}", f"{stem}.c", *core, "-o", module),
+        ):
+            subprocess.run(command, cwd=self._path, check=True)
+
+    def fails(self, tests: Sequence[str]) -> bool:
+        """Whether one of the tests fails, or hangs."""
+        options = ("-q", "-x", "-p", "no:cacheprovider", "--timeout", "40")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=self._path,
+            env={**os.environ, "PYTHONPATH": str(self._path), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(LIMIT_S) != 0
+        except subprocess.TimeoutExpired:
+            return True
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def verdict_on(tree: Tree, mutation: Mutation) -> str:
+    if mutation.equivalent:
+        return "equivalent"
+    with tree.mutated(mutation):
+        return "killed" if tree.fails(mutation.tests) else "SURVIVED"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
+    only = parser.parse_args().only
+    chosen = [one for one in MUTATIONS if any(part in one.name for part in only)]
+    verdicts: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree = Tree(Path(folder, "tree"))
+        for mutation in chosen:
+            before = time.monotonic()
+            verdicts.append(verdict_on(tree, mutation))
+            seconds = time.monotonic() - before
+            print(f"{verdicts[-1]:10}  {mutation.name}  ({seconds:.0f} s)", flush=True)
+        # One that fails anyway has noticed nothing.
+        noticing = sorted({test for one in chosen for test in one.tests})
+        is_sound = not noticing or not tree.fails(noticing)
+    print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
+    if not is_sound:
+        print("but some of these tests fail, or take too long, without any mutation, too")
+    return int("SURVIVED" in verdicts or not is_sound)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

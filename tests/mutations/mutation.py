@@ -1,0 +1,33 @@
+"""What a mutation is: plain data, and what follows from the name of its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One defect: in `file`, `old`, which occurs there once, becomes `new`.
+
+    tests: those that must fail with it, as pytest's arguments.
+    equivalent: why nobody can see it. It is not run then; it stands here so that nobody looks for a
+    test again.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+    equivalent: str = ""
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """Which extension modules have to be compiled anew: shm.ring, for example."""
+        path = Path(self.file)
+        if path.parts[:2] == ("kernels", "shm"):
+            return ("shm.ring", "shm.reduce") if path.name == "reduce.c" else ("shm.ring",)
+        if path.suffix == ".pyx":
+            return (".".join(path.with_suffix("").parts[1:]),)
+        return ()  # Python; kernels/cuda is compiled by the tests themselves
