@@ -156,3 +156,24 @@ def _fail_to_meet_anew(place):
 def test_ranks_that_cannot_meet_anew_all_hear_why():
     for message in values_of(outcomes_of(2, _fail_to_meet_anew)):
         assert "ncclCommInitRankConfig failed with code 2" in message
+
+
+def _close_after_the_ranks_have_met_anew(place):
+    comm = communicator(place)
+    if place.rank == 1:
+        comm.abandon()
+    else:
+        with pytest.raises(FastcommError, match="rank 1 abandoned"):
+            comm.all_reduce(torch.ones(10))  # which rank 1 has never launched
+    comm.all_reduce(torch.ones(10))
+    if place.rank == 0:
+        comm.close()
+        return None
+    return raised(PeerLostError, lambda: comm.all_reduce(torch.ones(10)))
+
+
+def test_numbers_begin_anew_when_the_ranks_have_met():
+    message, seconds = values_of(outcomes_of(2, _close_after_the_ranks_have_met_anew))[1]
+    # The ranks' meeting is number 1.
+    assert "rank 0" in message and "waits for collective number 3" in message
+    assert seconds < SOON

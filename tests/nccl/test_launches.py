@@ -124,6 +124,62 @@ def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
         assert values == [1.0] * 100
 
 
+CURRENT = 2  # a stream that the stand-in has from the start
+COLLECTIVES = {
+    "all_reduce": lambda comm, flat: comm.all_reduce(flat),
+    "broadcast": lambda comm, flat: comm.broadcast(flat),
+    "broadcast_all": lambda comm, flat: comm.broadcast_all([flat, flat.clone()]),
+    "all_gather_single": lambda comm, flat: comm.all_gather_single(torch.zeros(16), flat),
+    "reduce_scatter_single": lambda comm, flat: comm.reduce_scatter_single(torch.zeros(4), flat),
+}
+
+
+def _call_on_a_stream(place, name):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: CURRENT
+    flat = torch.ones(8)
+    loaded("cuda").stand_in_clear_log()
+    COLLECTIVES[name](comm, flat)
+    return [_events(line) for line in log_of(loaded("cuda"))]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it(name):
+    for calls in stand_in_values(2, _call_on_a_stream, name):
+        streams = [call for call in calls if "stream" in call[0].lower() or "Record" in call[0]]
+        ready, lane_waits, done, caller_waits = streams[:2] + streams[-2:]
+        assert ready[:2] == ("cuEventRecord", hex(CURRENT))
+        assert lane_waits[0] == "cuStreamWaitEvent" and lane_waits[1] != hex(CURRENT)
+        assert lane_waits[2] == ready[2]
+        assert done[:2] == ("cuEventRecord", lane_waits[1])
+        assert caller_waits == ("cuStreamWaitEvent", hex(CURRENT), done[2])
+
+
+def _gather_on_another_stream(place):
+    comm = communicator(place)
+    current = [1]
+    comm.cuda.raw_stream = lambda index: current[0]
+    flat = comm.empty(101, dtype=torch.float32).fill_(1)
+    bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = flat[:100]
+    logs = []
+    for stream in (1, 1, CURRENT):
+        current[0] = stream
+        loaded("cuda").stand_in_clear_log()
+        bucket.gather([parameter])
+        logs.append([_events(line) for line in log_of(loaded("cuda"))])
+        bucket.launch("sum", []).wait()
+    *_, (_, _, done) = [_events(line) for line in log_of(loaded("cuda")) if "Record" in line]
+    return logs, done
+
+
+def test_a_bucket_waits_for_its_last_round_where_that_was_awaited_on_another_stream():
+    for (first, same, other), done in stand_in_values(2, _gather_on_another_stream):
+        assert first == same == []
+        assert other == [("cuStreamWaitEvent", hex(CURRENT), done)]
+
+
 # Capture into a CUDA graph. The stand-in runs what is captured at once.
 
 BEGIN_GLOBAL, BEGIN_THREAD_LOCAL, END = 1, 2, 0
