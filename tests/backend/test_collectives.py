@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -35,6 +36,18 @@ DTYPES = (
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 
 
+@dataclass(frozen=True)
+class Rank:
+    """Another one, whose `values` are wanted."""
+
+    rank: int
+
+
+def total_of(comm, numel: int = 12) -> torch.Tensor:
+    """The sum of all ranks' values."""
+    return torch.stack([values(Rank(rank), numel) for rank in range(comm.world_size)]).sum(0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @on_ranks(2, 3)
 def test_all_reduce_gives_what_gloo_gives(comm, dtype):
@@ -59,8 +72,7 @@ def test_complex_tensors_are_reduced_as_pairs(comm):
     world()
     tensor = torch.complex(values(comm), -values(comm))
     dist.all_reduce(tensor)
-    total = values(comm)
-    dist.all_reduce(total)
+    total = total_of(comm)
     assert torch.equal(tensor, torch.complex(total, -total))
 
 
@@ -71,9 +83,7 @@ def test_a_tensor_with_gaps_is_reduced_in_place(comm):
     columns = base[:, ::2]
     columns.copy_(values(comm).view(4, 3))
     dist.all_reduce(columns)
-    wanted = values(comm)
-    dist.all_reduce(wanted)
-    assert torch.equal(columns, wanted.view(4, 3)) and not base[:, 1::2].any()
+    assert torch.equal(columns, total_of(comm).view(4, 3)) and not base[:, 1::2].any()
 
 
 @on_ranks(2)
@@ -81,9 +91,8 @@ def test_a_parameter_is_reduced_in_place(comm):
     world()
     parameter = nn.Parameter(values(comm).view(3, 4).t())
     dist.all_reduce(parameter)
-    wanted = values(comm)
-    dist.all_reduce(wanted)
-    assert torch.equal(parameter.detach(), wanted.view(3, 4).t()) and parameter.requires_grad
+    wanted = total_of(comm).view(3, 4).t()
+    assert torch.equal(parameter.detach(), wanted) and parameter.requires_grad
 
 
 @on_ranks(2, 3)
@@ -123,6 +132,7 @@ def test_an_all_reduce_goes_on_while_its_caller_waits_for_something_else(comm):
     else:
         dist.all_reduce(tensor)
         dist.send(note, 0)
+    assert torch.equal(tensor, total_of(comm, 300_000))
 
 
 @on_ranks(2)
@@ -187,9 +197,7 @@ def test_async_collectives_of_all_kinds_are_in_place_after_wait(comm):
     ]
     for work in reversed(works):
         work.wait()
-    wanted, total = values(comm), values(comm, 4 * n)
-    dist.broadcast(wanted, 1)
-    dist.all_reduce(total)
+    wanted, total = values(Rank(1)), total_of(comm, 4 * n)
     assert torch.equal(moved, wanted.view(4, 3)) and not columns[:, 1::2].any()
     assert torch.equal(rows[1], wanted) and torch.equal(rows[rank], values(comm))
     assert torch.equal(scattered, total.view(n, 4)[rank])
@@ -220,9 +228,7 @@ def test_coalesced_all_reduces_give_what_single_ones_give(comm):
     tensors = [values(comm, numel) for numel in (3, 50)]
     dist.all_reduce_coalesced(tensors)
     for tensor in tensors:
-        wanted = values(comm, tensor.numel())
-        dist.all_reduce(wanted)
-        assert torch.equal(tensor, wanted)
+        assert torch.equal(tensor, total_of(comm, tensor.numel()))
 
 
 @on_ranks(2, 3)
@@ -261,9 +267,7 @@ def test_all_gather_into_tensor_gives_what_gloo_gives(comm):
 def test_reduce_scatter_takes_a_list_or_one_tensor(comm):
     world()
     numel = 4 * comm.world_size
-    wanted = values(comm, numel)
-    dist.all_reduce(wanted)
-    wanted = wanted.view(comm.world_size, 4)[comm.rank]
+    wanted = total_of(comm, numel).view(comm.world_size, 4)[comm.rank]
     from_list, from_tensor = torch.zeros(4), torch.zeros(4)
     dist.reduce_scatter(from_list, list(values(comm, numel).view(comm.world_size, 4)))
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(

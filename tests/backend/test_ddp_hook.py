@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -69,15 +70,18 @@ def test_ddp_with_the_hook_trains_bitwise_as_without(comm, options):
 
 @on_ranks(2, 3)
 def test_the_hook_reduces_in_the_wire_dtype(comm):
-    expected = mean_gradients(mlp(), comm.world_size, backward)
-    ddp = _ddp(mlp())
+    ddp = _ddp(mlp(), bucket_cap_mb=0.0005)  # which DDP cuts anew after the first step
     ddp.register_comm_hook(
         fastcomm.HookState(comm, wire_dtype=torch.bfloat16), fastcomm.all_reduce_hook
     )
-    backward(ddp, comm.rank)
-    for parameter, wanted in zip(ddp.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, wanted, rtol=2**-6, atol=1e-3)
-        assert torch.equal(parameter.grad, parameter.grad.bfloat16().float())
+    for step in range(3):
+        run = functools.partial(backward, step=step)
+        expected = mean_gradients(mlp(), comm.world_size, run)
+        ddp.zero_grad()
+        run(ddp, comm.rank)
+        for parameter, wanted in zip(ddp.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, wanted, rtol=2**-6, atol=1e-3)
+            assert torch.equal(parameter.grad, parameter.grad.bfloat16().float())
 
 
 @on_ranks(2)
@@ -123,6 +127,32 @@ def test_no_sync_and_join_of_ddp_work_with_the_hook(comm):
         for step in range(1 + comm.rank):
             ddp.zero_grad()
             backward(ddp, comm.rank, step)
+    if comm.rank == 1:  # rank 0 has joined, with zeros: the mean is over both
+        alone = mean_gradients(mlp(), 1, lambda model, _: backward(model, 1, 1))
+        assert_gradients(model, [gradient / 2 for gradient in alone])
+
+
+@on_ranks(2)
+def test_what_a_failed_backward_has_left_behind_does_no_harm_to_the_next(comm):
+    def fail(gradient):
+        raise RuntimeError("out of luck")
+
+    state = fastcomm.HookState(comm)
+    for is_lucky in (False, True):
+        model = mlp()  # DDP does not go on after an exception
+        ddp = _ddp(model, bucket_cap_mb=0.0005)
+        ddp.register_comm_hook(state, fastcomm.all_reduce_hook)
+        if is_lucky:
+            backward(ddp, comm.rank)
+        elif comm.rank == 1:
+            model[0].weight.register_hook(fail)
+            with pytest.raises(RuntimeError, match="out of luck"):
+                backward(ddp, comm.rank)
+            comm.abandon()
+        else:
+            with pytest.raises(fastcomm.AbandonedError, match="rank 1 abandoned"):
+                backward(ddp, comm.rank)
+    assert_gradients(model, mean_gradients(mlp(), comm.world_size, backward))
 
 
 def test_a_wire_dtype_that_is_none_is_refused():
@@ -263,13 +293,22 @@ def test_parameters_unused_everywhere_stay_none_under_a_hook(comm):
 
 @on_ranks(2)
 def test_an_exception_in_a_hook_is_one_of_backward(comm):
+    is_unlucky = True
+
     def hook(state, bucket):
-        raise KeyError("out of luck")
+        if is_unlucky:
+            raise KeyError("out of luck")
+        return default_hooks.allreduce_hook(state, bucket)
 
     model = mlp()
-    fastcomm.Reducer(comm, hook=(None, hook)).attach(model)
-    with pytest.raises((KeyError, fastcomm.FastcommError)):
+    fastcomm.Reducer(comm, hook=(gloo(), hook)).attach(model)
+    with pytest.raises(KeyError, match="out of luck"):
         backward(model, comm.rank)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    is_unlucky = False
+    expected = mean_gradients(mlp(), comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
 
 
 def _goes_on_after_a_failed_backward(comm, hook):

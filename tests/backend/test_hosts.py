@@ -74,11 +74,19 @@ def test_ranks_of_several_hosts_reduce_in_each_of_them_first():
 
 def _move(place):
     start(place)
+    comm = dist.group.WORLD._cpu.comm
+    before = comm.number
     moved = torch.full((3,), float(place.rank))
     dist.broadcast(moved, 1)
     everyone = torch.zeros(3 * place.world_size)
     dist.all_gather_into_tensor(everyone, moved)
     assert everyone.tolist() == [1.0] * 3 * place.world_size
+    parts = [torch.zeros(3) for _ in range(place.world_size)]
+    dist.all_gather(parts, moved)
+    assert torch.stack(parts).tolist() == [[1.0] * 3] * place.world_size
+    assert comm.number == before  # the communicator has not been asked
+    dist.all_reduce(moved)
+    assert comm.number == before + 1
     dist.destroy_process_group()
 
 

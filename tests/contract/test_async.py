@@ -118,9 +118,13 @@ def test_collectives_of_every_kind_may_be_under_way(comm):
 @over(2)
 @on_ranks()
 def test_wait_may_be_called_twice(comm):
-    work = comm.all_reduce(torch.ones(10), async_op=True)
+    tensor = torch.ones(10)
+    work = comm.all_reduce(tensor, async_op=True)
     work.wait()
+    assert tensor.tolist() == [comm.world_size] * 10
+    tensor.add_(1)
     work.wait()
+    assert tensor.tolist() == [comm.world_size + 1] * 10
 
 
 @over(2, shm=(2, 3))
@@ -130,7 +134,10 @@ def test_a_work_that_nobody_holds_does_no_harm(comm):
         for numel in sizes_of(comm):
             comm.all_reduce(placed(comm, where, torch.ones(numel)), async_op=True)
             gc.collect()
+            # in what memory the work has given back too early, if it has
+            others = [placed(comm, where, torch.full((numel,), 7.0)) for _ in range(3)]
             check_all_reduce(comm, where=where)
+            assert all((other == 7).all() for other in others)
 
 
 # Threads

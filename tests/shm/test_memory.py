@@ -110,7 +110,13 @@ def _shared_memory_files():
 @pytest.mark.parametrize("how", ["returns", "closes", "raises", "killed"])
 def test_nothing_is_left_in_dev_shm_or_the_temporary_directory(how, tmp_path):
     before = _shared_memory_files()
-    fresh_ranks(2, _use_and_end, how, env={"TMPDIR": str(tmp_path)})
+    outcomes = fresh_ranks(2, _use_and_end, how, env={"TMPDIR": str(tmp_path)})
+    if how == "killed":  # by itself, in the end
+        assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGKILL] * 2
+    elif how == "raises":
+        assert all("of the user's own making" in str(outcome) for outcome in outcomes)
+    else:
+        values_of(outcomes)
     assert _shared_memory_files() - before == set()
     assert list(tmp_path.iterdir()) == []
 

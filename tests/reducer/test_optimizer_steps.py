@@ -1,0 +1,97 @@
+"""What an optimizer's step asks of the reducers of its parameters: here of stand-ins for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastcomm.reducer import optimizer_steps
+from fastcomm.reducer.optimizer_steps import Share
+
+
+class Reducer:
+    """Of one parameter. Its hash decides where it stands in a set."""
+
+    def __init__(self, number: int, order: int, steps: list[str]) -> None:
+        self.number, self._order, self._steps = number, order, steps
+        self.n_rounds = 10 * number
+
+    def __hash__(self) -> int:
+        return self._order
+
+    def shares_of(self, parameters: list[Tensor]) -> list[Share]:
+        return [Share(0, [self.number])]
+
+    def before_step(self, shares: list[Share], since: int | None) -> None:
+        self._steps.append(f"before {self.number}, since {since}")
+
+    def after_step(self, shares: list[Share]) -> None:
+        self._steps.append(f"after {self.number}")
+
+
+@pytest.fixture
+def steps() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def reducers(steps: list[str]) -> Iterator[list[Reducer]]:
+    """By number. A set has them the other way round."""
+    reducers = [Reducer(number, 3 - number, steps) for number in range(3)]
+    owners: dict[int, Reducer] = {}
+    for one in reducers:
+        one.parameter = torch.nn.Parameter(torch.zeros(1))
+        one.parameter.grad = torch.ones(1)
+        owners[id(one.parameter)] = one
+    optimizer_steps.watch_steps(lambda p: owners.get(id(p)))
+    yield reducers
+    optimizer_steps.watch_steps(lambda p: None)
+
+
+def sgd(*reducers: Reducer) -> torch.optim.SGD:
+    return torch.optim.SGD([one.parameter for one in reducers], lr=0.1)
+
+
+def test_a_step_ends_rounds_in_the_order_of_reducers_which_is_that_of_all_ranks(reducers, steps):
+    sgd(*reversed(reducers)).step()
+    assert [step.split(",")[0] for step in steps[:3]] == ["before 0", "before 1", "before 2"]
+    assert steps[3:] == ["after 0", "after 1", "after 2"]
+
+
+def test_a_step_asks_no_reducer_of_other_parameters(reducers, steps):
+    sgd(reducers[1]).step()
+    assert steps == ["before 1, since None", "after 1"]
+
+
+def test_a_step_says_how_many_rounds_had_ended_at_the_one_before(reducers, steps):
+    optimizer = sgd(reducers[1])
+    optimizer.step()
+    reducers[1].n_rounds = 12
+    optimizer.step()
+    optimizer.step()
+    assert steps[2::2] == ["before 1, since 10", "before 1, since 12"]
+
+
+def test_another_optimizer_has_made_no_step(reducers, steps):
+    sgd(reducers[1]).step()
+    sgd(reducers[1]).step()
+    assert steps[2] == "before 1, since None"
+
+
+def test_a_step_remembers_its_rounds_when_another_model_comes(reducers, steps):
+    optimizer = sgd(reducers[1])
+    optimizer.step()
+    optimizer_steps.watch_steps(optimizer_steps._owner_of)
+    optimizer.step()
+    assert steps[2] == "before 1, since 10"
+
+
+def test_a_round_that_ends_within_a_step_is_not_stepped_by_it(reducers, steps):
+    def closure():
+        reducers[1].n_rounds += 1
+
+    sgd(reducers[1]).step(closure)
+    assert steps == ["before 1, since None"]
