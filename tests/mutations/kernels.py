@@ -7,8 +7,11 @@ from tests.mutations.mutation import Mutation
 PROTOCOL = "kernels/shm/protocol.c"
 PATHS = "kernels/shm/paths.c"
 REDUCE = "kernels/shm/reduce.c"
+MULTI_TENSOR = "kernels/cuda/multi_tensor.cuh"
 
-DRIVER = ("tests/shm/test_core.py::test_driver",)
+QUICK_DRIVER = ("tests/shm/test_core.py::test_driver[threads-quick]",)
+CORE = "tests/shm/test_core.py"
+KERNELS = "tests/kernels/test_kernels.py"
 
 MUTATIONS = (
     Mutation(
@@ -30,6 +33,133 @@ MUTATIONS = (
         file=PROTOCOL,
         old="if (!is_settled(comm, number - SHM_RING)) {",
         new="if (!is_settled(comm, number - SHM_RING - 1)) {",
-        tests=DRIVER,
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: descriptors are equal whatever the step",
+        file=PROTOCOL,
+        old=" && a->step == b->step;",
+        new=";",
+        tests=("tests/reducer/test_steps.py",),
+    ),
+    Mutation(
+        name="kernels: descriptors are equal whatever the label",
+        file=PROTOCOL,
+        old=" && a->label == b->label &&",
+        new=" &&",
+        tests=("tests/contract/test_mismatches.py",),
+    ),
+    Mutation(
+        name="kernels: a tensor is free while peers still read it",
+        file=PROTOCOL,
+        old="return c->path == DIRECT || c->descriptor",
+        new="return c->descriptor",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: who has aborted takes results along that it has",
+        file=PROTOCOL,
+        old="""\
+== SHM_ABORTED &&
+            !shm_reached(&control_of(comm, r)->reduced, seq)) {""",
+        new="== SHM_ABORTED) {",
+        tests=(
+            "tests/shm/test_lost_peers.py::test_a_result_that_all_ranks_have_is_good_though_a"
+            "_peer_has_aborted_since",
+        ),
+    ),
+    Mutation(
+        name="kernels: an abandoned collective leaves no room",
+        file=PROTOCOL,
+        old="return status == SHM_MISMATCH || status == SHM_ABANDONED",
+        new="return status == SHM_MISMATCH",
+        tests=(
+            "tests/reducer/test_failed_steps.py::test_an_exception_while_more_buckets_wait_than"
+            "_the_ring_holds_is_an_error_for_one_step_only",
+        ),
+    ),
+    Mutation(
+        name="kernels: what ranks disagreed on is read after they have gone on",
+        file=PROTOCOL,
+        old="return failed ? comm->disagreed",
+        new="return !failed ? comm->disagreed",
+        tests=("tests/contract/test_mismatches.py",),
+    ),
+    Mutation(
+        name="kernels: chunks that move do not count as progress",
+        file=PROTOCOL,
+        old="return comm->head + comm->chunk + c->n_in + c->n_worked + c->n_out;",
+        new="return comm->head + comm->chunk;",
+        tests=("tests/reducer/test_defects.py::test_a_deadline_is_for_what_does_not_move",),
+    ),
+    Mutation(
+        name="kernels: a rank's own shard is not gathered for staging",
+        file=PROTOCOL,
+        old="if (c->path == STAGED) {",
+        new="if (c->path == UNDECIDED) {",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a piece is read from its begin wherever the shard begins",
+        file=PATHS,
+        old="(const char *)piece->source + (begin - piece->offset) * itemsize;",
+        new="(const char *)piece->source;",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: the end of a shard behind the last piece is not reduced",
+        file=PATHS,
+        old="if (at < shard.end) {",
+        new="if (at < shard.begin) {",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a chunk is reduced before all ranks have copied it in",
+        file=PATHS,
+        old="STAGED_IN, comm->chunk + (uint32_t)c->n_worked + 1)",
+        new="STAGED_IN, comm->chunk + (uint32_t)c->n_worked)",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: halves are rounded up where they lie between two",
+        file=REDUCE,
+        old="<< 23) + 0xfffu + ((magnitude",
+        new="<< 23) + 0x1000u + ((magnitude",
+        tests=(f"{CORE}::test_ties_go_to_even",),
+    ),
+    Mutation(
+        name="kernels: a NaN of a later rank is no maximum",
+        file=REDUCE,
+        old="#define GREATEST_OR_NAN(a, b) (((b) > (a)) | ((b) != (b)) ? (b) : (a))",
+        new="#define GREATEST_OR_NAN(a, b) ((b) > (a) ? (b) : (a))",
+        tests=(f"{CORE}::test_a_nan_of_any_shard_reaches_the_result",),
+    ),
+    Mutation(
+        name="kernels: the sum that an integer mean divides overflows",
+        file=REDUCE,
+        old="INTEGER_REDUCTIONS(int64, int64_t, uint64_t, __int128)",
+        new="INTEGER_REDUCTIONS(int64, int64_t, uint64_t, int64_t)",
+        tests=(f"{CORE}::test_an_integer_mean_does_not_overflow_on_the_way",),
+    ),
+    Mutation(
+        name="kernels: the elements after the last pack of a tile stay behind",
+        file=MULTI_TENSOR,
+        old="lane : head + n_packs * WIDTH + lane - 16;",
+        new="lane : head + n_packs * WIDTH + lane - 15;",
+        tests=(KERNELS,),
+    ),
+    Mutation(
+        name="kernels: the squares of a tile are added to the next one's",
+        file=MULTI_TENSOR,
+        old="        of_tile = 0;\n    }",
+        new="    }",
+        tests=(KERNELS,),
+    ),
+    Mutation(
+        name="kernels: infinities are finite",
+        file=MULTI_TENSOR,
+        old="n_nonfinite += value * 0 != 0;",
+        new="n_nonfinite += value != value;",
+        tests=(KERNELS,),
     ),
 )

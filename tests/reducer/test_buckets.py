@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 import fastcomm
+from fastcomm.reducer.bucket import Bucket
 from tests.support.models import (
+    Heads,
     backward,
+    loss_of,
     mlp,
 )
 from tests.support.ranks import on_ranks
@@ -189,3 +192,44 @@ def test_memory_does_not_grow_when_reducers_come_and_go(comm):
             before = _resident_bytes()
     # Twenty models have gradients of 20 MiB.
     assert _resident_bytes() - before < 4 * 2**20
+
+
+@on_ranks(2)
+def test_gradients_lie_in_memory_of_their_own_after_detach(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    before = [(p.grad.data_ptr(), p.grad.clone()) for p in model.parameters()]
+    reducer.detach()
+    for parameter, (address, values) in zip(model.parameters(), before, strict=True):
+        assert parameter.grad.data_ptr() != address
+        assert torch.equal(parameter.grad, values)
+
+
+@on_ranks(2)
+def test_ranks_are_asked_for_missing_gradients_only_in_rounds_where_some_are_missing(comm):
+    """It waits for the device."""
+    model = Heads(2)
+    fastcomm.Reducer(comm).attach(model)
+    asked = []
+    settle = Bucket._settle_missing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "_settle_missing", lambda *a: asked.append(step) or settle(*a))
+        for step, heads in enumerate([(0, 1), (0,), (0, 1), (0, 1)]):
+            model.zero_grad()
+            loss_of(model, comm.rank, step, *heads).backward()
+    assert asked == [1]
+
+
+@on_ranks(2)
+def test_what_no_rank_used_in_one_round_is_reduced_in_the_next(comm):
+    """Also where a rank's gradients lie in place, and nothing has to be scaled."""
+    model = Heads(2)
+    fastcomm.Reducer(comm, op="sum").attach(model)
+    for heads in ((0, 1), (0,), (0, 1) if comm.rank == 0 else (0,)):
+        model.zero_grad(set_to_none=False)
+        loss_of(model, 0, 0, *heads).backward()
+    alone = Heads(2)
+    loss_of(alone, 0, 0, 0, 1).backward()
+    for ours, wanted in zip(model.heads[1].parameters(), alone.heads[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, wanted.grad)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.distributed import HashStore
 
 import fastcomm
+from fastcomm import bootstrap
 from tests.support.bodies import my_place
 from tests.support.ranks import on_ranks
 
@@ -35,3 +37,13 @@ def test_ranks_meet_again_and_again_at_one_file(comm):
             tensor = torch.full((3,), float(i))
             again.all_reduce(tensor)
             assert tensor.tolist() == [2.0 * i] * 3
+
+
+def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monkeypatch):
+    store, parts = HashStore(), []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        monkeypatch.setattr(bootstrap, "_uses", {})  # every attempt is a process of its own
+        parts.append(bootstrap.own_part(store, "env://"))
+    parts[0].set("1/0", "a value of rank 0's")
+    assert not parts[1].check(["1/0"])

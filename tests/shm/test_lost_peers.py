@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from fastcomm import PeerLostError
 from tests.shm import COLLECTIVES
-from tests.support.bodies import communicator, leave, noted
+from tests.support.bodies import communicator, leave, note, noted
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.reference import check_all_reduce
@@ -77,3 +78,25 @@ def test_a_peer_may_be_killed_at_any_moment(numel, delay):
     assert_told_of_the_loss(
         fresh_ranks(3, _lose_a_peer_at_any_moment, numel, delay), "died", "gave up on"
     )
+
+
+def _abort_after_the_result(place):
+    comm = communicator(place)
+    comm.barrier()
+    tensor = torch.ones(10)
+    if place.rank == 1:
+        comm.all_reduce(tensor)
+        comm.abort()
+        note(place, aborted=True)
+        return None
+    work = comm.all_reduce(tensor, async_op=True)
+    while not Path(place.directory, "aborted").exists():
+        time.sleep(0.01)
+    work.wait()
+    with pytest.raises(PeerLostError, match="rank 1 .*aborted"):
+        comm.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def test_a_result_that_all_ranks_have_is_good_though_a_peer_has_aborted_since():
+    assert values_of(fresh_ranks(2, _abort_after_the_result))[0] == [2.0] * 10

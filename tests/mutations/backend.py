@@ -1,0 +1,111 @@
+"""fastcomm/torch_backend: the process group, its works, and DDP's hook."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PROCESS_GROUP = "fastcomm/torch_backend/process_group.py"
+WORK = "fastcomm/torch_backend/work.py"
+HOOK = "fastcomm/torch_backend/ddp_hook.py"
+ENGINE = "fastcomm/torch_backend/engine.py"
+PEERS = "fastcomm/torch_backend/peers.py"
+
+HOOK_TESTS = ("tests/backend/test_ddp_hook.py",)
+WAYS_TESTS = ("tests/backend/test_ways.py",)
+COLLECTIVES = "tests/backend/test_collectives.py"
+
+MUTATIONS = (
+    Mutation(
+        name="backend: a wire of DDP's hook keeps its size when buckets change",
+        file=HOOK,
+        old="wire is None or wire.numel() != buffer.numel()",
+        new="wire is None",
+        tests=HOOK_TESTS,
+    ),
+    Mutation(
+        name="backend: a failed backward's reductions come before the next one's",
+        file=HOOK,
+        old="        state._under_way.clear()  # a",
+        new="        pass  # a",
+        tests=HOOK_TESTS,
+    ),
+    Mutation(
+        name="backend: DDP's hook divides a sum",
+        file=HOOK,
+        old='            op = "sum"\n        else:\n            wire.copy_(buffer)\n',
+        new='            op = "mean"\n        else:\n            wire.copy_(buffer)\n',
+        tests=HOOK_TESTS,
+    ),
+    Mutation(
+        name="backend: halves go to Gloo",
+        file=PROCESS_GROUP,
+        old="_DTYPES = frozenset(CPU_DTYPES)",
+        new="_DTYPES = frozenset(CPU_DTYPES) - {torch.float16, torch.bfloat16}",
+        tests=WAYS_TESTS,
+    ),
+    Mutation(
+        name="backend: what is only moved does not go to Gloo",
+        file=PROCESS_GROUP,
+        old="return None if tensor.is_cpu and self._cpu.comm.is_threadsafe else self._tr",
+        new="return None if False else self._tr",
+        tests=("tests/backend/test_hosts.py::test_what_is_only_moved_goes_to_gloo",),
+    ),
+    Mutation(
+        name="backend: the thread that makes progress goes on for ever",
+        file=WORK,
+        old="        self._is_stopped = True\n",
+        new="",
+        tests=WAYS_TESTS,
+    ),
+    Mutation(
+        name="backend: nobody goes on with a work while its caller does something else",
+        file=WORK,
+        old="        self._wake.set()\n\n    def stop",
+        new="\n    def stop",
+        tests=(
+            f"{COLLECTIVES}::test_an_all_reduce_goes_on_while_its_caller_waits_for_something_else",
+        ),
+    ),
+    Mutation(
+        name="backend: a tensor with gaps is reduced in a copy",
+        file=WORK,
+        old="        if source is not target:\n",
+        new="        if source is None:\n",
+        tests=(COLLECTIVES,),
+    ),
+    Mutation(
+        name="backend: the sender of a broadcast gets a copy back",
+        file=PROCESS_GROUP,
+        old="places = [] if opts.rootRank == self.rank() else [(tensor, flat)]",
+        new="places = [(tensor, flat)] if opts.rootRank == self.rank() else []",
+        tests=(COLLECTIVES,),
+    ),
+    Mutation(
+        name="backend: reading the number of collectives counts as one",
+        file=WORK,
+        old="            self._n_reads += 1\n",
+        new="",
+        tests=("tests/backend/test_engine.py",),
+    ),
+    Mutation(
+        name="backend: a poll does not end at its deadline",
+        file=WORK,
+        old="if time.monotonic() > deadline:",
+        new="if time.monotonic() > deadline + 3600:",
+        tests=("tests/backend/test_hosts.py::test_a_wait_ends_at_its_own_timeout",),
+    ),
+    Mutation(
+        name="backend: ranks of a group are named by their number in it",
+        file=ENGINE,
+        old='f"rank {self._members[rank]} (pid {pid})" for rank, pid in ended',
+        new='f"rank {rank} (pid {pid})" for rank, pid in ended',
+        tests=("tests/backend/test_engine.py", "tests/backend/test_faults.py"),
+    ),
+    Mutation(
+        name="backend: a process that ended a moment later is not looked for",
+        file=PEERS,
+        old="while not (ended := self.ended()) and time.monotonic() < deadline:",
+        new="while not (ended := self.ended()) and time.monotonic() > deadline:",
+        tests=("tests/backend/test_engine.py",),
+    ),
+)

@@ -1,0 +1,130 @@
+"""The watchdog, the bootstrap and the rendezvous: how ranks meet, and how they notice that one is
+gone.
+"""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+WATCHDOG = "fastcomm/watchdog.py"
+RENDEZVOUS = "fastcomm/rendezvous.py"
+BOOTSTRAP = "fastcomm/bootstrap.py"
+
+WATCHDOG_TESTS = ("tests/test_watchdog.py",)
+
+MUTATIONS = (
+    Mutation(
+        name="watchdog: a peer that closed after the same collective is lost",
+        file=WATCHDOG,
+        old="json.loads(closed) < [comm.epoch, number]",
+        new="json.loads(closed) <= [comm.epoch, number]",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: an idle rank 0 is a mismatch",
+        file=WATCHDOG,
+        old="first[1] not in (what, NOTHING)",
+        new="first[1] != what",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: a rank that closed in good order is dead to graphs",
+        file=WATCHDOG,
+        old=", but=self._closed(comm))",
+        new=")",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: descriptors of processes stay open",
+        file=WATCHDOG,
+        old="            os.close(lifeline)\n",
+        new="            pass\n",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: an abandonment is heard in another epoch",
+        file=WATCHDOG,
+        old='self._notes.read(f"abandoned/{epoch}")',
+        new='self._notes.read(f"abandoned/{epoch - 1}")',
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: a rank raises its own failure though another was first",
+        file=WATCHDOG,
+        old='error = _failure_of(self._notes.write_once("failure", failure_note(error)))',
+        new='self._notes.write_once("failure", failure_note(error))',
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: a lost rank's number does not travel with the failure",
+        file=WATCHDOG,
+        old='getattr(error, "ranks", ())])',
+        new="()])",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: a rank says only once where it stands",
+        file=WATCHDOG,
+        old="if self._published != (comm.epoch, number):",
+        new="if self._published is None:",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="watchdog: a store that is gone ends those who wait for nothing",
+        file=WATCHDOG,
+        old="            if stalled is not None:\n                self._look_at_processes(comm, st",
+        new="            if True:\n                self._look_at_processes(comm, st",
+        tests=WATCHDOG_TESTS,
+    ),
+    Mutation(
+        name="rendezvous: ranks of two pid namespaces share memory",
+        file=RENDEZVOUS,
+        old="return f\"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}\"",
+        new='return f"{boot_id.read().strip()}"',
+        tests=("tests/rendezvous/test_hosts.py",),
+    ),
+    Mutation(
+        name="rendezvous: a failure of one is not told to the others",
+        file=RENDEZVOUS,
+        old='bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")',
+        new="pass",
+        tests=("tests/rendezvous/test_refusals.py",),
+    ),
+    Mutation(
+        name="rendezvous: the local rank is the rank",
+        file=RENDEZVOUS,
+        old="_local_rank(neighbours.index(bootstrap.rank))",
+        new="_local_rank(bootstrap.rank)",
+        tests=(
+            "tests/group/test_hierarchical.py::test_init_chooses_it_where_ranks_have_several_hosts",
+        ),
+    ),
+    Mutation(
+        name="bootstrap: communicators of one process meet at one place",
+        file=BOOTSTRAP,
+        old="_uses[name] = _uses.get(name, 0) + 1",
+        new="_uses[name] = 1",
+        tests=("tests/rendezvous/test_init.py::test_init_may_be_called_again_at_the_same_place",),
+    ),
+    Mutation(
+        name="bootstrap: a rank may be given to two processes",
+        file=BOOTSTRAP,
+        old='if self._store.add(f"claim/{self.rank}", 1) > 1:',
+        new='if self._store.add(f"claim/{self.rank}", 1) > 2:',
+        tests=("tests/rendezvous/test_refusals.py",),
+    ),
+    Mutation(
+        name="bootstrap: attempts of torchrun meet at one place",
+        file=BOOTSTRAP,
+        old='f"fastcomm/{attempt}/{_uses[name]}"',
+        new='f"fastcomm/{_uses[name]}"',
+        tests=("tests/rendezvous/test_meeting.py",),
+    ),
+    Mutation(
+        name="bootstrap: a group that has failed to meet is out of step",
+        file=BOOTSTRAP,
+        old="            self._is_over = True  # all ranks are in this exchange",
+        new="            pass  # all ranks are in this exchange",
+        tests=("tests/rendezvous/test_init.py",),
+    ),
+)

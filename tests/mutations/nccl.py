@@ -1,0 +1,193 @@
+"""fastcomm/nccl and fastcomm/cuda: streams and events, epochs, and registered memory."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
+BUCKET = "fastcomm/nccl/bucket.pyx"
+LINK = "fastcomm/nccl/link.pyx"
+LAUNCHES = "fastcomm/nccl/launches.pyx"
+LANE = "fastcomm/nccl/lane.pyx"
+MEMORY = "fastcomm/nccl/memory.pyx"
+MULTI_TENSOR = "fastcomm/cuda/multi_tensor.pyx"
+GRAPHS = "fastcomm/cuda/graphs.pyx"
+
+LAUNCH_TESTS = "tests/nccl/test_launches.py"
+ABANDON_TESTS = "tests/nccl/test_abandon.py"
+
+MUTATIONS = (
+    Mutation(
+        name="nccl: a collective does not wait for the caller's stream",
+        file=COMMUNICATOR,
+        old='    check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")\n',
+        new="",
+        tests=(
+            f"{LAUNCH_TESTS}::test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it",
+        ),
+    ),
+    Mutation(
+        name="nccl: the caller's stream does not wait for tensors that were broadcast",
+        file=COMMUNICATOR,
+        old="        self.cuda.order_current_after(ticket.done)\n\n    def all_gather_single",
+        new="\n    def all_gather_single",
+        tests=(
+            f"{LAUNCH_TESTS}::test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it",
+        ),
+    ),
+    Mutation(
+        name="nccl: a bucket is gathered before its last round is over elsewhere",
+        file=BUCKET,
+        old="is_known = last.is_awaited and current == last.awaited_on",
+        new="is_known = last.is_awaited",
+        tests=(
+            f"{LAUNCH_TESTS}::test_a_bucket_waits_for_its_last_round_where_that_was_awaited_on"
+            "_another_stream",
+        ),
+    ),
+    Mutation(
+        name="nccl: a bucket does not wait for the streams its gradients come from",
+        file=BUCKET,
+        old="            self.producers.order_before(current)\n",
+        new="",
+        tests=(
+            f"{LAUNCH_TESTS}::test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on",
+        ),
+    ),
+    Mutation(
+        name="nccl: a lane does not wait until a bucket is flattened",
+        file=BUCKET,
+        old="""\
+            check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
+            code""",
+        new="            code",
+        tests=(f"{LAUNCH_TESTS}::test_a_bucket_is_one_launch_ordered_by_events",),
+    ),
+    Mutation(
+        name="nccl: a mean is scaled twice where the wire has another dtype",
+        file=BUCKET,
+        old="self.scattering.unflatten_on(stream, wire, 1, True)",
+        new="self.scattering.unflatten_on(stream, wire, scale, True)",
+        tests=("tests/reducer/test_by_hand.py::test_reduce_passes_through_the_wire_dtype",),
+    ),
+    Mutation(
+        name="nccl: last round's presence stays in the wire whatever it was",
+        file=BUCKET,
+        old="\n                        or self.last is None or self.last.token is not work.token)",
+        new=" or self.last is None)",
+        tests=("tests/reducer/test_buckets.py",),
+    ),
+    Mutation(
+        name="nccl: numbers go on when the ranks meet anew",
+        file=LAUNCHES,
+        old="        self.number = 0\n",
+        new="",
+        tests=(f"{ABANDON_TESTS}::test_numbers_begin_anew_when_the_ranks_have_met",),
+    ),
+    Mutation(
+        name="nccl: a ticket is pending for ever",
+        file=LAUNCHES,
+        old="                    ticket.is_pending = False\n",
+        new="",
+        tests=("tests/nccl/test_communicator.py", "tests/nccl/test_abandon.py"),
+    ),
+    Mutation(
+        name="nccl: the youngest launch is what the watchdog sees",
+        file=LAUNCHES,
+        old="if oldest is None or ticket.number < oldest.number:",
+        new="if oldest is None or ticket.number > oldest.number:",
+        tests=(
+            "tests/nccl/test_lost_peers.py::test_a_bucket_that_a_rank_does_not_launch_is_named",
+            "tests/contract/test_late_ranks.py",
+        ),
+    ),
+    Mutation(
+        name="nccl: the ranks of a second abandonment meet in the epoch of the first",
+        file=LINK,
+        old="        if self.is_split_up:\n            self.epoch += 1\n",
+        new="",
+        tests=("tests/contract/test_abandon.py",),
+    ),
+    Mutation(
+        name="nccl: an abandonment of another epoch interrupts this one",
+        file=LINK,
+        old="if self.is_split_up or epoch != self.epoch:\n            return",
+        new="if self.is_split_up:\n            return",
+        tests=(ABANDON_TESTS,),
+    ),
+    Mutation(
+        name="nccl: a work of an abandoned epoch says nothing",
+        file=LINK,
+        old="if self.is_split_up or epoch != self.epoch:\n            raise",
+        new="if self.is_split_up and epoch != self.epoch:\n            raise",
+        tests=(f"{ABANDON_TESTS}::test_a_work_that_was_abandoned_says_so",),
+    ),
+    Mutation(
+        name="nccl: an abandonment counts but once",
+        file=LINK,
+        old="        interruption, self.interruption = self.interruption, None\n"
+        "        self.n_abandoned += 1\n",
+        new="        interruption, self.interruption = self.interruption, None\n",
+        tests=(ABANDON_TESTS,),
+    ),
+    Mutation(
+        name="nccl: close() waits for graphs that are alive",
+        file=LINK,
+        old="        if self.graphs.count() > 0:\n            raise FastcommError",
+        new="        if self.graphs.count() > 99:\n            raise FastcommError",
+        tests=(
+            f"{LAUNCH_TESTS}::test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs",
+        ),
+    ),
+    Mutation(
+        name="nccl: a close that fails leaves the communicator of NCCL's",
+        file=LANE,
+        old="        self.comm = comm\n        self.abort(timeout_s)\n",
+        new="        self.abort(timeout_s)\n",
+        tests=("tests/nccl/test_ending.py",),
+    ),
+    Mutation(
+        name="nccl: memory goes while the device still reads it",
+        file=MEMORY,
+        old="            self.device.synchronize()\n",
+        new="",
+        tests=("tests/nccl/test_memory.py",),
+    ),
+    Mutation(
+        name="nccl: memory of an aborted communicator stays registered",
+        file=MEMORY,
+        old="if comm != NULL and allocation.comm == comm:\n                allocation.comm = all",
+        new="if comm == NULL and allocation.comm == comm:\n                allocation.comm = all",
+        tests=("tests/nccl/test_memory.py", ABANDON_TESTS),
+    ),
+    Mutation(
+        name="cuda: the second part of many tensors reads the first part's addresses",
+        file=MULTI_TENSOR,
+        old="parameters[0] = &self.addresses[part.first]",
+        new="parameters[0] = &self.addresses[0]",
+        tests=("tests/nccl/test_multi_tensor.py",),
+    ),
+    Mutation(
+        name="cuda: statistics of the first part alone",
+        file=MULTI_TENSOR,
+        old="return self.stats[:, 0, 0].sum()",
+        new="return self.stats[0, 0, 0]",
+        tests=("tests/nccl/test_multi_tensor.py",),
+    ),
+    Mutation(
+        name="cuda: a tile begins where the one before it does",
+        file=MULTI_TENSOR,
+        old='tiles["offset"] = offsets[tensor] + done',
+        new='tiles["offset"] = offsets[tensor]',
+        tests=("tests/nccl/test_sizes.py",),
+    ),
+    Mutation(
+        name="cuda: a graph that captures twice is counted twice",
+        file=GRAPHS,
+        old="            self.newest = identifier\n",
+        new="",
+        tests=(
+            f"{LAUNCH_TESTS}::test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs",
+        ),
+    ),
+)

@@ -1,0 +1,192 @@
+"""fastcomm/reducer: rounds, buckets, where gradients come from, and optimizers' steps."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+REDUCER = "fastcomm/reducer/reducer.py"
+ROUND = "fastcomm/reducer/round.py"
+BUCKET = "fastcomm/reducer/bucket.py"
+HOOKED = "fastcomm/reducer/hooked_bucket.py"
+PROVENANCE = "fastcomm/reducer/provenance.pyx"
+LAYOUT = "fastcomm/reducer/layout.py"
+STEPS = "fastcomm/reducer/optimizer_steps.py"
+NORMS = "fastcomm/reducer/norms.py"
+TRIPWIRES = "fastcomm/reducer/tripwires.py"
+
+STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
+UNREDUCED_TESTS = ("tests/reducer/test_unreduced.py",)
+
+MUTATIONS = (
+    Mutation(
+        name="reducer: what no_sync() has made is so for ever",
+        file=BUCKET,
+        old="        self.provenance.begin_period()\n",
+        new="",
+        tests=UNREDUCED_TESTS,
+    ),
+    Mutation(
+        name="reducer: a gradient that no rank has made anew is kept as its reduction",
+        file=BUCKET,
+        old="            else gradient.clone()\n            if gradient is self.views[i]\n"
+        "            else gradient\n",
+        new="            else gradient\n",
+        tests=UNREDUCED_TESTS,
+    ),
+    Mutation(
+        name="reducer: ranks ask each other for missing gradients in every round",
+        file=BUCKET,
+        old="        self._untouched.clear()\n",
+        new="",
+        tests=("tests/reducer/test_buckets.py",),
+    ),
+    Mutation(
+        name="reducer: gradients stay in the flat buffer after detach()",
+        file=BUCKET,
+        old="                gradient = view.clone()\n",
+        new="                pass\n",
+        tests=("tests/reducer/test_buckets.py",),
+    ),
+    Mutation(
+        name="reducer: a hook's buffer begins where its storage does",
+        file=HOOKED,
+        old="one.stride(), begin + offset)",
+        new="one.stride(), offset)",
+        tests=("tests/reducer/test_hooked_bucket.py",),
+    ),
+    Mutation(
+        name="reducer: a step ends rounds in any order",
+        file=STEPS,
+        old="sorted((one for one in owners if one is not None), key=lambda r: r.number)",
+        new="[one for one in owners if one is not None]",
+        tests=STEPS_TESTS,
+    ),
+    Mutation(
+        name="reducer: an optimizer forgets its last step when a model is attached",
+        file=STEPS,
+        old="            steps.seen.update(before.seen)\n",
+        new="            pass\n",
+        tests=STEPS_TESTS,
+    ),
+    Mutation(
+        name="reducer: a round that ended within a step counts as stepped",
+        file=STEPS,
+        old="if reducer.n_rounds == steps.before[reducer]:",
+        new="if True:",
+        tests=STEPS_TESTS,
+    ),
+    Mutation(
+        name="reducer: the last bucket is launched before the end of backward",
+        file=ROUND,
+        old="self._n_launched < len(self._buckets) - 1\n",
+        new="self._n_launched < len(self._buckets)\n",
+        tests=("tests/reducer/test_failed_steps.py", "tests/reducer/test_backward.py"),
+    ),
+    Mutation(
+        name="reducer: a round goes on after abandon()",
+        file=ROUND,
+        old="        if self._comm.n_abandoned != self._n_abandoned:\n            # a hook",
+        new="        if False:\n            # a hook",
+        tests=("tests/reducer/test_failed_steps.py",),
+    ),
+    Mutation(
+        name="reducer: a round that ended with another rank's is abandoned again",
+        file=ROUND,
+        old="            return  # the round has ended with",
+        new="            pass  # the round has ended with",
+        tests=("tests/reducer/test_failed_steps.py", "tests/contract/test_abandon.py"),
+    ),
+    Mutation(
+        name="reducer: half reduced gradients stay",
+        file=ROUND,
+        old="            bucket.drop_gradients()\n",
+        new="            pass\n",
+        tests=("tests/reducer/test_failed_steps.py",),
+    ),
+    Mutation(
+        name="reducer: an error in a dropped backward is lost",
+        file=REDUCER,
+        old="            self._deferred = error\n",
+        new="            pass\n",
+        tests=("tests/reducer/test_failed_steps.py", "tests/reducer/test_interrupts.py"),
+    ),
+    Mutation(
+        name="reducer: no_sync() inside no_sync() ends both",
+        file=REDUCER,
+        old="            self._is_synchronizing = before\n",
+        new="            self._is_synchronizing = True\n",
+        tests=("tests/reducer/test_training.py", "tests/reducer/test_backward.py"),
+    ),
+    Mutation(
+        name="reducer: reducers of one communicator have the same number",
+        file=REDUCER,
+        old="_n_attached[self.comm] = self.number + 1",
+        new="_n_attached[self.comm] = self.number",
+        tests=("tests/reducer/test_disagreement.py", "tests/reducer/test_models.py"),
+    ),
+    Mutation(
+        name="reducer: steps count on after refresh()",
+        file=REDUCER,
+        old="        self._n_steps = 0\n        self._hang_hooks()",
+        new="        self._hang_hooks()",
+        tests=("tests/reducer/test_steps.py",),
+    ),
+    Mutation(
+        name="reducer: a failed refresh() lets a loop train on",
+        file=REDUCER,
+        old="            self._stand_still(model)\n",
+        new="            pass\n",
+        tests=("tests/reducer/test_refusals.py", "tests/reducer/test_disagreement.py"),
+    ),
+    Mutation(
+        name="reducer: a gradient that no_sync() made is fresh",
+        file=PROVENANCE,
+        old="        gradient = parameter.grad\n        self.reduced_by[i] = NEVER\n",
+        new="        gradient = parameter.grad\n",
+        tests=(*UNREDUCED_TESTS, "tests/reducer/test_training.py"),
+    ),
+    Mutation(
+        name="reducer: a gradient is fresh as long as the last step saw it",
+        file=PROVENANCE,
+        old="return self.reduced_by[i] > (self.stepped_at[i]",
+        new="return self.reduced_by[i] >= (self.stepped_at[i]",
+        tests=UNREDUCED_TESTS,
+    ),
+    Mutation(
+        name="reducer: gradients are as they were though somebody has written to them",
+        file=PROVENANCE,
+        old="return is_there and self.views[i]._version == self.versions[i]",
+        new="return is_there",
+        tests=UNREDUCED_TESTS,
+    ),
+    Mutation(
+        name="reducer: clipped gradients may not be stepped again",
+        file=NORMS,
+        old="        bucket.provenance.note_scaled()\n",
+        new="        pass\n",
+        tests=UNREDUCED_TESTS,
+    ),
+    Mutation(
+        name="reducer: the norm of halves is taken in halves",
+        file=NORMS,
+        old="[gradient.float() for gradient in gradients] if is_half else gradients",
+        new="gradients",
+        tests=(
+            "tests/reducer/test_defects.py::test_the_norm_of_16_bit_gradients_is_taken_in_float32",
+        ),
+    ),
+    Mutation(
+        name="reducer: a bucket is closed when it exceeds its cap",
+        file=LAYOUT,
+        old="if bucket.numel * itemsize >= bucket.cap_bytes:",
+        new="if bucket.numel * itemsize > bucket.cap_bytes:",
+        tests=("tests/reducer/test_layout.py", "tests/reducer/test_buckets.py"),
+    ),
+    Mutation(
+        name="reducer: modules that come later have no tripwires",
+        file=TRIPWIRES,
+        old="    if tripwires is not None and submodule is not None:\n",
+        new="    if tripwires is None and submodule is not None:\n",
+        tests=("tests/reducer/test_refusals.py",),
+    ),
+)

@@ -1,0 +1,36 @@
+"""Many tensors and one flat buffer over the stand-in: more tensors than one launch takes."""
+
+from __future__ import annotations
+
+import torch
+
+from fastcomm.cuda.multi_tensor import MultiTensor
+from tests.nccl import communicator, stand_in_values
+
+N = 4001  # one more than fit into the parameters of a kernel
+
+
+def _move_many(place):
+    comm = communicator(place)
+    tensors = [torch.full((2,), float(i)) for i in range(N)]
+    offsets = [3 * i for i in range(N)]
+    many = MultiTensor([2] * N, offsets, torch.float32, torch.float32, comm.cuda)
+    flat = torch.full((3 * N,), -1.0)
+    many.flatten(tensors, flat, 2.0)
+    numbers = torch.arange(float(N))
+    assert torch.equal(flat.view(N, 3)[:, :2], 2 * numbers.repeat(2, 1).t())
+    assert bool((flat.view(N, 3)[:, 2] == -1).all())
+    for tensor in tensors:
+        tensor.zero_()
+    many.unflatten(flat, tensors, 0.5, with_stats=True)
+    assert torch.equal(torch.stack(tensors)[:, 0], numbers)
+    squares = 2 * (numbers.double() ** 2).sum()
+    assert torch.allclose(many.square_sum, squares, rtol=1e-6)
+    tensors[-1][1] = float("inf")
+    tensors[0][0] = float("nan")
+    many.norm(tensors)
+    assert many.n_nonfinite.item() == 2
+
+
+def test_more_tensors_than_a_launch_takes_go_in_several():
+    stand_in_values(1, _move_many)
