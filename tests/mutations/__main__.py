@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tests.mutations import MUTATIONS
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 150  # what takes longer hangs, and so has noticed the mutation
+LIMIT_S = 300.0  # what takes longer hangs, and so has noticed the mutation
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "temp.*", "lib.*", "__pycache__")
 # Without optimisation, which takes a tenth of the time.
 COMPILER = (
@@ -70,11 +69,10 @@ class Tree:
         ):
             subprocess.run(command, cwd=self._path, check=True)
 
-    def fails(self, tests: Sequence[str]) -> bool:
+    def fails(self, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> bool:
         """Whether one of the tests fails, or hangs."""
-        options = ("-q", "-x", "-p", "no:cacheprovider", "--timeout", "40")
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
             cwd=self._path,
             env={**os.environ, "PYTHONPATH": str(self._path), "PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.DEVNULL,
@@ -82,7 +80,7 @@ class Tree:
             start_new_session=True,
         )
         try:
-            return process.wait(LIMIT_S) != 0
+            return process.wait(limit_s) != 0
         except subprocess.TimeoutExpired:
             return True
         finally:
@@ -98,26 +96,40 @@ def verdict_on(tree: Tree, mutation: Mutation) -> str:
         return "killed" if tree.fails(mutation.tests) else "SURVIVED"
 
 
+def table(verdicts: dict[str, str]) -> str:
+    """How many of each area were noticed. verdicts: by name, which begins with the area."""
+    kinds = ("killed", "SURVIVED", "equivalent")
+    areas = dict.fromkeys(name.partition(":")[0] for name in verdicts)
+    rows = [("", *kinds)]
+    for area in (*areas, "all"):
+        of_area = [
+            verdict
+            for name, verdict in verdicts.items()
+            if area == "all" or name.startswith(f"{area}:")
+        ]
+        rows.append((area, *(str(of_area.count(kind)) for kind in kinds)))
+    return "\n".join("".join(f"{cell:>12}" for cell in row) for row in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
     only = parser.parse_args().only
     chosen = [one for one in MUTATIONS if any(part in one.name for part in only)]
-    verdicts: list[str] = []
+    verdicts: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Tree(Path(folder, "tree"))
         for mutation in chosen:
             before = time.monotonic()
-            verdicts.append(verdict_on(tree, mutation))
-            seconds = time.monotonic() - before
-            print(f"{verdicts[-1]:10}  {mutation.name}  ({seconds:.0f} s)", flush=True)
+            verdict = verdicts[mutation.name] = verdict_on(tree, mutation)
+            print(f"{verdict:10}  {mutation.name}  ({time.monotonic() - before:.0f} s)", flush=True)
         # One that fails anyway has noticed nothing.
         noticing = sorted({test for one in chosen for test in one.tests})
-        is_sound = not noticing or not tree.fails(noticing)
-    print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
+        is_sound = not noticing or not tree.fails(noticing, limit_s=None)
+    print(table(verdicts))
     if not is_sound:
         print("but some of these tests fail, or take too long, without any mutation, too")
-    return int("SURVIVED" in verdicts or not is_sound)
+    return int("SURVIVED" in verdicts.values() or not is_sound)
 
 
 if __name__ == "__main__":

@@ -63,20 +63,6 @@ MUTATIONS = (
         tests=("tests/contract/test_abandon.py",),
     ),
     Mutation(
-        name="group: a work may be waited for but once",
-        file=WORK,
-        old="                self._bell.put(None)  # for others who wait\n",
-        new="",
-        tests=("tests/contract/test_async.py", "tests/group/test_group.py"),
-    ),
-    Mutation(
-        name="group: a work that has ended ends again",
-        file=WORK,
-        old="        if not self._is_over:\n            self.error, self.move",
-        new="        if True:\n            self.error, self.move",
-        tests=("tests/contract/test_ending.py", "tests/group/test_ending.py"),
-    ),
-    Mutation(
         name="group: a shard is padded where it need not be, and not where it need",
         file=EXCHANGE,
         old="        if padding:\n            flat.copy_(whole[: flat.numel()])\n",

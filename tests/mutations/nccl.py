@@ -85,13 +85,6 @@ MUTATIONS = (
         tests=(f"{ABANDON_TESTS}::test_numbers_begin_anew_when_the_ranks_have_met",),
     ),
     Mutation(
-        name="nccl: a ticket is pending for ever",
-        file=LAUNCHES,
-        old="                    ticket.is_pending = False\n",
-        new="",
-        tests=("tests/nccl/test_communicator.py", "tests/nccl/test_abandon.py"),
-    ),
-    Mutation(
         name="nccl: the youngest launch is what the watchdog sees",
         file=LAUNCHES,
         old="if oldest is None or ticket.number < oldest.number:",
@@ -107,13 +100,6 @@ MUTATIONS = (
         old="        if self.is_split_up:\n            self.epoch += 1\n",
         new="",
         tests=("tests/contract/test_abandon.py",),
-    ),
-    Mutation(
-        name="nccl: an abandonment of another epoch interrupts this one",
-        file=LINK,
-        old="if self.is_split_up or epoch != self.epoch:\n            return",
-        new="if self.is_split_up:\n            return",
-        tests=(ABANDON_TESTS,),
     ),
     Mutation(
         name="nccl: a work of an abandoned epoch says nothing",

@@ -52,13 +52,6 @@ MUTATIONS = (
         tests=("tests/shm/test_interrupts.py",),
     ),
     Mutation(
-        name="shm: a victim is blamed in place of the rank it gave up on",
-        file=RING,
-        old="culprit = shm_blamed_by(self.handle, culprit)\n",
-        new="pass\n",
-        tests=("tests/shm/test_lost_peers.py",),
-    ),
-    Mutation(
         name="shm: an abandonment is told twice",
         file=RING,
         old="error, self.interruption = self.interruption, None",
@@ -106,13 +99,6 @@ MUTATIONS = (
         old=" or gradient.is_neg()):",
         new="):",
         tests=("tests/matrix/test_matrix.py::test_row[shm of 2-negative_bit]",),
-    ),
-    Mutation(
-        name="shm: a pattern's token is used for every op",
-        file=BUCKET,
-        old="token = self.tokens.get((op, missing))",
-        new="token = self.tokens.get(('sum', missing))",
-        tests=("tests/contract/test_results.py",),
     ),
     Mutation(
         name="shm: a hole is not merged with the one before it",

@@ -81,6 +81,15 @@ def test_tensors_are_apart_in_memory_however_they_come_and_go(tmp_path):
             assert all((kept == number).all() for number, kept in alive[-8:])
 
 
+def test_neighbours_that_have_come_back_are_one_piece_of_memory_again(tmp_path):
+    with fastcomm.init(init_method=f"file://{tmp_path}/store", rank=0, world_size=1) as comm:
+        pages = [comm.empty(4096, dtype=torch.uint8) for _ in range(4)]
+        first = pages[0].data_ptr()
+        for i in (0, 2, 1):
+            pages[i] = None
+        assert comm.empty(3 * 4096, dtype=torch.uint8).data_ptr() == first
+
+
 # What is left behind
 
 
