@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 
+import fastcomm
 from fastcomm import MismatchError
+from fastcomm.collective import bucket_label
 from tests.contract import assert_ended
 from tests.support.bodies import hear_of_it
 from tests.support.ranks import on_ranks
@@ -148,3 +150,30 @@ def test_a_tensor_of_a_mismatch_is_left_as_it_was(comm):
             with pytest.raises(MismatchError):
                 comm.all_reduce(tensor, OPS[comm.rank])
             assert (tensor == 3.0).all()
+
+
+# Over NCCL nobody compares what fits together.
+
+
+@over(2, nccl=())
+@on_ranks()
+def test_ranks_that_launch_different_buckets_hear_of_it(comm):
+    flat = comm.empty(101, dtype=torch.float32).zero_()
+    buckets = [
+        comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=bucket_label(0, i))
+        for i in range(2)
+    ]
+    with pytest.raises(MismatchError, match="bucket 0 of reducer 0.*bucket 1 of reducer 0"):
+        buckets[comm.rank].launch("sum", []).wait()
+    check_all_reduce(comm)
+
+
+@over(2, nccl=())
+@on_ranks()
+def test_ranks_that_train_different_models_hear_of_it(comm):
+    models = [torch.nn.Linear(3, 3) for _ in range(2)]
+    first, second = [fastcomm.Reducer(comm).attach(model) for model in models]
+    assert second.number == first.number + 1
+    words = f"of reducer {first.number}.*of reducer {second.number}"
+    with pytest.raises(MismatchError, match=words):
+        models[comm.rank](torch.ones(1, 3)).sum().backward()

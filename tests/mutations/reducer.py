@@ -115,14 +115,14 @@ MUTATIONS = (
         file=REDUCER,
         old="            self._is_synchronizing = before\n",
         new="            self._is_synchronizing = True\n",
-        tests=("tests/reducer/test_training.py", "tests/reducer/test_backward.py"),
+        tests=("tests/reducer/test_backward.py",),
     ),
     Mutation(
         name="reducer: reducers of one communicator have the same number",
         file=REDUCER,
         old="_n_attached[self.comm] = self.number + 1",
         new="_n_attached[self.comm] = self.number",
-        tests=("tests/reducer/test_disagreement.py", "tests/reducer/test_models.py"),
+        tests=("tests/contract/test_mismatches.py",),
     ),
     Mutation(
         name="reducer: steps count on after refresh()",

@@ -63,7 +63,7 @@ MUTATIONS = (
         file=RING,
         old="if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:",
         new="if shm_wait(self.handle, work.seq, 0) == SHM_PEER_LOST:",
-        tests=("tests/contract/test_mismatches.py", "tests/reducer/test_disagreement.py"),
+        tests=("tests/shm/test_abandon.py",),
     ),
     Mutation(
         name="shm: a tensor of another communicator's arena is one of this",

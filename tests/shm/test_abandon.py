@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from fastcomm import AbandonedError, PeerLostError
+from fastcomm import AbandonedError, MismatchError, PeerLostError
 from tests.support.bodies import communicator, leave, noted, raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
@@ -77,3 +77,20 @@ def test_a_rank_that_abandons_hears_of_a_peer_that_has_abandoned_and_died():
     message, pid, seconds = values_of(fresh_ranks(2, _abandon_with_one_who_is_lost)[:1])[0]
     assert f"rank 1 (pid {pid}) died" in message
     assert seconds < 1.5
+
+
+def _abandon_after_a_mismatch(place):
+    comm = communicator(place, timeout=timedelta(seconds=5))
+    first = comm.all_reduce(torch.ones(4), ("sum", "max")[place.rank], async_op=True)
+    if place.rank == 1:
+        with pytest.raises(MismatchError):
+            first.wait()
+        comm.abandon()
+        return
+    second = comm.all_reduce(torch.ones(4), async_op=True)
+    with pytest.raises(MismatchError, match="op sum.*op max"):
+        second.wait()
+
+
+def test_a_rank_hears_of_the_mismatch_for_which_another_has_abandoned():
+    values_of(fresh_ranks(2, _abandon_after_a_mismatch))
