@@ -90,8 +90,7 @@ MUTATIONS = (
         old="if oldest is None or ticket.number < oldest.number:",
         new="if oldest is None or ticket.number > oldest.number:",
         tests=(
-            "tests/nccl/test_lost_peers.py::test_a_bucket_that_a_rank_does_not_launch_is_named",
-            "tests/contract/test_late_ranks.py",
+            "tests/nccl/test_lost_peers.py::test_the_oldest_launch_is_the_one_that_is_waited_for",
         ),
     ),
     Mutation(

@@ -14,6 +14,7 @@ import fastcomm
 from fastcomm import (
     PeerLostError,
     TimeoutError,
+    watchdog,
 )
 from tests.nccl import communicator, outcomes_of
 from tests.support.bodies import leave, noted, raised
@@ -25,6 +26,7 @@ from tests.support.models import (
 from tests.support.outcomes import values_of
 from tests.support.stand_ins import (
     assert_all_ended,
+    loaded,
 )
 
 WAITS = {
@@ -104,3 +106,21 @@ def _miss_a_bucket(place):
 def test_a_bucket_that_a_rank_does_not_launch_is_named():
     message, _ = values_of(outcomes_of(2, _miss_a_bucket))
     assert re.search(r"bucket 0 of reducer 0.*missing: rank 1", message), message
+
+
+def _hold_several_launches(place):
+    watchdog.ANSWER_S = 0.1
+    comm = communicator(place, timeout=timedelta(seconds=0.4))
+    time.sleep(0.3)  # the watchdog has seen the ranks' meeting end
+    loaded("cuda").stand_in_hold_events(1)
+    works = [comm.all_reduce(torch.ones(numel), async_op=True) for numel in (10, 20, 30)]
+    deadline = time.monotonic() + 20
+    with pytest.raises(TimeoutError, match="rank 0 waits for .*all_reduce of 10 float32"):
+        while time.monotonic() < deadline:
+            comm.check()
+            time.sleep(0.01)
+    del works
+
+
+def test_the_oldest_launch_is_the_one_that_is_waited_for():
+    values_of(outcomes_of(1, _hold_several_launches))
