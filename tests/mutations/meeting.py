@@ -104,7 +104,7 @@ MUTATIONS = (
         file=BOOTSTRAP,
         old="_uses[name] = _uses.get(name, 0) + 1",
         new="_uses[name] = 1",
-        tests=("tests/rendezvous/test_init.py::test_init_may_be_called_again_at_the_same_place",),
+        tests=("tests/rendezvous/test_meeting.py",),
     ),
     Mutation(
         name="bootstrap: a rank may be given to two processes",

@@ -47,3 +47,10 @@ def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monke
         parts.append(bootstrap.own_part(store, "env://"))
     parts[0].set("1/0", "a value of rank 0's")
     assert not parts[1].check(["1/0"])
+
+
+def test_communicators_of_one_process_do_not_meet_at_one_place():
+    store = HashStore()
+    first, second = (bootstrap.own_part(store, "a place of this test alone") for _ in range(2))
+    first.set("1/0", "a value of rank 0's")
+    assert not second.check(["1/0"])

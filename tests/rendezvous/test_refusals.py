@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 
 import fastcomm
-from fastcomm import InitError, TimeoutError
+from fastcomm import InitError, TimeoutError, rendezvous
+from tests.support.bodies import communicator, raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import NO_VARIABLES, fresh_ranks, torchrun_env
 
@@ -132,3 +133,19 @@ def _init_on_hosts(place, backend):
 
 def test_ranks_on_one_host_by_another_name_are_brought_together():
     values_of(fresh_ranks(2, _init, env={"FASTCOMM_HOST_ID": "one"}))
+
+
+def _one_cannot_go_on(place):
+    def fail():
+        raise OSError("out of luck")
+
+    if place.rank == 1:
+        rendezvous._host_identity = fail
+        return raised(OSError, lambda: communicator(place))
+    return raised(InitError, lambda: communicator(place, timeout=timedelta(seconds=20)))
+
+
+def test_a_rank_that_cannot_go_on_lets_nobody_wait():
+    (message, seconds), _ = values_of(fresh_ranks(2, _one_cannot_go_on))
+    assert message == "rank 1 failed in fastcomm.init: out of luck"
+    assert seconds < 10
