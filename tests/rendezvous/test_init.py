@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import FastcommError, InitError
+from fastcomm import FastcommError, InitError, rendezvous
 from tests.support.bodies import gloo
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
@@ -137,6 +137,24 @@ def _one_fails_while_the_group_meets(place):
 
 def test_a_failure_while_a_group_meets_is_an_error_on_all_and_leaves_the_group_in_step():
     assert outcomes_of(2, _one_fails_while_the_group_meets) == [2, 2]
+
+
+def _one_fails_alone_while_the_group_meets(place):
+    def fail():
+        raise OSError("out of luck")
+
+    group = gloo()
+    with pytest.MonkeyPatch.context() as patch:
+        if place.rank == 1:
+            patch.setattr(rendezvous, "_host_identity", fail)
+        with pytest.raises((InitError, OSError), match="out of luck"):
+            fastcomm.init("shm", group=group)
+    with fastcomm.init(group=group) as comm:
+        return comm.world_size
+
+
+def test_a_failure_of_one_while_the_others_exchange_leaves_the_group_in_step():
+    assert outcomes_of(2, _one_fails_alone_while_the_group_meets) == [2, 2]
 
 
 def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):
