@@ -23,7 +23,7 @@ MUTATIONS = (
         file=BUCKET,
         old="        self.provenance.begin_period()\n",
         new="",
-        tests=UNREDUCED_TESTS,
+        tests=("tests/reducer/test_unreduced.py::test_what_no_sync_has_made_is_reduced_once",),
     ),
     Mutation(
         name="reducer: a gradient that no rank has made anew is kept as its reduction",
@@ -80,7 +80,9 @@ MUTATIONS = (
         file=ROUND,
         old="self._n_launched < len(self._buckets) - 1\n",
         new="self._n_launched < len(self._buckets)\n",
-        tests=("tests/reducer/test_failed_steps.py", "tests/reducer/test_backward.py"),
+        tests=(
+            "tests/reducer/test_failed_steps.py::test_an_exception_after_the_last_gradient_costs_all_ranks_the_step",
+        ),
     ),
     Mutation(
         name="reducer: a round goes on after abandon()",

@@ -373,3 +373,18 @@ def test_an_exception_while_more_buckets_wait_than_the_ring_holds_is_an_error_fo
 ):
     one, other = ranks(2, _fails_early)
     assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+@on_ranks(2)
+def test_an_exception_after_the_last_gradient_costs_all_ranks_the_step(comm):
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    finish_together(comm)
+    x, _ = batch(comm.rank)
+    with pytest.raises(RuntimeError, match="out of luck|rank 1 abandoned"):
+        model(Fail.apply(x.requires_grad_(), comm.rank == 1)).sum().backward()
+        hear_of_it(comm)
+    expected = mean_gradients(mlp(), comm.world_size, backward)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)

@@ -401,3 +401,19 @@ def test_a_new_optimizer_does_not_step_gradients_by_hand(comm):
     optimizer.step()
     put(model, comm.rank)
     assert_refused(model, torch.optim.SGD(model.parameters(), lr=0.1), r"4\.bias")
+
+
+@on_ranks(2)
+def test_what_no_sync_has_made_is_reduced_once(comm, buckets):
+    model = Heads()
+    reducer = fastcomm.Reducer(comm, op="sum", **buckets).attach(model)
+    loss_of(model, comm.rank, 0, 0, 1).backward()
+    model.zero_grad(set_to_none=False)
+    with reducer.no_sync():
+        loss_of(model, comm.rank, 1, 0, 1).backward()
+    loss_of(model, comm.rank, 2, 0).backward()
+    reduced = [p.grad.clone() for p in model.heads[1].parameters()]
+    for part in (model.trunk, model.heads[0]):
+        part.zero_grad()
+    loss_of(model, comm.rank, 3, 0).backward()
+    assert_gradients(model.heads[1], reduced)
