@@ -99,13 +99,13 @@ MUTATIONS = (
         file=ENGINE,
         old='f"rank {self._members[rank]} (pid {pid})" for rank, pid in ended',
         new='f"rank {rank} (pid {pid})" for rank, pid in ended',
-        tests=("tests/backend/test_engine.py", "tests/backend/test_faults.py"),
+        tests=("tests/backend/test_lost_processes.py",),
     ),
     Mutation(
         name="backend: a process that ended a moment later is not looked for",
         file=PEERS,
         old="while not (ended := self.ended()) and time.monotonic() < deadline:",
         new="while not (ended := self.ended()) and time.monotonic() > deadline:",
-        tests=("tests/backend/test_engine.py",),
+        tests=("tests/backend/test_lost_processes.py",),
     ),
 )

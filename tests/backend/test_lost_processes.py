@@ -1,0 +1,64 @@
+"""How the backend finds processes that have ended, and names them: no group is needed for it."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from fastcomm.errors import PeerLostError
+from fastcomm.torch_backend.engine import GlooEngine
+from fastcomm.torch_backend.peers import Peers
+
+
+@pytest.fixture
+def running():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def ended():
+    """Nobody has asked for its exit status."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.kill()
+        yield process
+
+
+def test_a_process_has_ended_once_it_was_killed(running, ended):
+    peers = Peers({1: running.pid, 2: ended.pid})
+    assert peers.ended_soon() == {2: ended.pid}
+    assert peers.ended() == peers.ended([0, 2]) == {2: ended.pid}
+    assert peers.ended([1]) == {}
+
+
+def test_a_process_that_was_reaped_has_ended(ended):
+    ended.wait()
+    assert Peers({1: ended.pid}).ended() == {1: ended.pid}
+
+
+def test_a_process_that_ends_a_moment_later_is_found(running):
+    threading.Timer(0.05, running.kill).start()
+    assert Peers({1: running.pid}).ended_soon() == {1: running.pid}
+
+
+def test_a_process_that_does_not_end_is_not_waited_for_long(running):
+    assert Peers({1: running.pid}).ended_soon() == {}
+
+
+def test_lost_ranks_of_a_group_are_named_by_their_numbers_of_all(ended):
+    ended.wait()
+    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers({1: ended.pid}), [3, 7])
+    trouble = RuntimeError("connection closed by peer")
+    words = rf"rank 7 \(pid {ended.pid}\) died; rank 3 waits in gather, over Gloo: connection cl"
+    with pytest.raises(PeerLostError, match=words) as lost:
+        engine.raise_if_lost("gather", trouble)
+    assert lost.value.ranks == (7,) and lost.value.__cause__ is trouble
+
+
+def test_an_error_of_gloo_s_says_nothing_of_ranks_that_live(running):
+    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers({1: running.pid}), [0, 1])
+    engine.explain("gather", RuntimeError("invalid argument"))
