@@ -83,7 +83,7 @@ MUTATIONS = (
         file=PROTOCOL,
         old="return failed ? comm->disagreed",
         new="return !failed ? comm->disagreed",
-        tests=("tests/contract/test_mismatches.py",),
+        tests=("tests/shm/test_full_ring.py",),
     ),
     Mutation(
         name="kernels: chunks that move do not count as progress",
@@ -119,6 +119,15 @@ MUTATIONS = (
         old="STAGED_IN, comm->chunk + (uint32_t)c->n_worked + 1)",
         new="STAGED_IN, comm->chunk + (uint32_t)c->n_worked)",
         tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a chunk enters however many have not left",
+        file=PATHS,
+        old="c->n_in < c->n_out + SHM_STAGING_SLOTS &&",
+        new="true &&",
+        equivalent="Every rank works on chunk k only when all have copied it in, before which each "
+        "has worked on chunk k - 2. Its results are collected first. So n_worked is at most "
+        "n_out + 2 here, and the other bound, n_worked + 2, the narrower one.",
     ),
     Mutation(
         name="kernels: halves are rounded up where they lie between two",

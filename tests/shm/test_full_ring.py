@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
-from fastcomm import PeerLostError, TimeoutError
-from tests.support.bodies import communicator, leave, noted, raised
+from fastcomm import MismatchError, PeerLostError, TimeoutError
+from tests.support.bodies import communicator, leave, note, noted, raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
@@ -57,3 +58,32 @@ def test_a_rank_that_waits_for_a_free_slot_keeps_to_the_deadline():
     assert "waited 0.5 s" in message
     assert "missing: rank 1" in message
     assert seconds < 1.5
+
+
+def _post(comm, numel, n):
+    return [comm.all_reduce(torch.ones(numel), async_op=True) for _ in range(n)]
+
+
+def _ask_late(place):
+    comm = communicator(place, timeout=timedelta(seconds=5))
+    first = comm.all_reduce(torch.ones(4), ("sum", "max")[place.rank], async_op=True)
+    for work in _post(comm, 5, RING - 1):
+        work.wait()
+    if place.rank == 0:
+        while not Path(place.directory, "posted").exists():
+            time.sleep(0.01)
+    else:
+        later = _post(comm, 6, RING - 1)
+        note(place, posted=True)  # in all slots but one
+    message, _ = raised(MismatchError, first.wait)
+    if place.rank == 0:
+        later = _post(comm, 6, RING - 1)
+    for work in later:
+        work.wait()
+    return message
+
+
+def test_a_mismatch_names_what_was_called_though_the_slots_are_in_use_again():
+    for message in values_of(fresh_ranks(2, _ask_late)):
+        assert "rank 0: all_reduce of 4 float32 elements, op sum" in message
+        assert "rank 1: all_reduce of 4 float32 elements, op max" in message
