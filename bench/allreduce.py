@@ -69,8 +69,6 @@ def main() -> int:
             rows.append(row)
     allreduce_report.print_tail(rows, options.ranks)
     allreduce_report.write_results(rows, missing, options)
-    if options.plot:
-        allreduce_report.plot(rows, options)
     if options.device == "cuda":
         allreduce_report.print_headline(rows[-1])
     return 1 if any(sum(row.wrong.values()) for row in rows) else 0

@@ -5,9 +5,7 @@ they ask for.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 import cuda_clock
 import report
@@ -34,7 +32,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     )
     add_flags_of_nccl_tests(parser)
     add_flags(parser)
-    options = parser.parse_args()
+    options = report.parse(parser)
     if options.ranks is None:
         options.ranks = cards() if options.device == "cuda" and not options.share else 2
     if options.i is None and options.f is None:
@@ -107,8 +105,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="comm",
         help="fastcomm's tensors: comm.empty or torch.empty (comm)",
     )
-    report.add_json_option(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time over size")
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
@@ -132,8 +128,6 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return "-w is at least 0 and -n at least 1"
     if options.o == "avg" and not getattr(torch, DTYPES[options.d]).is_floating_point:
         return "-o avg needs a floating-point dtype"
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install matplotlib"
     return None
 
 

@@ -1,11 +1,10 @@
-"""What bench/allreduce.py prints, writes and draws: the table of nccl-tests with columns for the
-peers, the figures as JSON, and time over size as a plot.
+"""What bench/allreduce.py prints and writes: the table of nccl-tests with columns for the peers,
+and the figures as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,15 +18,6 @@ from report import Column, Times
 
 PEERS = ("gloo", "mpi", "ordinary", "nccl")
 PLACEMENTS = ("out_of_place", "in_place")
-# Of each line: label, color, style.
-LINES = {
-    "gloo": ("Gloo", "tab:orange", "-"),
-    "mpi": ("MPI", "tab:green", "-"),
-    "fastcomm": ("fastcomm", "tab:blue", "-"),
-    "ordinary": ("fastcomm, torch.empty", "tab:cyan", "-"),
-    "nccl": ("torch.distributed NCCL", "tab:red", "-"),
-    "bound": ("streaming bound", "gray", ":"),
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ class Table(report.Table):
             ]
         for peer in self.peers:
             columns += [Column(10, (peer, "(us)")), Column(8, ("ratio", ""))]
-        return columns
+        return [*columns, Column(2, ("", ""), "<")]  # the mark of a wide spread
 
     def print_head(self) -> None:
         beside = "in-place time, and times that of fastcomm" if self.peers else ""
@@ -131,7 +121,7 @@ class Table(report.Table):
         for peer in self.peers:
             pair = ("fastcomm", peer) if peer == "bound" else (peer, "fastcomm")
             cells += [fit(size.in_place.median(peer), 8), fit(size.in_place.ratio(*pair), 6)]
-        self.print_row(cells)
+        self.print_row([*cells, size.in_place.wide()])
 
 
 def fit(value: float, width: int) -> str:
@@ -157,6 +147,8 @@ def print_tail(rows: list[Size], ranks: int) -> None:
     wrong_peers = {peer for row in rows for (peer, _), count in row.wrong.items() if count}
     for peer in sorted(wrong_peers - {"fastcomm"}):
         print(f"# {peer} has wrong results as well: its times mean nothing")
+    if any(row.in_place.wide() for row in rows):
+        print(f"# {report.WIDE_NOTE}")
     print("#\n# Collective test concluded: all_reduce_perf")
 
 
@@ -183,7 +175,7 @@ def write_results(rows: list[Size], missing: dict[str, str], options: argparse.N
     }
     on = "cuda-" if options.device == "cuda" else ""
     default = f"allreduce-{on}{options.ranks}ranks-{options.tensors}.json"
-    report.write_results("allreduce", figures, options.json, default=default, prefix="# ")
+    report.write_results("allreduce", figures, options, default=default, prefix="# ")
 
 
 def as_json(row: Size, ranks: int) -> dict[str, Any]:
@@ -220,37 +212,3 @@ def placement_as_json(row: Size, peer: str, placement: str, ranks: int) -> dict[
         "busbw_gbs": round(busbw, 4),
         "wrong": row.wrong.get((peer, placement)),
     }
-
-
-# ---- the plot ------------------------------------------------------------------------------------
-
-
-def plot(rows: list[Size], options: argparse.Namespace) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    nbytes = [row.nbytes for row in rows]
-    for peer, (label, color, style) in LINES.items():
-        if peer in rows[0].in_place:
-            axes.plot(
-                nbytes,
-                [row.in_place.median(peer) for row in rows],
-                style,
-                color=color,
-                label=label,
-                marker="." if style == "-" else "",
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(nbytes, [short_size(n) for n in nbytes], rotation=45)
-    axes.minorticks_off()
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("time per call (us)")
-    axes.set_title(f"all_reduce of {DTYPES[options.d]}, {options.ranks} ranks", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(options.plot, dpi=150)
-    print(f"# Plot: {os.path.relpath(options.plot)}")

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import turns
 from models import CASES, WARM_UP_STEPS
-from report import Bar, Column, Table, Times
+from report import Column, Table, Times
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm  # noqa: F401  (registers the backend)
@@ -39,9 +39,6 @@ import fastcomm  # noqa: F401  (registers the backend)
 PEERS = ("fastcomm", "gloo")
 WAYS = ("local", *PEERS)
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))  # bytes: 1 KiB to 64 MiB
-SMALL, LARGE = 64 << 10, 1 << 20  # bytes: up to the one and from the other on there is a bar
-SPEED_SMALL, SPEED_LARGE = 15.0, 5.0  # times Gloo's
-SHARE_OF_GLOO = 0.5  # of the overhead of a step
 # A turn moves about this much, so that small sizes are called often and large ones do not take all
 # day.
 BYTES_PER_TURN = 64 << 20
@@ -61,13 +58,9 @@ def main() -> int:
             results["all_reduce"] = measure_all_reduce(ranks, options)
         if options.only != "all_reduce":
             results["ddp"] = {name: measure_steps(ranks, name, options) for name in options.models}
-    print()
-    report.print_bars(bars_of(results))
-    print(f"\n{machine.summary()}")
+    print_summary(results)
     figures = {"ranks": options.ranks, **results}
-    report.write_results(
-        "backend", figures, options.json, default=f"backend-{options.ranks}ranks.json"
-    )
+    report.write_results("backend", figures, options, default=f"backend-{options.ranks}ranks.json")
     return 0
 
 
@@ -94,8 +87,7 @@ def parse_options() -> argparse.Namespace:
         help="rounds, in each of which every way has its turn (16)",
     )
     parser.add_argument("--steps", type=int, default=3, help="training steps of each turn (3)")
-    report.add_json_option(parser)
-    options = parser.parse_args()
+    options = report.parse(parser)
     if options.rounds < 2:
         parser.error("--rounds must be at least 2: quartiles need more than one")
     return options
@@ -107,7 +99,7 @@ def parse_options() -> argparse.Namespace:
 def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"dist.all_reduce of float32 tensors, sum, {options.ranks} ranks (us)")
     columns = [("bytes", 10), ("fastcomm", 11), ("gloo", 11), ("ratio", 8)]
-    table = Table([Column(width, (title,)) for title, width in columns])
+    table = Table([*(Column(width, (title,)) for title, width in columns), Column(3, ("",), "<")])
     table.print_head()
     rows = []
     for nbytes in SIZES:
@@ -120,10 +112,16 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
                 "bytes": nbytes,
                 "fastcomm_us": round(us["fastcomm"], 2),
                 "gloo_us": round(us["gloo"], 2),
+                "quartiles_us": {
+                    peer: [round(1e6 * spread.low, 2), round(1e6 * spread.high, 2)]
+                    for peer, spread in times.spreads.items()
+                },
                 "ratio": round(ratio, 2),
+                "wide": times.wide(),
             }
         )
-        table.print_row([str(nbytes), *(f"{us[peer]:.1f}" for peer in PEERS), f"{ratio:.1f}x"])
+        cells = [str(nbytes), *(f"{us[peer]:.1f}" for peer in PEERS), f"{ratio:.1f}x"]
+        table.print_row([*cells, times.wide()])
     return rows
 
 
@@ -135,16 +133,18 @@ def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -
     times, overhead = Times.of(samples), report.overheads(samples, "local")
     share = overhead["fastcomm"] / overhead["gloo"]
     print(f"\n{CASES[name].description}: a step with DDP over each backend (ms)")
-    table = Table([Column(10, (), "<"), Column(10, ()), Column(21, ())])
+    table = Table([Column(10, (), "<"), Column(10, ()), Column(21, ()), Column(3, (), "<")])
     for way in WAYS:
         over = f"{overhead[way]:>9.2f} over local" if way != "local" else ""
-        table.print_row([way, f"{times.median(way):.2f}", over])
+        mark = "~" if times.spreads[way].is_wide else ""
+        table.print_row([way, f"{times.median(way):.2f}", over, mark])
     print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
     return {
         "model": CASES[name].description,
         "quartiles_ms": times.rounded(),
         "overhead_ms": report.rounded(overhead),
         "share_of_gloo": round(share, 3),
+        "wide": times.wide(),
     }
 
 
@@ -158,19 +158,19 @@ def slowest(answers: list[list[list[float]]], ways: tuple[str, ...]) -> dict[str
     return {way: [seconds[i] for seconds in rounds] for i, way in enumerate(ways)}
 
 
-def bars_of(results: dict[str, Any]) -> list[Bar]:
-    bars = []
-    for row in results.get("all_reduce", ()):
-        if SMALL < row["bytes"] < LARGE:
-            continue
-        least = SPEED_SMALL if row["bytes"] <= SMALL else SPEED_LARGE
-        figure = f"{row['ratio']:.1f} times Gloo's speed (at least {least:g})"
-        bars.append(Bar(f"all_reduce of {row['bytes']} bytes", figure, row["ratio"] >= least))
-    for name, result in results.get("ddp", {}).items():
-        share = result["share_of_gloo"]
-        figure = f"{share:.2f} of Gloo's overhead (at most {SHARE_OF_GLOO})"
-        bars.append(Bar(f"DDP, {name}", figure, share <= SHARE_OF_GLOO))
-    return bars
+def print_summary(results: dict[str, Any]) -> None:
+    """What was measured, in a few lines."""
+    rows, steps = results.get("all_reduce", []), results.get("ddp", {})
+    print()
+    if rows:
+        ratios = [f"{row['ratio']:.1f} at {row['bytes'] >> 10} KiB" for row in rows]
+        print(f"dist.all_reduce, times as fast as Gloo: {', '.join(ratios)}")
+    if steps:
+        shares = [f"{result['share_of_gloo']:.2f} ({name})" for name, result in steps.items()]
+        print(f"DDP's overhead, as a share of that over Gloo: {', '.join(shares)}")
+    if any(figures["wide"] for figures in (*rows, *steps.values())):
+        print(report.WIDE_NOTE)
+    print(f"\n{machine.summary()}")
 
 
 # ---- a rank --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main() -> int:
         rows, launches = measure(comm, options)
     flatten_report.print_launches(launches)
     bars = [bar for row in rows for bar in row.bars()] + [launch.bar() for launch in launches]
-    flatten_report.write_results(rows, launches, bars, options.json)
+    flatten_report.write_results(rows, launches, bars, options)
     flatten_report.print_bars(bars)
     return 0
 
@@ -108,8 +108,7 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="measure launching a bucket of N tensors (1 32 500)",
     )
-    report.add_json_option(parser)
-    options = parser.parse_args()
+    options = report.parse(parser)
     if options.rounds < 2:
         parser.error("--rounds is at least 2")
     return options

@@ -4,9 +4,9 @@ JSON.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import report
@@ -103,6 +103,7 @@ class Table(report.Table):
         ]
         for peer in PEERS:
             columns += [Column(10, ("", "(us)")), Column(7, (peer, "ratio"))]
+        columns.append(Column(2, ("", ""), "<"))  # the mark of a wide spread
         super().__init__(columns, prefix="# ")
 
     def print_pass(self, row: Pass) -> None:
@@ -116,6 +117,7 @@ class Table(report.Table):
                 if peer in row.times
                 else ["-", "-"]
             )
+        cells.append(row.times.wide())
         self.print_row(cells)
 
 
@@ -128,6 +130,7 @@ def print_legend() -> None:
         "# torch._utils._flatten_dense_tensors (torch.cat) and back; per tensor: copy_, as DDP "
         "does; cupy: concatenate, from the host"
     )
+    print(f"# {report.WIDE_NOTE}")
 
 
 def print_launches(launches: Sequence[Launch]) -> None:
@@ -154,14 +157,17 @@ def print_bars(bars: Sequence[Bar]) -> None:
 
 
 def write_results(
-    rows: Sequence[Pass], launches: Sequence[Launch], bars: Sequence[Bar], path: Path | None
+    rows: Sequence[Pass],
+    launches: Sequence[Launch],
+    bars: Sequence[Bar],
+    options: argparse.Namespace,
 ) -> None:
     figures = {
         "rows": [as_json(row) for row in rows],
         "launches": [asdict(launch) for launch in launches],
         "bars": [asdict(bar) for bar in bars],
     }
-    report.write_results("flatten", figures, path, default="flatten.json", prefix="# ")
+    report.write_results("flatten", figures, options, default="flatten.json", prefix="# ")
 
 
 def as_json(row: Pass) -> dict[str, Any]:

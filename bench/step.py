@@ -5,6 +5,7 @@ bucket views), in one run.
     python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
+    python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
 
 Every way has a model and an SGD optimizer of its own, and the same batch. The ways take turns; in
 every round each makes a few steps, all ranks at once, in an order that changes from round to round.
@@ -108,8 +109,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
     )
-    report.add_json_option(parser)
-    options = parser.parse_args()
+    options = report.parse(parser)
     unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
     if unknown:
         parser.error(f"--device {options.device} has no model {', '.join(sorted(unknown))}")
@@ -240,12 +240,23 @@ def print_result(result: dict[str, Any]) -> None:
         Column(21, ("quartiles",)),
         Column(12, ("over local",)),
         Column(7, ("(ms)",)),
+        Column(3, ("",), "<"),  # the mark of a wide spread
     ]
     table = Table(columns)
     table.print_head()
-    for way, (low, median, high) in result["quartiles_ms"].items():
+    for way, spread in result["quartiles_ms"].items():
+        low, median, high = spread
         over = f"{result['overhead_ms'][way]:.2f}" if way != "local" else ""
-        table.print_row([way, f"{median:.2f}", f"{low:.2f} ..{high:9.2f}", over, ""])
+        table.print_row(
+            [
+                way,
+                f"{median:.2f}",
+                f"{low:.2f} ..{high:9.2f}",
+                over,
+                "",
+                "~" if spread.is_wide else "",
+            ]
+        )
     share, share_of_views = (
         result["fastcomm_share_of_ddp_overhead"],
         result["fastcomm_share_of_ddp_views_overhead"],
@@ -271,11 +282,15 @@ def print_bars(results: dict[str, dict[str, Any]]) -> None:
 
 def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespace) -> None:
     print(f"\n{machine.summary()}")
+    if any(
+        spread.is_wide for result in results.values() for spread in result["quartiles_ms"].values()
+    ):
+        print(report.WIDE_NOTE)
     if options.device == "cuda":
         print(f"NCCL {machine.nccl_version()}")
     on = "cuda-" if options.device == "cuda" else ""
-    figures = {"ranks": ranks, "models": results}
-    report.write_results("step", figures, options.json, default=f"step-{on}{ranks}ranks.json")
+    figures = {"device": options.device, "ranks": ranks, "models": results}
+    report.write_results("step", figures, options, default=f"step-{on}{ranks}ranks.json")
 
 
 class TinyParameters(nn.Module):

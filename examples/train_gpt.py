@@ -29,10 +29,10 @@ from fastcomm.communicator import Communicator
 BATCH, LENGTH = 4, 128
 
 
-def main() -> None:
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Trains a small GPT with fastcomm; start it with torchrun, or as `python -m "
-        "fastcomm demo`."
+        prog="python -m fastcomm demo",
+        description="Trains a small GPT with fastcomm, on two ranks.",
     )
     parser.add_argument(
         "--steps", type=int, default=100, help="training steps (default: %(default)s)"
@@ -52,8 +52,11 @@ def main() -> None:
         default=8,
         help="rounds of the comparison with DDP (default: %(default)s)",
     )
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
 
+
+def main() -> None:
+    options = parse_options()
     with fastcomm.init("shm") as comm:  # on the CPU, GPU or not: it is compared with DDP there
         text = standard_library()
         torch.manual_seed(0)

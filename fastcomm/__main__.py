@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import sys
@@ -23,46 +24,78 @@ from fastcomm.cuda import driver as cuda_driver
 from fastcomm.cuda import multi_tensor
 from fastcomm.nccl import library as nccl_library
 
-BENCHMARKS = ("allreduce", "step", "backend", "flatten")
-USAGE = """\
-commands:
-  info                     versions, cores, and which transports work here
-  demo [...]               trains a small GPT on two ranks; passes on what follows
-  bench allreduce [...]    all-reduce against Gloo and MPI, by size; --device cuda: against NCCL
-  bench step [...]         training steps: local, fastcomm, DDP; on the CPU, or with --device cuda
-  bench backend [...]      backend "fastcomm" against Gloo: all-reduce, and steps under DDP
-  bench flatten [...]      many tensors into one buffer and back, on a GPU, against torch and CuPy
-"""
+# By name: what `python -m fastcomm bench --help` says of it.
+BENCHMARKS = {
+    "allreduce": "all-reduce against Gloo and MPI, by size; --device cuda: against NCCL",
+    "step": "training steps: local, fastcomm, DDP; on the CPU, or with --device cuda",
+    "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
+    "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
+    "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
+}
+# What launchers call the number of a process among all of them.
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def main() -> int:
+    if not {"-h", "--help", "--version"}.isdisjoint(sys.argv) and not is_first_rank():
+        return 0  # the first one says it
+    parser = make_parser()
+    options, rest = parser.parse_known_args()
+    if options.command == "demo":
+        demo(rest)
+    if options.command == "bench":
+        become(str(script("bench", options.benchmark)), *rest)
+    if rest:
+        parser.error(f"info does not take {' '.join(rest)}")
+    facts = info()
+    if options.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        print("\n".join(f"{name:<10}{fact}" for name, fact in facts.items()))
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What follows `demo` and the name of a benchmark, --help included, is their scripts'."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcomm",
-        epilog=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Data-parallel training with PyTorch: what this machine offers, and how fast.",
+        allow_abbrev=False,
     )
-    parser.add_argument("command", choices=("info", "demo", "bench"))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
-    options = parser.parse_args()
-    arguments: list[str] = options.arguments
+    parser.add_argument("--version", action="version", version=f"fastcomm {fastcomm.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,bench}")
+    says = "versions, cores, and which transports work here"
+    of_info = commands.add_parser("info", help=says, description=f"Prints {says}.")
+    of_info.add_argument("--json", action="store_true", help="as JSON")
+    says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
+    commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
+    says = "runs a benchmark; bench NAME --help lists its options"
+    of_bench = commands.add_parser("bench", help=says, description=f"R{says[1:]}.")
+    names = of_bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
+    for name, says in BENCHMARKS.items():
+        names.add_parser(name, help=says, add_help=False, allow_abbrev=False)
+    return parser
 
-    if options.command == "demo":
-        demo(arguments)
-    if options.command == "bench":
-        if not arguments or arguments[0] not in BENCHMARKS:
-            parser.error(f"bench takes the name of a benchmark first: {', '.join(BENCHMARKS)}")
-        become(str(script("bench", arguments[0])), *arguments[1:])
-    if arguments:
-        parser.error("info takes no arguments")
-    print(info())
-    return 0
+
+def is_first_rank() -> bool:
+    """Or not one of several processes that a launcher has started."""
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 def demo(arguments: list[str]) -> NoReturn:
     """Two ranks under torchrun, the cores divided between them."""
+    path = script("examples", "train_gpt")
+    sys.path.insert(0, str(path.parent))
+    try:
+        # What is wrong with the arguments is said once, not by each rank.
+        importlib.import_module("train_gpt").parse_options(arguments)
+    except ModuleNotFoundError as error:
+        sys.exit(f"the demo needs {error.name}: pip install {error.name}")
+    if "RANK" in os.environ:  # as a rank that torchrun has started
+        become(str(path), *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // 2)))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    become(*launcher, str(script("examples", "train_gpt")), *arguments)
+    become(*launcher, str(path), *arguments)
 
 
 def script(folder: str, name: str) -> Path:
@@ -92,8 +125,8 @@ def become(*arguments: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def info() -> str:
-    facts = {
+def info() -> dict[str, str]:
+    return {
         "fastcomm": f"{fastcomm.__version__} in {Path(__file__).resolve().parent}",
         "Python": platform.python_version(),
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda})"
@@ -107,7 +140,6 @@ def info() -> str:
         "kernels": kernels_state(),
         "NCCL": nccl_state(),
     }
-    return "\n".join(f"{name:<10}{fact}" for name, fact in facts.items())
 
 
 def cores() -> int:

@@ -81,16 +81,22 @@ def test_allreduce_measures_ordinary_tensors_and_other_dtypes(tmp_path):
         "gloo",
         "--json",
         str(path),
+        "--plot",
+        str(tmp_path / "allreduce.png"),
     )
     assert json.loads(path.read_text())["tensors"] == "ordinary"
+    assert (tmp_path / "allreduce.png").stat().st_size > 0
 
 
 def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     path = tmp_path / "step.json"
     printed = run(
-        "step.py", *["--models", "mlp", "--rounds", "2", "--steps", "1", "--json"], str(path)
+        "step.py",
+        *["--models", "mlp", "--rounds", "2", "--steps", "1", "--json", str(path)],
+        *["--plot", str(tmp_path / "step.png")],
     )
     assert "fastcomm's overhead is" in printed
+    assert (tmp_path / "step.png").stat().st_size > 0
     result = json.loads(path.read_text())["models"]["mlp"]
     assert set(result["quartiles_ms"]) == {"local", "fastcomm", "ddp", "ddp_views"}
     assert set(result["overhead_ms"]) == {"fastcomm", "ddp", "ddp_views"}
@@ -115,7 +121,7 @@ def flattened(
     printed = run(
         "flatten.py",
         *["--lists", "tiny", "--rounds", "2", "--launches", "1", "32", "--json"],
-        str(path),
+        *[str(path), "--plot", str(path.with_suffix(".png"))],
         env=host_clock,
     )
     return printed, json.loads(path.read_text())

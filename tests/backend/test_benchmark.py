@@ -23,6 +23,8 @@ def test_the_benchmark_writes_what_it_measured(tmp_path):
         "1",
         "--json",
         str(path),
+        "--plot",
+        str(tmp_path / "backend.png"),
     ]
     done = subprocess.run(
         command,
@@ -37,3 +39,6 @@ def test_the_benchmark_writes_what_it_measured(tmp_path):
         4**exponent for exponent in range(5, 14)
     ]
     assert set(result["ddp"]["mlp"]["overhead_ms"]) == {"fastcomm", "gloo"}
+    assert (tmp_path / "backend.png").stat().st_size > 0
+    # Figures, not what they ought to be.
+    assert "times as fast as Gloo: " in done.stdout and "met" not in done.stdout.split()

@@ -1,0 +1,272 @@
+"""The pictures of the benchmarks, drawn from what they write to bench/results/: time over message
+size, and bars of what a step takes. Measures nothing.
+
+Every picture says what was measured and on which machine; bands and whiskers are the quartiles (in
+bench/hierarchical.py the fastest and the slowest call). matplotlib is imported when something is
+drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# Of each contender: label, color, style of its line.
+LOOKS = {
+    "local": ("no communication", "silver", "-"),
+    "fastcomm": ("fastcomm", "tab:blue", "-"),
+    "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
+    "ddp": ("DDP", "tab:orange", "-"),
+    "ddp_views": ("DDP, bucket views", "bisque", "-"),
+    "ddp_bf16": ("DDP, bfloat16", "peru", "-"),
+    "gloo": ("Gloo", "tab:orange", "-"),
+    "mpi": ("MPI", "tab:green", "-"),
+    "ordinary": ("fastcomm, torch.empty", "tab:cyan", "-"),
+    "nccl": ("torch.distributed NCCL", "tab:red", "-"),
+    "bound": ("streaming bound", "gray", ":"),
+    "float32": ("hierarchical", "tab:blue", "-"),
+    "bfloat16": ("hierarchical,\nbfloat16 wire", "tab:cyan", "-"),
+    "backend": ('backend\n"fastcomm"', "steelblue", "-"),
+    "copy": ("plain copy", "silver", "-"),
+    "foreach": ("torch foreach", "tab:orange", "-"),
+    "dense": ("torch flatten_dense", "bisque", "-"),
+}
+REFERENCES = ("gloo", "nccl", "mpi")  # the first one there is what speed-ups are against
+TENSORS = {"comm": "comm.empty", "ordinary": "ordinary tensors"}
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Draws the results of any benchmark into a file, whose suffix says in which format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # The same results give the same file.
+    matplotlib.rcParams |= {"svg.hashsalt": "fastcomm", "font.size": 8, "legend.frameon": False}
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    _PICTURES[results["benchmark"]](figure, results)
+    figure.supxlabel(_machine_line(results["machine"]), fontsize=6, color="dimgray")
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+    figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _machine_line(machine: Mapping[str, Any]) -> str:
+    gpu = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
+    return (
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch "
+        f"{machine['torch']}, fastcomm {machine['fastcomm']}, {machine['date'][:10]}"
+    )
+
+
+# ---- time over message size ----------------------------------------------------------------------
+
+Line = Sequence[tuple[float, float, float]]  # by size: quartile, median, quartile, microseconds
+
+
+def _all_reduce(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/allreduce.py."""
+    rows = results["rows"]
+    lines = {}
+    for peer in (name for name in LOOKS if name in rows[0]):
+        times = [row[peer]["in_place"] for row in rows]
+        lines[peer] = [(t["quartiles_us"][0], t["time_us"], t["quartiles_us"][1]) for t in times]
+    on = " on GPUs" if results["device"] == "cuda" else ""
+    figure.suptitle(
+        f"all_reduce of {results['dtype']} in place, {results['op']}, {results['ranks']} ranks"
+        f"{on}; fastcomm on {TENSORS[results['tensors']]}"
+    )
+    _over_size(figure.subplots(), [row["nbytes"] for row in rows], lines)
+
+
+def _over_size(axes: Any, sizes: Sequence[int], lines: Mapping[str, Line]) -> None:
+    for peer, line in lines.items():
+        label, color, style = LOOKS[peer]
+        low, middle, high = zip(*line, strict=True)
+        marker = "." if style == "-" else ""
+        axes.plot(sizes, middle, style, color=color, label=label, marker=marker)
+        axes.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [size_text(n) for n in sizes], rotation=45)
+    axes.minorticks_off()
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_formatter(lambda microseconds, _: time_text(microseconds))
+    axes.set_xlabel("message size")
+    axes.set_ylabel("time per call")
+    axes.grid(alpha=0.3)
+    _label_speedups(axes, sizes, lines)
+    axes.legend()
+
+
+def _label_speedups(axes: Any, sizes: Sequence[int], lines: Mapping[str, Line]) -> None:
+    """How many times fastcomm's time the first of REFERENCES takes, below fastcomm's line."""
+    reference = next((peer for peer in REFERENCES if peer in lines), None)
+    if reference is None:
+        return
+    for nbytes, (_, own, _), (_, its, _) in zip(
+        sizes, lines["fastcomm"], lines[reference], strict=True
+    ):
+        axes.annotate(
+            f"{number_text(its / own)}x",
+            (nbytes, own),
+            (0, -5),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=LOOKS["fastcomm"][1],
+        )
+    axes.set_title(f"labels: times as fast as {LOOKS[reference][0]}", fontsize=7)
+
+
+def number_text(value: float) -> str:
+    """Two digits, more where they stand before the point."""
+    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}"
+
+
+def size_text(nbytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def time_text(microseconds: float) -> str:
+    for unit, factor in (("s", 1e6), ("ms", 1e3), ("us", 1.0)):
+        if microseconds >= factor:
+            return f"{microseconds / factor:g} {unit}"
+    return f"{1e3 * microseconds:g} ns"
+
+
+# ---- bars ----------------------------------------------------------------------------------------
+
+
+def _step(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/step.py: one panel for each model."""
+    on = "a GPU each" if results.get("device") == "cuda" else "CPU"
+    figure.set_size_inches(9, 3.2)
+    figure.suptitle(f"One training step in milliseconds, {results['ranks']} ranks, {on}, SGD")
+    models = list(results["models"].values())
+    part = figure.subfigures()  # its legend keeps off the line below
+    _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "ddp")
+
+
+def _panels(
+    figure: Any, panels: Sequence[Any], models: Sequence[Mapping[str, Any]], peer: str
+) -> None:
+    for axes, model in zip(panels, models, strict=True):
+        times = model["quartiles_ms"]
+        ratio = times[peer][1] / times["fastcomm"][1]
+        name, _, batch = model["model"].partition(", ")
+        bars = _bars(axes, times, [number_text(middle) for _, middle, _ in times.values()])
+        axes.set_title(
+            f"{name}\n{batch}\n{ratio:.1f} times as fast as {LOOKS[peer][0]}", fontsize=7
+        )
+        axes.set_xticks([])
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(bars, [LOOKS[way][0] for way in times], loc="outside lower center", ncols=6)
+
+
+def _bars(axes: Any, times: Mapping[str, Sequence[float]], labels: Sequence[str]) -> Any:
+    """One bar for each contender, with whiskers. Returns the bars."""
+    middles = [middle for _, middle, _ in times.values()]
+    whiskers = [
+        [middle - low for low, middle, _ in times.values()],
+        [high - middle for _, middle, high in times.values()],
+    ]
+    bars = axes.bar(
+        range(len(times)),
+        middles,
+        color=[LOOKS[name][1] for name in times],
+        yerr=whiskers,
+        error_kw={"elinewidth": 0.8, "ecolor": "dimgray"},
+    )
+    axes.bar_label(bars, labels, padding=2, fontsize=7)
+    axes.margins(y=0.12)
+    return bars
+
+
+def _backend(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/backend.py: time over size above, steps below, or one of the two."""
+    rows, models = results.get("all_reduce"), list(results.get("ddp", {}).values())
+    figure.set_size_inches(8, 4 * bool(rows) + 3.2 * bool(models))
+    parts = iter(figure.subfigures(bool(rows) + bool(models), 1, squeeze=False)[:, 0])
+    if rows:
+        part = next(parts)
+        part.suptitle(
+            f'dist.all_reduce of ordinary float32 tensors, backend "fastcomm" beside Gloo, '
+            f"{results['ranks']} ranks"
+        )
+        lines = {peer: [_spread_of(row, peer) for row in rows] for peer in ("fastcomm", "gloo")}
+        _over_size(part.subplots(), [row["bytes"] for row in rows], lines)
+    if models:
+        part = next(parts)
+        part.suptitle("A training step under DDP, in milliseconds")
+        _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "gloo")
+
+
+def _spread_of(row: Mapping[str, Any], peer: str) -> tuple[float, float, float]:
+    """Results of before 0.1 had no quartiles here."""
+    middle = row[f"{peer}_us"]
+    low, high = row.get("quartiles_us", {}).get(peer, (middle, middle))
+    return low, middle, high
+
+
+def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/hierarchical.py, with the link's own time as a line across each bar."""
+    rows = results["rows"]
+    hosts = " + ".join(map(str, results["hosts"]))
+    figure.suptitle(
+        f"all_reduce of {size_text(results['nbytes'])} of float32, hosts of {hosts} ranks, links "
+        f"of {results['rate']}"
+    )
+    axes = figure.subplots()
+    times = {name: (row["fastest"], row["seconds"], row["slowest"]) for name, row in rows.items()}
+    labels = [f"{row['seconds']:.2f} s, {row['gloo/it']:.2f}x" for row in rows.values()]
+    _bars(axes, times, labels)
+    bounds = [row["bound"] for row in rows.values()]
+    places = range(len(rows))
+    axes.hlines(
+        bounds,
+        [place - 0.4 for place in places],
+        [place + 0.4 for place in places],
+        colors="black",
+        linestyles=":",
+        label="what must cross a link, at its rate",
+    )
+    axes.set_xticks(places, [LOOKS[name][0] for name in rows])
+    axes.set_ylabel("time (s)")
+    axes.legend(loc="upper right")
+
+
+def _flatten(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/flatten.py: one panel for each list of tensors."""
+    lists = list(dict.fromkeys(row["list"] for row in results["rows"]))
+    ways = [name for name in LOOKS if name in results["rows"][0]["contenders"]]
+    figure.set_size_inches(9, 2.4 * len(lists) + 0.8)
+    figure.suptitle("Many tensors into one buffer and back on a GPU: GB/s read and written")
+    for axes, name in zip(figure.subplots(len(lists), 1, squeeze=False)[:, 0], lists, strict=True):
+        rows = [row for row in results["rows"] if row["list"] == name]
+        for number, way in enumerate(ways):
+            places = [i + 0.8 * number / len(ways) for i in range(len(rows))]
+            heights = [row["contenders"].get(way, {"gbs": 0})["gbs"] for row in rows]
+            label, color, _ = LOOKS[way]
+            axes.bar(places, heights, 0.8 / len(ways), color=color, label=label, align="edge")
+        axes.set_title(name, fontsize=7)
+        axes.set_xticks(
+            [i + 0.4 for i in range(len(rows))], [f"{row['mode']} {row['way']}" for row in rows]
+        )
+    axes.margins(y=0.25)
+    axes.legend(ncols=len(ways))
+
+
+_PICTURES = {
+    "allreduce": _all_reduce,
+    "step": _step,
+    "backend": _backend,
+    "hierarchical": _hierarchical,
+    "flatten": _flatten,
+}

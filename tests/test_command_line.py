@@ -1,0 +1,215 @@
+"""`python -m fastcomm`, and the options that all benchmarks share: what they print, and what they
+refuse before anything is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fastcomm
+import fastcomm.__main__ as command_line
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "bench"
+BENCHMARKS = ("allreduce", "step", "backend", "hierarchical", "flatten")
+
+
+class Replaced(Exception):
+    """The process has become another program: `command`, without the interpreter."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+
+
+class Console:
+    """Runs a main() with arguments, as from a shell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str, of: ModuleType = command_line) -> tuple[int, str, str]:
+        """Returns the exit status and what was printed, out and err."""
+        self._monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        try:
+            status = of.main()
+        except SystemExit as end:
+            status = end.code or 0
+        return int(status), *self._capsys.readouterr()
+
+    def prints(self, *arguments: str, of: ModuleType = command_line) -> str:
+        status, out, err = self(*arguments, of=of)
+        assert status == 0, err
+        return out
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Console:
+    def replace(program: str, command: list[str]) -> None:
+        raise Replaced(command[1:])
+
+    monkeypatch.setattr(os, "execv", replace)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):  # which become() and demo() set
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    return Console(monkeypatch, capsys)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Modules of bench/, which import each other by name."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return {name: importlib.import_module(name) for name in (*BENCHMARKS, "report", "chart")}
+
+
+def test_help_names_every_command(console: Console) -> None:
+    text = console.prints("--help")
+    assert all(command in text for command in ("info", "demo", "bench", "--version"))
+
+
+def test_version_is_the_packages(console: Console) -> None:
+    assert console.prints("--version") == f"fastcomm {fastcomm.__version__}\n"
+
+
+def test_info_as_json_holds_what_info_prints(console: Console) -> None:
+    facts = json.loads(console.prints("info", "--json"))
+    assert facts["fastcomm"].startswith(fastcomm.__version__)
+    lines = [f"{name:<10}{fact}" for name, fact in facts.items()]
+    assert console.prints("info").splitlines() == lines
+
+
+def test_info_has_a_help_of_its_own(console: Console) -> None:
+    assert "--json" in console.prints("info", "--help")
+
+
+def test_the_help_of_bench_names_every_benchmark(console: Console) -> None:
+    text = console.prints("bench", "--help")
+    assert all(name in text for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_bench_becomes_the_script_with_what_follows(console: Console, name: str) -> None:
+    with pytest.raises(Replaced) as replaced:
+        console("bench", name, "--json", "x.json", "--help")
+    assert replaced.value.command == [str(BENCH / f"{name}.py"), "--json", "x.json", "--help"]
+
+
+def test_the_demo_runs_on_two_ranks(console: Console) -> None:
+    pytest.importorskip("tqdm")
+    with pytest.raises(Replaced) as replaced:
+        console("demo", "--steps", "3")
+    assert "--nproc-per-node=2" in replaced.value.command
+    assert replaced.value.command[-2:] == ["--steps", "3"]
+
+
+@pytest.mark.parametrize("command", [(), ("info",), ("demo",), ("bench",), ("bench", "step")])
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
+def test_other_ranks_than_the_first_leave_the_help_to_it(
+    console: Console, monkeypatch: pytest.MonkeyPatch, variable: str, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert console.prints(*command, "--help") == ""
+
+
+def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert console.prints("--help").count("usage:") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "{info,demo,bench}"),
+        (("bench",), "NAME"),
+        (("bench", "everything"), "choose from"),
+        (("info", "--yaml"), "--yaml"),
+        (("demo", "--steps", "many"), "invalid int value: 'many'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(
+    console: Console, arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = console(*arguments)
+    assert status == 2 and words in err and err.count("error:") == 1
+
+
+# The options of all benchmarks
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_a_help_and_can_draw(
+    console: Console, bench: dict[str, ModuleType], name: str
+) -> None:
+    assert "--plot" in console.prints("--help", of=bench[name])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("option", ["--plot", "--json"])
+def test_a_missing_folder_is_refused_before_anything_is_measured(
+    console: Console, bench: dict[str, ModuleType], name: str, option: str, tmp_path: Path
+) -> None:
+    status, out, err = console(option, str(tmp_path / "nowhere" / "x.png"), of=bench[name])
+    assert status == 2 and "nowhere is not a folder" in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--plot", "x.bmp"), ".png, .svg, .pdf"),
+        (("--from", "x.json"), "--from is for --plot"),
+        (("--from", "missing.json", "--plot", "x.png"), "there is no such file"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    console: Console, bench: dict[str, ModuleType], arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and words in err
+
+
+@pytest.mark.parametrize("path", sorted(BENCH.glob("results/*.json")), ids=lambda path: path.stem)
+def test_results_are_drawn_again_without_measuring(
+    console: Console, bench: dict[str, ModuleType], path: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    main, pictures = bench[path.stem.partition("-")[0]], [tmp_path / "1.svg", tmp_path / "2.svg"]
+    for picture in pictures:
+        console.prints("--from", str(path), "--plot", str(picture), of=main)
+    assert pictures[0].read_text().rstrip().endswith("</svg>")
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()  # a new one is a new result
+
+
+def test_a_wide_spread_is_marked(bench: dict[str, ModuleType]) -> None:
+    report = bench["report"]
+    times = report.Times({"quiet": report.Spread(9, 10, 14), "loud": report.Spread(8, 10, 14)})
+    assert times.wide() == "~ loud"
+
+
+@pytest.mark.parametrize(
+    "microseconds, text",
+    [(0.5, "500 ns"), (1, "1 us"), (10, "10 us"), (1e3, "1 ms"), (1e5, "100 ms"), (1e6, "1 s")],
+)
+def test_times_have_plain_units(
+    bench: dict[str, ModuleType], microseconds: float, text: str
+) -> None:
+    assert bench["chart"].time_text(microseconds) == text
+
+
+@pytest.mark.parametrize(
+    "nbytes, text", [(512, "512 B"), (1024, "1 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
+)
+def test_sizes_have_plain_units(bench: dict[str, ModuleType], nbytes: int, text: str) -> None:
+    assert bench["chart"].size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.156, "0.16"), (1.46, "1.5"), (27.8, "28"), (458.2, "458")]
+)
+def test_figures_have_two_digits(bench: dict[str, ModuleType], value: float, text: str) -> None:
+    assert bench["chart"].number_text(value) == text
