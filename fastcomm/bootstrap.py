@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +17,18 @@ from typing import Any, NamedTuple
 from urllib.parse import ParseResult, urlparse
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 
 _POLL_S = 0.002
+_KNOCK_S = 0.1
 
 # How often this process has used each meeting point. The number keeps the communicators apart that
 # the same ranks make there.
@@ -223,7 +231,10 @@ def meet(
 ) -> StoreBootstrap:
     """Opens the store that init_method names."""
     place = urlparse(init_method)
-    if place.scheme == "env":
+    is_alone = place.scheme == "env" and world_size == 1
+    if is_alone:  # there is nobody to meet, so no launcher is needed
+        rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+    elif place.scheme == "env":
         rank = int(_environment("RANK")) if rank is None else rank
         world_size = int(_environment("WORLD_SIZE")) if world_size is None else world_size
     if rank is None or world_size is None:
@@ -233,10 +244,11 @@ def meet(
             f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
         )
     try:
-        store = _open_store(place, rank, world_size, timeout)
+        store = HashStore() if is_alone else _open_store(place, rank, world_size, timeout)
     except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\nException raised from")[0]  # less torch's C++ frames
         raise InitError(
-            f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {error}"
+            f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {reason}"
         ) from error
     return StoreBootstrap(own_part(store, init_method), rank, world_size, timeout)
 
@@ -276,10 +288,31 @@ def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedel
         raise ValueError(
             f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}"
         )
+    if not is_server:
+        _await_server(host, port, timeout.total_seconds())
     # The store must not wait for the ranks: it could not say which one is missing.
     return TCPStore(
         host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
+
+
+def _await_server(host: str, port: int, timeout_s: float) -> None:
+    """Returns when somebody listens there. A TCPStore would try as long, but print pages of C++
+    frames. Raises OSError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(left, _KNOCK_S)).close()
+            return
+        except OSError as error:
+            if left < _KNOCK_S:
+                raise OSError(
+                    f"nobody answered at {host}:{port} for {timeout_s:g} s ({error}); was rank 0 "
+                    "started there, and may this host connect to it?"
+                ) from error
+        time.sleep(_KNOCK_S)
 
 
 def count_as_finished(store: Store) -> None:

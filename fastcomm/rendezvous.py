@@ -55,7 +55,7 @@ def init(
         host, hierarchical where they do not, and group where a host has more than the 64 ranks that
         can share memory. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
     init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two
-        with rank= and world_size=.
+        with rank= and world_size=. With world_size=1 alone, nothing is met: for debugging.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
         world_size are then not needed.
     device: where the gradients are. None means this rank's CUDA device, cuda:LOCAL_RANK, for "nccl"

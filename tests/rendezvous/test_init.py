@@ -112,6 +112,28 @@ def test_init_refuses_bad_arguments(options, error, words):
         fastcomm.init(**options)
 
 
+@pytest.mark.parametrize("backend", ["auto", "shm", "group", "hierarchical"])
+def test_one_rank_needs_neither_launcher_nor_meeting_point(monkeypatch, backend):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with fastcomm.init(backend, world_size=1) as comm:
+        assert isinstance(comm, fastcomm.Communicator)
+        assert (comm.rank, comm.world_size, comm.local_rank) == (0, 1, 0)
+        tensor = torch.tensor([3.0])
+        comm.all_reduce(tensor, "mean")
+        assert tensor.item() == 3
+
+
+def _init_alone(place):
+    with fastcomm.init("nccl", world_size=1) as comm:
+        return _describe(comm)
+
+
+def test_one_rank_over_nccl_needs_no_meeting_point():
+    ((rank, world_size, _, _, backend),) = outcomes_of(1, _init_alone, transport="nccl")
+    assert (rank, world_size, backend) == (0, 1, "nccl")
+
+
 def _init_again_and_again(place):
     for _ in range(5):
         with fastcomm.init(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from datetime import timedelta
 
@@ -116,6 +117,33 @@ def _init_without(place, missing):
         )
     finally:
         assert time.monotonic() - before < 5
+
+
+def test_a_host_that_does_not_answer_is_an_error_without_pages_of_frames(capfd):
+    port = torchrun_env(2)[0]["MASTER_PORT"]
+    with pytest.raises(InitError, match=f"nobody answered at 127.0.0.1:{port} for 0.5 s") as error:
+        fastcomm.init(
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=1,
+            world_size=2,
+            timeout=timedelta(seconds=0.5),
+        )
+    assert "frame #" not in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_is_taken_is_an_error_without_pages_of_frames():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(InitError, match="cannot open the meeting point.*in use") as error:
+            fastcomm.init(
+                init_method=f"tcp://127.0.0.1:{taken.getsockname()[1]}",
+                rank=0,
+                world_size=2,
+                timeout=timedelta(seconds=0.5),
+            )
+    assert "frame #" not in str(error.value)
 
 
 def test_ranks_on_different_hosts_share_no_memory():
