@@ -2,6 +2,7 @@
 else.
 """
 
+from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import (
     AbandonedError,
     FastcommError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbandonedError",
+    "Communicator",
     "FastcommError",
     "HookState",
     "InitError",
@@ -28,6 +30,7 @@ __all__ = [
     "PeerLostError",
     "Reducer",
     "TimeoutError",
+    "Work",
     "all_reduce_hook",
     "init",
 ]

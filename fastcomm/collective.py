@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 OPS = ("sum", "mean", "min", "max", "prod")
 _ALIASES = {"avg": "mean", "product": "prod"}
@@ -31,9 +32,12 @@ BUCKETS_PER_REDUCER = 65536
 
 
 def canonical_op(op: str) -> str:
-    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product" are
-    accepted. Raises ValueError for any other name, TypeError if it is not a string.
+    """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product", and its
+    ReduceOp.SUM and the like, are accepted. Raises ValueError for any other name or op, TypeError
+    for anything else.
     """
+    if isinstance(op, ReduceOp.RedOpType):
+        op = op.name.lower()
     if not isinstance(op, str):
         raise TypeError(f"op must be one of {', '.join(OPS)}, as a string; got {op!r}")
     name = _ALIASES.get(op, op)
@@ -53,6 +57,11 @@ def name_of(dtype: torch.dtype) -> str:
 def bucket_label(reducer: int, bucket: int) -> int:
     """The number by which ranks tell buckets apart. Never 0, which means no bucket."""
     return reducer * BUCKETS_PER_REDUCER + bucket + 1
+
+
+def buffers_label(reducer: int) -> int:
+    """The number by which ranks tell the buffers of a reducer from its buckets."""
+    return (reducer + 1) * BUCKETS_PER_REDUCER
 
 
 def presence_values(op: str) -> tuple[float, float]:
@@ -106,8 +115,8 @@ def sentence(
     label: int = 0,
     step: int = 0,
 ) -> str:
-    """A collective in words, for messages. op, src: for the kinds that have one. label, step: for a
-    bucket; see BoundBucket.launch.
+    """A collective in words, for messages. op, src: for the kinds that have one. label: of a bucket,
+    or of buffers. step: of a bucket; see BoundBucket.launch.
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
     if src is not None:
@@ -118,7 +127,10 @@ def sentence(
         words += f", wire {name_of(wire)}"
     if label:
         reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
-        words += f" (bucket {bucket - 1} of reducer {reducer})"
+        if bucket:
+            words += f" (bucket {bucket - 1} of reducer {reducer})"
+        else:
+            words += f" (buffers of reducer {reducer - 1})"
     if step:
         words += f" after {step} step{'s' if step > 1 else ''}"
     return words

@@ -110,20 +110,29 @@ class BoundBucket(abc.ABC):
 
 class Communicator(abc.ABC):
     """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one
-    thread at a time per communicator.
+    thread at a time per communicator. Made by fastcomm.init(); a context manager, which closes it,
+    or aborts it where an exception ends the block.
+
+    rank: of this process, from 0 to world_size - 1.
+    world_size: how many ranks there are.
+    local_rank: this rank's number among those of its host.
+    device: where tensors have to be: torch.device("cpu"), or this rank's CUDA device.
+    backend: "shm", "nccl", "group" or "hierarchical".
 
     Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it
     cannot be completed, FastcommError after close(), and ValueError or TypeError for a bad argument
-    before any peer is involved. With async_op=True it returns a Work at once: leave the tensors
-    alone until work.wait() has returned, which then raises what has gone wrong.
+    before any peer is involved. Over NCCL an error may be raised by a later call: the host does not
+    wait for the device. With async_op=True a collective returns a Work at once, and else None:
+    leave the tensors alone until work.wait() has returned, which then raises what has gone wrong.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    pids: tuple[int, ...]  # of the ranks' processes
     device: torch.device
-    n_abandoned: int
+    # What follows, but for `backend`, is for reducers and transports, and may change.
+    pids: tuple[int, ...]  # of the ranks' processes
+    n_abandoned: int  # how often a round was abandoned, by this rank or another
     # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was
     # running. None once the next round has begun.
     left_in_backward: tuple[int, RunningBackward] | None
@@ -144,36 +153,47 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in memory this transport reaches without a copy. Uninitialised. Its memory
-        lives as long as the tensor.
+        """A flat tensor of `numel` elements on `device`, uninitialised, in memory that this
+        transport reaches without a copy: shared memory, or memory registered with NCCL. It lives as
+        long as the tensor. Asks no peer. Raises ValueError for a negative numel, TypeError for a
+        dtype that is not reduced, MemoryError.
         """
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
-        """Reduces `tensor` (contiguous; same numel and dtype on every rank) over all ranks, in
-        place. op: one of collective.OPS, or "avg".
+        """Reduces `tensor` over all ranks, in place. The result has the same bits on every rank.
+
+        tensor: contiguous, on `device`, of any shape; numel and dtype are the same on every rank.
+        op: "sum", "mean", "min", "max", "prod", or a member of torch.distributed.ReduceOp.
+
+        On the CPU 16-bit floats are added in float32 and rounded once.
         """
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
-        """Copies rank `src`'s `tensor` into every other rank's."""
+        """Copies rank `src`'s `tensor` into every other rank's: contiguous, on `device`, of the
+        same numel and dtype on every rank.
+        """
 
     @abc.abstractmethod
-    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
-        """As `broadcast`, of many tensors, at once where the transport can."""
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
+        """For reducers: as `broadcast`, of many tensors, at once where the transport can. label:
+        what they are, for messages.
+        """
 
     @abc.abstractmethod
     def all_gather_single(self, out: Tensor, inp: Tensor, *, async_op: bool = False) -> Work | None:
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
-        elements.
+        elements. Both are contiguous and of one dtype; inp has the same numel on every rank.
         """
 
     @abc.abstractmethod
     def reduce_scatter_single(
         self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
     ) -> Work | None:
-        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in
-        `out`.
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`
+        of inp.numel() / world_size elements. Both are contiguous and of one dtype. op: as
+        all_reduce. Raises ValueError where inp cannot be cut into equal parts.
         """
 
     @abc.abstractmethod
@@ -191,9 +211,9 @@ class Communicator(abc.ABC):
         label: int,
         lane: int = 0,
     ) -> BoundBucket:
-        """Prepares the reduction of `flat`, in which gradients have their places: views[i] begins
-        at element offsets[i], ascending. It ends with one element for each view, in which the ranks
-        tell each other which gradients they have.
+        """For reducers: prepares the reduction of `flat`, in which gradients have their places:
+        views[i] begins at element offsets[i], ascending. It ends with one element for each view, in
+        which the ranks tell each other which gradients they have.
 
         wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
         and the transport rounds as its all_reduce does. The same on all ranks.
@@ -205,8 +225,8 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises what has ended the collectives under way, if that is known by now. Does not
-        wait.
+        """For reducers: raises what has ended the collectives under way, if that is known by now.
+        Does not wait.
         """
 
     @abc.abstractmethod
@@ -217,7 +237,7 @@ class Communicator(abc.ABC):
         On the others the next collective they wait for, or over NCCL the next call, raises
         AbandonedError, naming this rank. From then on all ranks stand at the same place and the
         communicator is as good as new: over shared memory when this returns, over NCCL when the
-        ranks have met anew, at their next collective. `n_abandoned` counts such events.
+        ranks have met anew, at their next collective.
 
         One handler may call it after any exception: it does nothing, unless in_any_case, where the
         exception that is being handled is AbandonedError, or came out of a backward whose round the
@@ -230,12 +250,14 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def abort(self) -> None:
         """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
-        others.
+        others. For errors that this rank cannot go on from; see abandon() for one step.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the use of this communicator on this rank. May be called twice."""
+        """Ends the use of this communicator on this rank; peers that still wait for it get
+        PeerLostError. May be called twice.
+        """
 
     def __enter__(self: C) -> C:
         return self

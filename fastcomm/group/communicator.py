@@ -127,7 +127,7 @@ class GroupCommunicator(Communicator):
         move = functools.partial(self._exchange.broadcast, flat, src)
         return self._begin(call, move, flat, async_op)
 
-    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
         """See Communicator.broadcast_all. One collective, so that no exception can split it."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
         check_src(src, self.world_size)
@@ -136,7 +136,8 @@ class GroupCommunicator(Communicator):
             for flat in flats:
                 self._exchange.broadcast(flat, src)
 
-        self._begin(Call("broadcast", sum(map(len, flats)), src=src), move, None, False)
+        call = Call("broadcast", sum(map(len, flats)), src=src, label=label)
+        self._begin(call, move, None, False)
 
     def all_gather_single(
         self, out: Tensor, inp: Tensor, *, async_op: bool = False

@@ -250,7 +250,7 @@ cdef class NcclCommunicator:
         check_src(src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
-    def broadcast_all(self, list tensors, int src=0):
+    def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
         """As broadcast, for many tensors of any dtype, in one launch."""
         for tensor in tensors:
             self._check(tensor)
@@ -267,6 +267,7 @@ cdef class NcclCommunicator:
                     calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
                     n += 1
             ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
+            ticket.label = label
             ticket.numel = sum([tensor.nbytes for tensor in tensors])
             self._launch(ticket, None, calls, n)
         finally:
@@ -346,7 +347,7 @@ cdef class NcclCommunicator:
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
         call.op = 0 if op is None else op_number(op)
-        ticket.kind, ticket.root = kind, root
+        ticket.kind, ticket.root, ticket.label = kind, root, 0
         ticket.dtype, ticket.numel = inp.dtype, inp.numel()
         is_captured = self._launch(ticket, op, &call, 1)
         work.link, work.ticket, work.tensors, work.epoch = link, ticket, (out, inp), link.epoch

@@ -189,11 +189,13 @@ def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | No
     return None
 
 
-def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int) -> None:
-    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes."""
+def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int, label: int = 0) -> None:
+    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes. label: what
+    they are, for messages.
+    """
     targets = [distinct_elements(tensor.detach()) for tensor in tensors]
     flats = [_flat(target) for target in targets]
-    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src)
+    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src, label=label)
     for target, flat in zip(targets, flats, strict=True):
         if flat.data_ptr() != target.data_ptr() or target.is_neg() or target.is_conj():
             target.copy_(flat.view(target.shape))

@@ -1,5 +1,5 @@
-"""The options of a reducer that change what the ranks reduce: which values they may have, and how
-the ranks compare them.
+"""The options of a reducer that change what the ranks reduce: which values they may have, how the
+ranks compare them, and a reducer in words.
 """
 
 from __future__ import annotations
@@ -83,3 +83,23 @@ class Options:
                 for _, function in self.hooks
             ],
         }
+
+
+def describe(reducer: Any) -> str:
+    """repr() of a Reducer."""
+    options, comm = reducer._options, reducer.comm
+    model = None if reducer._model is None else reducer._model()
+    if model is None:
+        holds = "detached"
+    else:
+        name = type(model).__name__ if isinstance(model, nn.Module) else "named parameters"
+        parameters = [p for b in reducer._buckets for _, p in b.named_parameters()]
+        numel, n_buckets = sum(p.numel() for p in parameters), len(reducer._buckets)
+        holds = (
+            f"{name}, {len(parameters)} trainable parameters of {numel:,} elements in {n_buckets} "
+            f"bucket{'s' if n_buckets > 1 else ''}"
+        )
+    return (
+        f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}; over "
+        f"{comm.backend}, rank {comm.rank} of {comm.world_size}>"
+    )

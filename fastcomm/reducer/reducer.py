@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.autograd_stack import enclosing_backward
-from fastcomm.collective import canonical_op
+from fastcomm.collective import buffers_label, canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, norms
@@ -40,7 +40,7 @@ from fastcomm.reducer.optimizer_steps import (
     shares_in,
     watch_steps,
 )
-from fastcomm.reducer.options import Options
+from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.rendezvous import init
@@ -110,6 +110,8 @@ class Reducer(ReducerFlags):
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
+
+    __repr__ = describe
 
     # -- attaching ---------------------------------------------------------------------------------
 
@@ -473,12 +475,10 @@ class Reducer(ReducerFlags):
         return norms.nonfinite_count(self._buckets, self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:
-        """Copies rank `src`'s buffers (batch-norm statistics, ...) to the other ranks. Collective;
-        never done behind your back.
-        """
+        """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""
         model = self._attached_model()
         if isinstance(model, nn.Module):
-            agreement.broadcast(self.comm, list(model.buffers()), src)
+            agreement.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
 
     def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's

@@ -42,7 +42,7 @@ class HookState:
         self._wires: dict[int, Tensor] = {}  # by bucket
         self._stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
 
-    def wire_of(self, index: int, buffer: Tensor) -> Tensor:
+    def _wire_of(self, index: int, buffer: Tensor) -> Tensor:
         """The tensor that is reduced for DDP's bucket `index`: its buffer, or memory of ours in the
         wire dtype, kept from step to step.
         """
@@ -98,7 +98,7 @@ def all_reduce_hook(
     if bucket.index() == 0:
         state._under_way.clear()  # left by a backward that raised
     buffer = bucket.buffer()
-    wire = state.wire_of(bucket.index(), buffer)
+    wire = state._wire_of(bucket.index(), buffer)
     op = state.op
     if wire is not buffer:
         if op == "mean":  # scaled and cast in one pass

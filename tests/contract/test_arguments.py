@@ -65,9 +65,20 @@ def test_compressed_tensors_are_refused(comm):
 
 @over(2)
 @on_ranks()
+def test_the_ops_of_torch_distributed_are_accepted(comm):
+    ops = torch.distributed.ReduceOp
+    for op, result in ((ops.SUM, 3), (ops.AVG, 1.5), (ops.MIN, 1), (ops.MAX, 2), (ops.PRODUCT, 2)):
+        tensor = torch.full((4,), 1.0 + comm.rank)
+        comm.all_reduce(tensor, op)
+        assert tensor.tolist() == [result] * 4
+    refused(comm, ValueError, "one of sum.*band", lambda: comm.all_reduce(torch.ones(4), ops.BAND))
+
+
+@over(2)
+@on_ranks()
 def test_an_op_that_is_no_string_is_refused(comm):
-    words = "op must be one of sum, mean, min, max, prod.*RedOpType.SUM"
-    op = torch.distributed.ReduceOp.SUM
+    words = "op must be one of sum, mean, min, max, prod, as a string; got 3"
+    op = 3
     for call in (
         lambda: comm.all_reduce(torch.ones(4), op),
         lambda: comm.reduce_scatter_single(torch.ones(1), torch.ones(comm.world_size), op),

@@ -223,3 +223,15 @@ def _attach_alone(place):
 
 def test_a_rank_that_attaches_alone_hears_that_every_rank_must(transport):
     values_of(new_ranks(transport, 2, _attach_alone, timeout=20))
+
+
+@pytest.mark.transports("shm", "group")
+@on_ranks(2)
+def test_buffers_are_called_so_where_ranks_disagree(comm):
+    model = mlp()
+    model.register_buffer("table", torch.zeros(16))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    words = f"broadcast of 64 uint8 elements from rank 0 \\(buffers of reducer {reducer.number}\\)"
+    with pytest.raises(MismatchError, match=words):
+        reducer.sync_buffers() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
+    reducer.sync_buffers()  # the ranks are in step

@@ -245,3 +245,28 @@ def test_reducers_that_one_rank_has_elsewhere_do_not_matter(comm, buckets):
         check_gradients(alone, mlp(), backward, **buckets)
         alone.close()
     check_gradients(comm, mlp(), backward, **buckets)
+
+
+# What a reducer says of itself
+
+
+@on_ranks(2)
+def test_a_reducer_says_what_it_holds(comm):
+    reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16)
+    where = f"over {comm.backend}, rank {comm.rank} of 2>"
+    detached = f"<Reducer: detached; op mean, wire_dtype torch.bfloat16; {where}"
+    assert repr(reducer) == detached
+    model = nn.Linear(2000, 3)
+    reducer.attach(model)
+    assert repr(reducer).startswith(
+        "<Reducer: Linear, 2 trainable parameters of 6,003 elements in 1 bucket; op mean"
+    )
+    reducer.detach()
+    assert repr(reducer) == detached
+
+
+@on_ranks(2)
+def test_a_reducer_of_named_parameters_says_so(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, op="sum").attach(model.named_parameters())
+    assert "<Reducer: named parameters, " in repr(reducer) and "op sum" in repr(reducer)
