@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,42 @@ def test_reinforce_learns_though_ranks_play_different_numbers_of_episodes() -> N
 
 def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
     assert re.search(r"after 50 steps: 0$", run("converge.py", "--steps", "50"), re.MULTILINE)
+
+
+def test_uneven_data_is_trained_to_the_end_by_all() -> None:
+    printed = re.findall(r"rank \d: \d batches, \d steps", run("uneven_data.py"))
+    assert sorted(printed) == ["rank 0: 5 batches, 8 steps", "rank 1: 8 batches, 8 steps"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run of the training script, in two parts: its checkpoint, and the losses of all epochs."""
+    path = tmp_path_factory.mktemp("training") / "run.pt"
+    options = ("--checkpoint", str(path))
+    parts = [run("training_script.py", "--epochs", n, *options) for n in ("2", "5")]
+    losses = re.findall(r"epoch (\d): validation loss ([\d.]+)", "".join(parts))
+    assert [epoch for epoch, _ in losses] == ["1", "2", "3", "4", "5"]
+    return path, [float(loss) for _, loss in losses]
+
+
+def test_the_training_script_learns_and_resumes(trained: tuple[Path, list[float]]) -> None:
+    assert trained[1][-1] < 0.6 * trained[1][0]
+
+
+def test_the_training_script_ends_where_it_would_without_a_break(
+    trained: tuple[Path, list[float]],
+) -> None:
+    losses = re.findall(r"loss ([\d.]+)", run("training_script.py", "--epochs", "5"))
+    assert [float(loss) for loss in losses] == trained[1]
+
+
+def test_the_training_script_ends_in_time() -> None:
+    assert run("training_script.py", "--minutes", "0").count("epoch") == 1
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler")
+def test_the_training_script_compiles() -> None:
+    assert run("training_script.py", "--epochs", "1", "--compile").count("epoch") == 1
 
 
 # Frameworks. Their own DDP over torch's own Gloo gives the same figures; its processes sometimes
