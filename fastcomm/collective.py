@@ -115,8 +115,8 @@ def sentence(
     label: int = 0,
     step: int = 0,
 ) -> str:
-    """A collective in words, for messages. op, src: for the kinds that have one. label: of a bucket,
-    or of buffers. step: of a bucket; see BoundBucket.launch.
+    """A collective in words, for messages. op, src: for the kinds that have one. label: of a
+    bucket, or of buffers. step: of a bucket; see BoundBucket.launch.
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
     if src is not None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastcomm.errors import PeerLostError
-from fastcomm.torch_backend.engine import GlooEngine
+from fastcomm.torch_backend.gloo_engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
 
 

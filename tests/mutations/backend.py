@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 PROCESS_GROUP = "fastcomm/torch_backend/process_group.py"
 WORK = "fastcomm/torch_backend/work.py"
 HOOK = "fastcomm/torch_backend/ddp_hook.py"
-ENGINE = "fastcomm/torch_backend/engine.py"
+ENGINE = "fastcomm/torch_backend/gloo_engine.py"
 PEERS = "fastcomm/torch_backend/peers.py"
 
 HOOK_TESTS = ("tests/backend/test_ddp_hook.py",)
@@ -25,8 +25,8 @@ MUTATIONS = (
     Mutation(
         name="backend: a failed backward's reductions come before the next one's",
         file=HOOK,
-        old="        state._under_way.clear()  # a",
-        new="        pass  # a",
+        old="        state._under_way.clear()  # left",
+        new="        pass  # left",
         tests=HOOK_TESTS,
     ),
     Mutation(

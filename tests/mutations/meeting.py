@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         name="bootstrap: a group that has failed to meet is out of step",
         file=BOOTSTRAP,
-        old="            self._is_over = True  # all ranks are in this exchange",
-        new="            pass  # all ranks are in this exchange",
+        old="            self._is_over = True  # all ranks see it",
+        new="            pass  # all ranks see it",
         tests=("tests/rendezvous/test_init.py",),
     ),
 )

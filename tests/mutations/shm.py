@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         name="shm: gradients of an abandoned round are freed at once",
         file=RING,
-        old="self.leaving += self._settle_all(error)  # their",
-        new="for work in self._settle_all(error): work.release()  # their",
+        old="self.leaving += self._resolve_all(error)",
+        new="for work in self._resolve_all(error): work.release()",
         tests=("tests/shm/test_abandon.py",),
     ),
     Mutation(
