@@ -6,8 +6,8 @@ back as a list by rank. `@on_ranks(2)` says the same in one line, for tests that
 body. `fresh_ranks` starts processes for one call only, for tests that kill, fork or fail to
 initialise. The `transport` fixture runs a test's ranks over shared memory and over NCCL: the real
 one where there is a GPU, which all ranks share, else its stand-in, for which host memory is the
-device. Processes come from multiprocessing's fork server, which has torch loaded already, so that a
-new rank costs a fork instead of an import.
+device. Processes come from multiprocessing's fork server, which has loaded what preload.py says, so
+that a new rank costs a fork instead of an import.
 """
 
 from __future__ import annotations
@@ -334,15 +334,5 @@ class _World:
 
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    # The modules most bodies need, so that ranks find them loaded; none of them starts threads.
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "torch.distributed",
-            "torch.nn.parallel",
-            "torch.utils.checkpoint",
-            "torch._dynamo",
-            "pytest",
-        ]
-    )
+    context.set_forkserver_preload(["tests.support.preload"])
     return context

@@ -1,0 +1,24 @@
+"""What ranks find loaded when they start: the fork server imports it once, before it forks them.
+
+Nothing here starts a thread. What is loaded is left out of garbage collections from then on: else
+each rank would begin by looking through all of torch, and copy the pages it lies in.
+"""
+
+import gc
+import importlib
+
+for name in (
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "fastcomm",
+    "tests.matrix",
+    "tests.programs",
+    "tests.support.collective_checks",
+    "tests.support.process_groups",
+    "tests.support.rank_process",
+):
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()
