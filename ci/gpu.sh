@@ -65,7 +65,7 @@ pytest=(python3 -m pytest -q -o addopts= -p no:cacheprovider -W ignore::pytest.P
 # only the reducer's tests with two ranks and one kind of bucket run here; not those with hundreds
 # of steps or thousands of broadcasts, nor those that use up their ranks (test_failed_steps.py).
 reducer_files=(tests/reducer/test_{backward,autograd,buckets,models,training}.py)
-reducer='nccl and 2 and not 3 and not 4 and not many and not 200_steps and not thousand'
+reducer='nccl and 2 and not 3 and not 4 and not many and not thousand'
 
 # The limits add up to the 480 seconds above.
 # setup.py alone builds one extension after the other; with --parallel Cython would run in threads,
