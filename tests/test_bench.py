@@ -4,8 +4,12 @@ looks at a time. Those of the GPU run with the host in its place: see host_clock
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks
 from tests.support.stand_ins import environment, stand_ins
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,20 +163,20 @@ def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
     )
 
 
-@pytest.mark.parametrize(
-    "name, tensors, numel",
-    [("resnet50", 161, 25_557_032), ("bert-large", 391, 335_141_888), ("gpt2", 148, 124_439_808)],
-)
-def test_flatten_takes_the_parameters_the_models_are_known_by(name, tensors, numel):
-    ask = (
-        f"import flatten; shapes = flatten.LISTS[{name!r}](); print(len(shapes), "
-        "sum(shape.numel() for shape in shapes))"
-    )
-    path = os.pathsep.join([str(BENCH), str(ROOT)])
-    answer = subprocess.check_output(
-        [sys.executable, "-c", ask], text=True, env=os.environ | {"PYTHONPATH": path}, timeout=60
-    )
-    assert answer.split() == [str(tensors), str(numel)]
+def _parameters_of(place, names):
+    sys.path.insert(0, str(BENCH))
+    flatten = importlib.import_module("flatten")
+    shapes = {name: flatten.LISTS[name]() for name in names}
+    return {name: (len(of), sum(shape.numel() for shape in of)) for name, of in shapes.items()}
+
+
+def test_flatten_takes_the_parameters_the_models_are_known_by():
+    known = {
+        "resnet50": (161, 25_557_032),
+        "bert-large": (391, 335_141_888),
+        "gpt2": (148, 124_439_808),
+    }
+    assert values_of(fresh_ranks(1, _parameters_of, list(known))) == [known]
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
@@ -257,14 +263,18 @@ def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(host_clock, tmp_path
     [["flatten.py"], ["allreduce.py", "--device", "cuda"], ["step.py", "--device", "cuda"]],
 )
 def test_a_benchmark_of_the_gpu_says_in_a_sentence_that_there_is_none(arguments):
-    done = subprocess.run(
-        [sys.executable, str(BENCH / arguments[0]), *arguments[1:]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "CUDA" in done.stderr
+    [(status, said)] = values_of(fresh_ranks(1, _status_and_errors, *arguments))
+    assert status == 2
+    assert len(said.splitlines()) == 1 and "CUDA" in said
+
+
+def _status_and_errors(place, script, *arguments):
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(BENCH))
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCH / script), run_name="__main__")
+    return ended.value.code, errors.getvalue()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")

@@ -1,4 +1,4 @@
-"""The examples run under torchrun and learn what they should."""
+"""The examples run as under torchrun and learn what they should."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import printed_by, printed_with
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -43,7 +45,7 @@ def end(process: subprocess.Popen[str]) -> str:
 
 
 def run(example: str, *arguments: str) -> str:
-    return end(start(example, *arguments))
+    return printed_by(ROOT / "examples" / example, *arguments)
 
 
 def test_the_gan_learns_the_circle() -> None:
@@ -108,15 +110,19 @@ def test_the_training_script_compiles() -> None:
 # abort at their end (torch's issue 190489).
 
 
-def both_ways(example: str, pattern: str, launcher: tuple[str, ...] = TORCHRUN) -> list[float]:
-    """The losses that an example prints, alike over the backend and over the hook. launcher: for
-    the former.
-    """
-    launchers = {"backend": launcher, "hook": TORCHRUN}
-    started = {how: start(example, "--fastcomm", how, launcher=launchers[how]) for how in launchers}
-    losses = {how: re.findall(pattern, end(process)) for how, process in started.items()}
-    assert losses["backend"] == losses["hook"]
-    return [float(loss) for loss in losses["hook"]]
+WAYS = ("backend", "hook")
+
+
+def losses_in(printed: list[str], pattern: str) -> list[float]:
+    """The losses that an example prints, alike over the backend and over the hook."""
+    over_the_backend, over_the_hook = (re.findall(pattern, text) for text in printed)
+    assert over_the_backend == over_the_hook
+    return [float(loss) for loss in over_the_hook]
+
+
+def both_ways(example: str, pattern: str) -> list[float]:
+    variants = [("--fastcomm", way) for way in WAYS]
+    return losses_in(printed_with(ROOT / "examples" / example, variants), pattern)
 
 
 def test_accelerate_trains_alike_over_the_backend_and_the_hook() -> None:
@@ -127,9 +133,12 @@ def test_accelerate_trains_alike_over_the_backend_and_the_hook() -> None:
 
 def test_fabric_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("lightning_fabric")
-    losses = both_ways(
-        "with_fabric.py", r"step \d+: loss ([\d.]+)", launcher=()
-    )  # Fabric starts ranks itself, if nobody has
+    # Fabric starts ranks itself, if nobody has.
+    started = [
+        start("with_fabric.py", "--fastcomm", way, launcher=launcher)
+        for way, launcher in zip(WAYS, ((), TORCHRUN), strict=True)
+    ]
+    losses = losses_in([end(process) for process in started], r"step \d+: loss ([\d.]+)")
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
 
 

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.scripts import printed_by
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+TRAINING = ROOT / "tests/support/elastic_training.py"
+
+
 def train(folder: Path, how: str) -> dict[str, Any]:
-    """What the training has left at its end."""
+    """Trains under torchrun."""
     launcher = (
         sys.executable,
         "-m",
@@ -25,13 +30,18 @@ def train(folder: Path, how: str) -> dict[str, Any]:
         "--max-restarts=1",
     )
     done = subprocess.run(
-        [*launcher, str(ROOT / "tests/support/elastic_training.py"), str(folder), how],
+        [*launcher, str(TRAINING), str(folder), how],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
+    return left_in(folder)
+
+
+def left_in(folder: Path) -> dict[str, Any]:
+    """What the training has left at its end."""
     end: dict[str, Any] = torch.load(folder / "end.pt", weights_only=False)
     return end
 
@@ -42,7 +52,8 @@ def test_a_training_whose_rank_was_killed_goes_on_from_its_checkpoint_to_the_sam
     folders = [tmp_path / "undisturbed", tmp_path / "killed"]
     for folder in folders:
         folder.mkdir()
-    undisturbed, killed = train(folders[0], "lives"), train(folders[1], "fails")
+    printed_by(TRAINING, str(folders[0]), "lives")
+    undisturbed, killed = left_in(folders[0]), train(folders[1], "fails")
     assert (undisturbed["attempt"], undisturbed["first"]) == (0, 0)
     assert (killed["attempt"], killed["first"]) == (1, 2)
     for one, other in zip(undisturbed["parameters"], killed["parameters"], strict=True):
