@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.stand_ins import compiled, kernels_command
+from tests.support.stand_ins import stand_ins
 
 DTYPES = {
     "f32": torch.float32,
@@ -42,7 +42,7 @@ GUARD = 0xA5
 @pytest.fixture(scope="session")
 def kernels():
     """The kernels as a library of plain C++."""
-    return ctypes.CDLL(compiled("kernels.so", *kernels_command()))
+    return ctypes.CDLL(stand_ins().kernels)
 
 
 class Arena:

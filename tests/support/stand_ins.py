@@ -45,6 +45,7 @@ _CXX = (
     f"-I{_KERNELS}",
     f"-I{_SUPPORT}",
     *_SHARED,
+    "-O0",  # the functions are many and all inlined: optimising them takes longer than it saves
 )
 
 
