@@ -1,5 +1,5 @@
 # make demo      two ranks train a small GPT (about a minute)
-# make test      the tests, or several files of them side by side: make test WORKERS=3
+# make test      the tests, four at a time (most of them wait), or: make test WORKERS=0
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
@@ -16,7 +16,7 @@ VENV ?= .venv
 CONSTRAINTS ?= ci/constraints.txt
 MINUTES ?= 10
 SEED ?= random
-WORKERS ?= 0
+WORKERS ?= 4
 python := $(VENV)/bin/python
 pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
     --constraint $(CONSTRAINTS)
@@ -36,7 +36,7 @@ all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml
 
 test: $(VENV)/.installed-dev
 	$(rebuild)
-	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder tests
 
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)

@@ -14,14 +14,13 @@ from tests.support.transports import TRANSPORTS
 
 LONGEST = (
     "tests.test_package",
-    "tests.test_examples",
     "tests.test_bench",
-    "tests.matrix.test_matrix",
-    "tests.programs.test_programs",
-    "tests.contract.test_lost_peers",
-    "tests.nccl.test_lost_peers",
-    "tests.nccl.test_failing_calls",
+    "tests.test_examples",
     "tests.test_torchrun",
+    "tests.backend.test_benchmark",
+    "tests.test_demo",
+    "tests.programs.test_programs",
+    "tests.matrix.test_matrix",
 )
 
 
@@ -35,10 +34,18 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the files that take longest, so that none of them is left over for one worker."""
+    """Begins with the files that take longest, so that none of them is left over for one worker.
+
+    Any worker may take any test, except that one takes all that share a fixture of their module.
+    """
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.module.__name__, len(order)))
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(one.scope == "module" for definitions in fixtures for one in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

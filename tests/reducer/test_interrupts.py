@@ -108,8 +108,8 @@ def _forget() -> None:
         path.unlink()
 
 
-def _until_interrupted(times: int = 1) -> None:
-    path = Path(my_place().directory, f"interrupt-{times - 1}")
+def _until_interrupted() -> None:
+    path = Path(my_place().directory, "interrupt-0")
     while not path.exists():
         time.sleep(0.005)
 
