@@ -80,7 +80,10 @@ MUTATIONS = (
         file=ROUND,
         old="self._n_launched < len(self._buckets) - 1\n",
         new="self._n_launched < len(self._buckets)\n",
-        tests=("tests/reducer/test_failed_steps.py",),
+        tests=(
+            "tests/reducer/test_failed_steps.py::"
+            "test_an_exception_after_the_last_gradient_costs_all_ranks_the_step",
+        ),
     ),
     Mutation(
         name="reducer: a round goes on after abandon()",
