@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -92,11 +92,16 @@ def failure_of(
     comm: Communicator, notes: Notes, peers: tuple[int, ...] = (), within: float = 10
 ) -> FastcommError | None:
     """What the watchdog has ended the communicator with, if it does so in time."""
-    deadline = time.monotonic() + within
     with watching(comm, notes, peers):
-        while comm.failure is None and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: comm.failure is not None, within)
     return comm.failure
+
+
+def wait_until(is_so: Callable[[], bool], within: float = 10) -> None:
+    """Or until the time is up."""
+    deadline = time.monotonic() + within
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -173,9 +178,7 @@ def test_a_process_that_has_ended_is_found(waits_for: str) -> None:
             time.sleep(PAUSE_S)
             assert comm.failure is None
             os.kill(pid, 9)
-            deadline = time.monotonic() + 10
-            while comm.failure is None and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_until(lambda: comm.failure is not None)
     assert isinstance(comm.failure, PeerLostError) and comm.failure.ranks == (0,)
     assert f"rank 0 (pid {pid}) died" in str(comm.failure)
 
@@ -232,16 +235,17 @@ def test_an_abandonment_is_heard_in_its_epoch_alone() -> None:
     comm = Communicator()
     comm.epoch = 2
     with watching(comm, Notes({"abandoned/1": "long ago", "abandoned/2": "rank 0 abandoned"})):
-        time.sleep(PAUSE_S)
+        wait_until(lambda: len(comm.interruptions) > 1)
     assert set(comm.interruptions) == {("rank 0 abandoned", 2)}
 
 
 def test_a_rank_that_is_asked_says_where_it_stands() -> None:
     notes, comm = Notes({"question": "where are you?"}), Communicator()
     with watching(comm, notes):
-        time.sleep(PAUSE_S)
+        wait_until(lambda: "position/0/1" in notes)
+        assert json.loads(notes["position/0/1"]) == [5, watchdog.NOTHING]
         comm.number = 6
-        time.sleep(PAUSE_S)
+        wait_until(lambda: "6" in notes["position/0/1"])
     assert json.loads(notes["position/0/1"]) == [6, watchdog.NOTHING]
 
 

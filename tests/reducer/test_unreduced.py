@@ -417,3 +417,13 @@ def test_what_no_sync_has_made_is_reduced_once(comm, buckets):
         part.zero_grad()
     loss_of(model, comm.rank, 3, 0).backward()
     assert_gradients(model.heads[1], reduced)
+
+
+@on_ranks(2)
+def test_no_sync_after_a_round_does_not_vouch_for_gradients_made_by_hand(comm, buckets):
+    model, reducer, optimizer = attached(comm, **buckets)
+    backward(model, comm.rank)
+    with reducer.no_sync():
+        backward(model, comm.rank, 1)
+    put(model, comm.rank)
+    assert_refused(model, optimizer, r"4\.bias")

@@ -76,7 +76,7 @@ def _abandon_with_one_who_is_lost(place):
 def test_a_rank_that_abandons_hears_of_a_peer_that_has_abandoned_and_died():
     message, pid, seconds = values_of(fresh_ranks(2, _abandon_with_one_who_is_lost)[:1])[0]
     assert f"rank 1 (pid {pid}) died" in message
-    assert seconds < 1.5
+    assert seconds < 3
 
 
 def _abandon_after_a_mismatch(place):

@@ -18,6 +18,13 @@ from tests.support.ranks import fresh_ranks
 RING = 16  # SHM_RING of kernels/shm/core.h
 
 
+def _wait_for_note(place, name):
+    deadline = time.monotonic() + 20
+    while not Path(place.directory, name).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _fill(comm):
     """Every rank's mailbox is filled, but no rank has read any."""
     return [comm.all_reduce(torch.ones(4), async_op=True) for _ in range(RING)]
@@ -38,7 +45,7 @@ def _lose_a_peer(place):
 def test_a_rank_that_waits_for_a_free_slot_hears_of_a_killed_peer():
     message, pid, seconds = values_of(fresh_ranks(2, _lose_a_peer)[:1])[0]
     assert f"rank 1 (pid {pid}) died" in message
-    assert seconds < 1
+    assert seconds < 3
 
 
 def _wait_for_a_late_peer(place):
@@ -46,9 +53,10 @@ def _wait_for_a_late_peer(place):
     comm.barrier()
     works = _fill(comm)
     if place.rank == 1:
-        time.sleep(2)
+        _wait_for_note(place, "rank 0 has heard")
         return None
     message, seconds = raised(TimeoutError, lambda: comm.all_reduce(torch.ones(4), async_op=True))
+    note(place, **{"rank 0 has heard": True})
     assert len(works) == RING
     return message, seconds
 
@@ -57,7 +65,7 @@ def test_a_rank_that_waits_for_a_free_slot_keeps_to_the_deadline():
     message, seconds = values_of(fresh_ranks(2, _wait_for_a_late_peer))[0]
     assert "waited 0.5 s" in message
     assert "missing: rank 1" in message
-    assert seconds < 1.5
+    assert seconds < 3
 
 
 def _post(comm, numel, n):
@@ -70,8 +78,7 @@ def _ask_late(place):
     for work in _post(comm, 5, RING - 1):
         work.wait()
     if place.rank == 0:
-        while not Path(place.directory, "posted").exists():
-            time.sleep(0.01)
+        _wait_for_note(place, "posted")
     else:
         later = _post(comm, 6, RING - 1)
         note(place, posted=True)  # in all slots but one
