@@ -18,7 +18,10 @@ MUTATIONS = (
         file=QUEUE,
         old="            if theirs is None:\n                self._append(own)\n",
         new="            self._append(own)\n",
-        tests=("tests/contract/test_abandon.py", "tests/reducer/test_defects.py"),
+        tests=(
+            "tests/reducer/test_defects.py::"
+            "test_a_rank_that_abandons_what_it_has_seen_abandoned_joins_the_others",
+        ),
     ),
     Mutation(
         name="group: a work under way counts as carried out at close()",
@@ -53,14 +56,20 @@ MUTATIONS = (
         file=QUEUE,
         old="elif any(call != calls[0] for call in calls):",
         new="elif any(call.kind != calls[0].kind for call in calls):",
-        tests=("tests/contract/test_mismatches.py",),
+        tests=(
+            "tests/contract/test_mismatches.py::"
+            "test_ranks_that_disagree_all_hear_of_it_and_of_both_sides[group-3-op]",
+        ),
     ),
     Mutation(
         name="group: an abandonment ends when one rank has joined it",
         file=QUEUE,
         old="while any(call != ABANDON for call in calls):",
         new="while all(call != ABANDON for call in calls):",
-        tests=("tests/contract/test_abandon.py",),
+        tests=(
+            "tests/contract/test_abandon.py::"
+            "test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new[group-3]",
+        ),
     ),
     Mutation(
         name="group: a shard is padded where it need not be, and not where it need",
@@ -74,7 +83,7 @@ MUTATIONS = (
         file=CALL,
         old="total = rows[0].to(torch.float32 if dtype in HALVES else dtype, copy=True)",
         new="total = rows[0].clone()",
-        tests=("tests/contract/test_results.py",),
+        tests=("tests/group/test_over_torch.py::test_16_bit_floats_are_rounded_once",),
     ),
     Mutation(
         name="group: a mean is scaled in the wire's dtype",

@@ -47,7 +47,10 @@ MUTATIONS = (
         file=PROTOCOL,
         old=" && a->label == b->label &&",
         new=" &&",
-        tests=("tests/contract/test_mismatches.py",),
+        tests=(
+            "tests/contract/test_mismatches.py::"
+            "test_ranks_that_launch_different_buckets_hear_of_it",
+        ),
     ),
     Mutation(
         name="kernels: a tensor is free while peers still read it",

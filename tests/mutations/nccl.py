@@ -98,7 +98,10 @@ MUTATIONS = (
         file=LINK,
         old="        if self.is_split_up:\n            self.epoch += 1\n",
         new="",
-        tests=("tests/contract/test_abandon.py",),
+        tests=(
+            "tests/contract/test_abandon.py::"
+            "test_a_round_may_be_abandoned_twice_before_the_ranks_have_met_for_it[nccl-2]",
+        ),
     ),
     Mutation(
         name="nccl: a work of an abandoned epoch says nothing",
@@ -164,7 +167,7 @@ MUTATIONS = (
         file=MULTI_TENSOR,
         old='tiles["offset"] = offsets[tensor] + done',
         new='tiles["offset"] = offsets[tensor]',
-        tests=("tests/nccl/test_sizes.py",),
+        tests=("tests/nccl/test_multi_tensor.py",),
     ),
     Mutation(
         name="cuda: a graph that captures twice is counted twice",

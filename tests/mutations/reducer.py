@@ -125,7 +125,9 @@ MUTATIONS = (
         file=REDUCER,
         old="_n_attached[self.comm] = self.number + 1",
         new="_n_attached[self.comm] = self.number",
-        tests=("tests/contract/test_mismatches.py",),
+        tests=(
+            "tests/contract/test_mismatches.py::test_ranks_that_train_different_models_hear_of_it",
+        ),
     ),
     Mutation(
         name="reducer: steps count on after refresh()",

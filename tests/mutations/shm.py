@@ -56,7 +56,12 @@ MUTATIONS = (
         file=RING,
         old="error, self.interruption = self.interruption, None",
         new="error = self.interruption",
-        tests=("tests/contract/test_abandon.py", "tests/reducer/test_defects.py"),
+        tests=(
+            "tests/contract/test_abandon.py::"
+            "test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new[shm-3]",
+            "tests/reducer/test_defects.py::"
+            "test_a_rank_that_abandons_what_it_has_seen_abandoned_joins_the_others",
+        ),
     ),
     Mutation(
         name="shm: a mismatch is told as an abandonment of the rank that found it",
