@@ -48,6 +48,20 @@ MUTATIONS = (
         tests=("tests/reducer/test_buckets.py",),
     ),
     Mutation(
+        name="reducer: a reducer keeps its model alive",
+        file=REDUCER,
+        old="self._model = reference_to(source)",
+        new="self._model = lambda: source",
+        tests=("tests/reducer/test_buckets.py",),
+    ),
+    Mutation(
+        name="reducer: a bucket keeps its parameters alive",
+        file=BUCKET,
+        old="[weakref.ref(parameter) for parameter in own]",
+        new="[lambda parameter=parameter: parameter for parameter in own]",
+        tests=("tests/reducer/test_buckets.py",),
+    ),
+    Mutation(
         name="reducer: a hook's buffer begins where its storage does",
         file=HOOKED,
         old="one.stride(), begin + offset)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -233,3 +234,17 @@ def test_what_no_rank_used_in_one_round_is_reduced_in_the_next(comm):
     loss_of(alone, 0, 0, 0, 1).backward()
     for ours, wanted in zip(model.heads[1].parameters(), alone.heads[1].parameters(), strict=True):
         torch.testing.assert_close(ours.grad, wanted.grad)
+
+
+@on_ranks(2)
+def test_a_reducer_keeps_no_parameter_alive_a_frozen_one_neither(comm):
+    model = mlp()
+    model[2].requires_grad_(False)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    comm.barrier()
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 6
+    reducer.detach()
