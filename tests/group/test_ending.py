@@ -24,8 +24,9 @@ def _close_with_a_work_under_way(place):
     comm = communicator(place)
     comm.barrier()
     if place.rank == 1:
+        before = comm.number
         work = comm.all_reduce(torch.ones(5000), async_op=True)
-        while comm.number < 2:  # announced, but rank 0 has not come
+        while comm.number == before:  # announced, but rank 0 has not come
             time.sleep(0.001)
         comm.close()
         note(place, closed_at=time.monotonic())

@@ -19,7 +19,7 @@ from fastcomm import FastcommError, PeerLostError
 from fastcomm.group.call import reduce_rows
 from fastcomm.group.communicator import GroupCommunicator
 from fastcomm.group.exchange import Exchange
-from tests.support.bodies import communicator, gloo, note
+from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.reference import (
@@ -53,6 +53,23 @@ def test_what_is_called_before_the_abandonment_is_known_is_not_taken_for_the_nex
             time.sleep(0.01)
         with pytest.raises(FastcommError, match="rank 0 abandoned"):
             comm.all_reduce(torch.ones(20), async_op=True)
+    check_all_reduce(comm)
+
+
+@on_ranks(2)
+def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
+    called = meeting_place() / f"called {comm.backend}"
+    while comm.rank == 1 and not called.exists():
+        time.sleep(0.01)
+    time.sleep(0.3 * comm.rank)  # rank 0 waits in abandon(), its thread in the first of the works
+    works = [comm.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
+    if comm.rank == 0:
+        called.touch()
+        comm.abandon()
+    works[0].wait()
+    for work in works[1:]:
+        with pytest.raises(FastcommError, match="rank 0 (has )?abandoned"):
+            work.wait()
     check_all_reduce(comm)
 
 

@@ -42,7 +42,10 @@ MUTATIONS = (
         file=QUEUE,
         old="work = self._own_abandonment() or self._works[0]",
         new="work = self._works[0]",
-        tests=("tests/group/test_group.py", "tests/group/test_interrupts.py"),
+        tests=(
+            "tests/group/test_group.py::"
+            "test_what_was_called_before_abandon_and_has_not_begun_is_not_begun",
+        ),
     ),
     Mutation(
         name="group: what was called before an abandonment is known joins the next round",
@@ -66,10 +69,7 @@ MUTATIONS = (
         file=QUEUE,
         old="while any(call != ABANDON for call in calls):",
         new="while all(call != ABANDON for call in calls):",
-        tests=(
-            "tests/contract/test_abandon.py::"
-            "test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new[group-3]",
-        ),
+        equivalent="All ranks see the same calls, so they stop together, one exchange earlier.",
     ),
     Mutation(
         name="group: a shard is padded where it need not be, and not where it need",

@@ -93,7 +93,7 @@ MUTATIONS = (
         file=PROTOCOL,
         old="return comm->head + comm->chunk + c->n_in + c->n_worked + c->n_out;",
         new="return comm->head + comm->chunk;",
-        tests=("tests/reducer/test_defects.py::test_a_deadline_is_for_what_does_not_move",),
+        tests=("tests/shm/test_deadlines.py",),
     ),
     Mutation(
         name="kernels: a rank's own shard is not gathered for staging",

@@ -35,7 +35,7 @@ MUTATIONS = (
         file=RING,
         old="if patience.deadline == 0 or progress != patience.progress:",
         new="if patience.deadline == 0:",
-        tests=("tests/reducer/test_defects.py::test_a_deadline_is_for_what_does_not_move",),
+        tests=("tests/shm/test_deadlines.py",),
     ),
     Mutation(
         name="shm: a second Ctrl-C waits, too",
