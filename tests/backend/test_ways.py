@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,35 @@ from tests.support.ranks import fresh_ranks
 from tests.support.reference import DTYPES
 
 
-def _average(place):
+class _Counting:
+    """The group's communicator, counting what it reduces by dtype."""
+
+    def __init__(self, comm):
+        self._comm, self.counts = comm, Counter()
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def all_reduce(self, tensor, *arguments, **options):
+        self.counts[tensor.dtype] += 1
+        return self._comm.all_reduce(tensor, *arguments, **options)
+
+
+def _reduce(place):
     start(place)
-    averages = {}
-    for dtype in DTYPES:
-        tensor = torch.full((3,), 2 * place.rank, dtype=dtype)
-        dist.all_reduce(tensor, dist.ReduceOp.AVG)
-        averages[dtype] = tensor.tolist()
+    shared = dist.group.WORLD._cpu
+    counting = shared.comm = _Counting(shared.comm)
+    for dtype in (*DTYPES, torch.int8):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            tensor = torch.full((3,), place.rank + 1, dtype=dtype)
+            dist.all_reduce(tensor, op)
+            assert tensor.tolist() == [3 if op == dist.ReduceOp.SUM else 2] * 3
     dist.destroy_process_group()
-    return averages
+    return dict(counting.counts)
 
 
-def test_every_dtype_is_averaged_which_gloo_refuses():
-    assert values_of(fresh_ranks(2, _average)) == [dict.fromkeys(DTYPES, [1] * 3)] * 2
+def test_every_dtype_of_the_transport_is_reduced_by_it_and_no_other():
+    assert values_of(fresh_ranks(2, _reduce)) == [dict.fromkeys(DTYPES, 2)] * 2
 
 
 def _threads_of_progress():
