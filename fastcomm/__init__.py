@@ -2,7 +2,16 @@
 else.
 """
 
-from fastcomm.communicator import Communicator, Work
+try:
+    from fastcomm.communicator import Communicator, Work
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("fastcomm."):
+        raise
+    raise ImportError(
+        f"fastcomm in {__path__[0]} is not built. After `pip install .`, start Python in another "
+        "folder: in this one it finds the sources. Or build in place, by `pip install -e .` or "
+        "`python setup.py build_ext --inplace`"
+    ) from error
 from fastcomm.errors import (
     AbandonedError,
     FastcommError,

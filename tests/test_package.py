@@ -197,6 +197,21 @@ def test_wheel_works_outside_the_tree(clean_python: Path, tmp_path: Path) -> Non
     assert where.startswith(str(clean_python.parent.parent))
 
 
+def test_sources_that_are_not_built_say_so(clean_python: Path, tmp_path: Path) -> None:
+    """A newcomer after `pip install .`: Python finds the folder before what was installed."""
+    shutil.copytree(ROOT / "fastcomm", tmp_path / "fastcomm", ignore=not_sources)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [clean_python, "-c", "import fastcomm"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "is not built" in done.stderr and "pip install -e ." in done.stderr
+
+
 def test_info_of_the_installed_wheel(clean_python: Path, tmp_path: Path) -> None:
     lines = call(clean_python, "-m", "fastcomm", "info", cwd=tmp_path).splitlines()
     facts = {name: fact for name, _, fact in (line.partition(" ") for line in lines)}
