@@ -46,7 +46,7 @@ def train(comm: fastcomm.Communicator, options: argparse.Namespace) -> None:
         progress = load(options.checkpoint, model, optimizer, comm.device)  # on every rank
     reducer = fastcomm.Reducer(comm).attach(model)
     reducer.check_in_sync(optimizer)
-    forward = torch.compile(model) if options.compile else model
+    forward = torch.compile(model, backend=options.compile) if options.compile else model
 
     deadline = time.monotonic() + 60 * options.minutes
     while progress["epoch"] < options.epochs and progress["stale"] < PATIENCE:
@@ -144,7 +144,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=60, help="end after so many")
     parser.add_argument("--checkpoint", metavar="FILE", help="go on from it if it is there")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model"
+    )
     return parser.parse_args()
 
 
