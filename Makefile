@@ -36,7 +36,7 @@ all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml
 
 test: $(VENV)/.installed-dev
 	$(rebuild)
-	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder tests
+	$(python) -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder tests
 
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,18 +35,17 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the files that take longest, so that none of them is left over for one worker.
-
-    Any worker may take any test, except that one takes all that share a fixture of their module.
-    """
+    """Begins with the files that take longest, so that none of them is left over for one worker."""
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.module.__name__, len(order)))
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(one.scope == "module" for definitions in fixtures for one in definitions):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.scheduling import AnyWorker
+
+    return AnyWorker(config, log)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
