@@ -19,10 +19,9 @@ from tests.support.ranks import fresh_ranks, torchrun_env
 
 
 def printed_by(script: Path, *arguments: str) -> str:
-    """What rank 0 prints."""
+    """What the ranks print, rank 0 first."""
     outcomes = fresh_ranks(2, _run, script, arguments, env=_environments(), timeout=100)
-    printed: str = values_of(outcomes)[0]
-    return printed
+    return "".join(values_of(outcomes))
 
 
 def printed_with(script: Path, variants: Sequence[Sequence[str]]) -> list[str]:
