@@ -45,8 +45,9 @@ NOTES = """\
 | `"min"`, `"max"` | `ReduceOp.MIN`, `ReduceOp.MAX` | |
 | `"prod"` | `"product"`, `ReduceOp.PRODUCT` | |
 
-float32, float64, float16, bfloat16, int32, int64 and uint8. bool is not among them: send
-`flag.to(torch.uint8)` and reduce by `"max"` (any) or `"min"` (all).
+float32, float64, float16, bfloat16, int32, int64 and uint8, also for what is only copied. bool is
+not among them: send `flag.to(torch.uint8)` and reduce by `"max"` (any) or `"min"` (all). Autograd
+sees nothing of a collective.
 
 There is no `all_to_all`, `send`, `recv`, `scatter`, `gather` or collective of Python objects here:
 the [backend](backend.md) has them.
@@ -72,6 +73,19 @@ dist.init_process_group("gloo")
 halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # on every rank
 comm = fastcomm.init(group=halves[dist.get_rank() // 2])  # of 2 ranks, numbered from 0
 ```
+
+There is no other way to make one of a part of the ranks.
+
+### After an error
+
+| error | the communicator |
+|---|---|
+| `ValueError`, `TypeError` | as before: no peer has heard of it |
+| `AbandonedError` | as before: skip the step, and go on |
+| `MismatchError` | as before; over NCCL it has ended |
+| `PeerLostError`, `TimeoutError` | has ended: start again, as [launching.md](launching.md) says |
+
+`comm.failure` is None as long as it can be used.
 """
 
 # By heading: what stands under it.

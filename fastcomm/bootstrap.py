@@ -335,7 +335,8 @@ def _environment(name: str) -> str:
         raise InitError(
             f"{name} is not set: start the script with `torchrun --nproc-per-node=2 "
             f"{os.path.basename(sys.argv[0]) or 'train.py'}`, "
-            "or pass init_method='tcp://host:port' with rank= and world_size=, or, for one rank "
+            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as docs/launching.md says, or "
+            "pass init_method='tcp://host:port' with rank= and world_size=, or, for one rank "
             "alone, world_size=1"
         )
     if name != "MASTER_ADDR" and not value.isdecimal():

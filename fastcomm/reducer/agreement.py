@@ -229,8 +229,9 @@ def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str
     holders = "; ".join(f"rank {', '.join(group)}{_shown(row)}" for row, group in groups.items())
     raise MismatchError(
         f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks listed together have "
-        "equal values. refresh() copies rank 0's parameters and buffers to all; for an optimizer, "
-        "load rank 0's optimizer.state_dict() on every rank"
+        "equal values. sync_buffers() copies rank 0's buffers to all, which are each rank's own "
+        "until then; refresh() the parameters, too; for an optimizer, load rank 0's "
+        "optimizer.state_dict() on every rank"
     )
 
 

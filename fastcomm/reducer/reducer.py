@@ -223,9 +223,9 @@ class Reducer(ReducerFlags):
         return [] if model is None else named_parameters(model)
 
     def refresh(self) -> None:
-        """Call it, on every rank, after parameters were frozen, unfrozen, added or removed. Plans
-        anew, and copies rank 0's values. An optimizer that holds parameters others have replaced
-        cannot step any more: make it anew.
+        """Call it, on every rank, after parameters were unfrozen, added or removed. Plans anew, and
+        copies rank 0's values. An optimizer that holds parameters others have replaced cannot step
+        any more: make it anew.
 
         Raises as attach(); then every backward raises FastcommError, until refresh() was called
         again. Raises FastcommError inside a backward.
@@ -404,7 +404,7 @@ class Reducer(ReducerFlags):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients on this rank only; the next one outside reduces the
-        sum. Decided at backward.
+        sum. Decided at backward. Use it on every rank alike.
         """
         before, self._is_synchronizing = self._is_synchronizing, False
         try:

@@ -29,7 +29,7 @@ class Reducer:
         self._steps.append(f"before {self.number}, since {since}")
 
     def after_step(self, shares: list[Share]) -> None:
-        self._steps.append(f"after {self.number}")
+        self._steps.append(f"after {self.number}" if shares else f"after {self.number}, no share")
 
 
 @pytest.fixture
@@ -94,4 +94,4 @@ def test_a_round_that_ends_within_a_step_is_not_stepped_by_it(reducers, steps):
         reducers[1].n_rounds += 1
 
     sgd(reducers[1]).step(closure)
-    assert steps == ["before 1, since None"]
+    assert steps == ["before 1, since None", "after 1, no share"]
