@@ -134,8 +134,9 @@ class ProcessGroup(dist.ProcessGroup):
         gloo = dist.ProcessGroupGloo(
             PrefixStore("gloo", self._store), self.rank(), self.size(), timeout=self._timeout
         )
-        gloo.options.global_ranks_in_group = options.global_ranks_in_group
-        gloo.options.group_name = options.group_id
+        if hasattr(gloo.options, "global_ranks_in_group"):  # not in torch 2.7
+            gloo.options.global_ranks_in_group = options.global_ranks_in_group
+            gloo.options.group_name = options.group_id
         gloo._set_sequence_number_for_group()
         self._gloo = GlooEngine(gloo, self._peers, self._members)
         self._register_backend(torch.device("cpu"), types.CUSTOM, gloo)
