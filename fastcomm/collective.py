@@ -8,13 +8,14 @@ Knows no transport. Raises only ValueError and TypeError.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 OPS = ("sum", "mean", "min", "max", "prod")
+Op: TypeAlias = str | ReduceOp.RedOpType  # which canonical_op takes
 _ALIASES = {"avg": "mean", "product": "prod"}
 
 # What the CPU transports reduce; NCCL's list depends on its version.
@@ -31,7 +32,7 @@ CPU_DTYPES = (
 BUCKETS_PER_REDUCER = 65536
 
 
-def canonical_op(op: str) -> str:
+def canonical_op(op: Op) -> str:
     """Returns the op's name as fastcomm spells it; torch.distributed's "avg" and "product", and its
     ReduceOp.SUM and the like, are accepted. Raises ValueError for any other name or op, TypeError
     for anything else.

@@ -21,7 +21,7 @@ from fastcomm.autograd_stack import (
     is_handled_inside_backward,
     is_inside_backward,
 )
-from fastcomm.collective import OTHERS_GRADIENT
+from fastcomm.collective import OTHERS_GRADIENT, Op
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.flat_buffers import inside
 
@@ -160,7 +160,7 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Work | None:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Work | None:
         """Reduces `tensor` over all ranks, in place. The result has the same bits on every rank.
 
         tensor: contiguous, on `device`, of any shape; numel and dtype are the same on every rank.
@@ -189,7 +189,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter_single(
-        self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
+        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> Work | None:
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`
         of inp.numel() / world_size elements. Both are contiguous and of one dtype. op: as

@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.collective import (
     CPU_DTYPES,
+    Op,
     canonical_op,
     check_numel,
     check_out,
@@ -108,7 +109,7 @@ class GroupCommunicator(Communicator):
         return self._exchange.empty(numel, dtype)
 
     def all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, async_op: bool = False
+        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> GroupWork | None:
         """See Communicator.all_reduce. 16-bit floats are added in float32 and rounded once."""
         op = canonical_op(op)
@@ -150,7 +151,7 @@ class GroupCommunicator(Communicator):
         return self._begin(call, move, flat, async_op)
 
     def reduce_scatter_single(
-        self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
+        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> GroupWork | None:
         """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)

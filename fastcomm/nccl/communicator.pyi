@@ -4,6 +4,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastcomm.collective import Op
 from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError
 from fastcomm.nccl.bucket import NcclBucket
@@ -29,7 +30,7 @@ class NcclCommunicator(Communicator):
     def failure(self) -> FastcommError | None: ...
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor: ...
     def all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, async_op: bool = False
+        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> NcclWork | None: ...
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -39,7 +40,7 @@ class NcclCommunicator(Communicator):
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
     ) -> NcclWork | None: ...
     def reduce_scatter_single(
-        self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
+        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> NcclWork | None: ...
     def barrier(self, *, async_op: bool = False) -> NcclWork | None: ...
     def bind_bucket(

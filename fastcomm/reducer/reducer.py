@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.autograd_stack import enclosing_backward
-from fastcomm.collective import buffers_label, canonical_op
+from fastcomm.collective import Op, buffers_label, canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, norms
@@ -82,7 +82,7 @@ class Reducer(ReducerFlags):
         *,
         bucket_cap_mb: float = 25,
         first_bucket_cap_mb: float = 1,
-        op: str = "mean",
+        op: Op = "mean",
         wire_dtype: torch.dtype | None = None,
         streams: int = 1,
         hook: Hook | Sequence[Hook] | None = None,

@@ -4,6 +4,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastcomm.collective import Op
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.shm.bucket import ShmBucket
@@ -19,7 +20,7 @@ class ShmCommunicator(Communicator):
     def failure(self) -> FastcommError | None: ...
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor: ...
     def all_reduce(
-        self, tensor: Tensor, op: str = "sum", *, async_op: bool = False
+        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> ShmWork | None: ...
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -29,7 +30,7 @@ class ShmCommunicator(Communicator):
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
     ) -> ShmWork | None: ...
     def reduce_scatter_single(
-        self, out: Tensor, inp: Tensor, op: str = "sum", *, async_op: bool = False
+        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> ShmWork | None: ...
     def barrier(self, *, async_op: bool = False) -> ShmWork | None: ...
     def bind_bucket(

@@ -1,3 +1,5 @@
 from torch import Tensor
 
-def reduce_shards(buffers: list[Tensor], op: str = "sum") -> None: ...
+from fastcomm.collective import Op
+
+def reduce_shards(buffers: list[Tensor], op: Op = "sum") -> None: ...

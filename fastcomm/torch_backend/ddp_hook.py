@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastcomm.collective import canonical_op
+from fastcomm.collective import Op, canonical_op
 from fastcomm.communicator import Communicator, Work
 
 
@@ -28,7 +28,7 @@ class HookState:
     """
 
     def __init__(
-        self, comm: Communicator, *, wire_dtype: torch.dtype | None = None, op: str = "mean"
+        self, comm: Communicator, *, wire_dtype: torch.dtype | None = None, op: Op = "mean"
     ) -> None:
         if wire_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(

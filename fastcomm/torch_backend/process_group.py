@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ReduceOp, Store  # type: ignore[attr-defined]
 
 from fastcomm.bootstrap import Caller, count_as_finished, own_part
-from fastcomm.collective import CPU_DTYPES
+from fastcomm.collective import CPU_DTYPES, canonical_op
 from fastcomm.errors import PeerLostError
 from fastcomm.rendezvous import connect
 from fastcomm.torch_backend.gloo_engine import GlooEngine
@@ -49,14 +49,8 @@ _NEW_GROUP = Caller(
 # By hash: the hash of a ReduceOp is the number of its op, and comparing two ReduceOps takes longer
 # than a small all-reduce.
 _OPS = {
-    hash(op): name
-    for op, name in (
-        (dist.ReduceOp.SUM, "sum"),
-        (dist.ReduceOp.AVG, "mean"),
-        (dist.ReduceOp.MIN, "min"),
-        (dist.ReduceOp.MAX, "max"),
-        (dist.ReduceOp.PRODUCT, "prod"),
-    )
+    hash(op): canonical_op(op)
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 }
 _DTYPES = frozenset(CPU_DTYPES)
 _STRIDED = torch.strided
