@@ -136,8 +136,7 @@ def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -
     table = Table([Column(10, (), "<"), Column(10, ()), Column(21, ()), Column(3, (), "<")])
     for way in WAYS:
         over = f"{overhead[way]:>9.2f} over local" if way != "local" else ""
-        mark = "~" if times.spreads[way].is_wide else ""
-        table.print_row([way, f"{times.median(way):.2f}", over, mark])
+        table.print_row([way, f"{times.median(way):.2f}", over, times.spreads[way].mark])
     print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
     return {
         "model": CASES[name].description,

@@ -166,7 +166,7 @@ def print_times(times: Times, errors: dict[str, float], options: argparse.Namesp
                 f"{times.ratio('gloo', contender):.2f}",
                 f"{times.median('gloo') / least:.2f}",
                 "" if contender == "gloo" else f"{errors[contender]:.1e}",
-                "~" if spread.is_wide else "",
+                spread.mark,
             ]
         )
     for contender in ("float32", "bfloat16"):

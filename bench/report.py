@@ -44,6 +44,11 @@ class Spread(NamedTuple):
     def is_wide(self) -> bool:
         return self.high - self.low > WIDE * self.middle
 
+    @property
+    def mark(self) -> str:
+        """For the row of a table."""
+        return "~" if self.is_wide else ""
+
 
 @dataclass(frozen=True)
 class Times:

@@ -254,7 +254,7 @@ def print_result(result: dict[str, Any]) -> None:
                 f"{low:.2f} ..{high:9.2f}",
                 over,
                 "",
-                "~" if spread.is_wide else "",
+                spread.mark,
             ]
         )
     share, share_of_views = (

@@ -11,7 +11,7 @@ import torch
 
 from fastcomm import PeerLostError
 from tests.contract import assert_ended, new_ranks
-from tests.support.bodies import communicator, leave, noted
+from tests.support.bodies import communicator, leave, left
 from tests.support.outcomes import values_of
 from tests.support.ranks import torchrun_env
 from tests.support.reference import check_all_reduce
@@ -42,14 +42,14 @@ def _lose_a_peer(place, collective, how):
         return None
     with pytest.raises(PeerLostError) as lost:
         COLLECTIVES[collective](comm)
-    seconds = time.monotonic() - float(noted(place, "left_at"))
+    pid, seconds = left(place)
     with pytest.raises(PeerLostError):
         comm.barrier()
     dead = (place.world_size - 1,) if " died" in str(lost.value) else ()
     assert lost.value.ranks == comm.failure.ranks == dead
     assert comm.close() is None
     assert_ended(comm)
-    return str(lost.value), int(noted(place, "pid")), seconds
+    return str(lost.value), pid, seconds
 
 
 WORDS = {
@@ -109,9 +109,10 @@ def _lose_rank_0(place):
         leave(place, comm, "killed")
     with pytest.raises(PeerLostError) as lost:
         comm.all_reduce(torch.ones(10))
-    assert time.monotonic() - float(noted(place, "left_at")) < SOON_S[place.transport]
+    pid, seconds = left(place)
+    assert seconds < SOON_S[place.transport]
     assert_ended(comm)
-    return str(lost.value), int(noted(place, "pid"))
+    return str(lost.value), pid
 
 
 @over(3)

@@ -62,8 +62,11 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
     while comm.rank == 1 and not called.exists():
         time.sleep(0.01)
     time.sleep(0.3 * comm.rank)  # rank 0 waits in abandon(), its thread in the first of the works
+    before = comm.number
     works = [comm.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
     if comm.rank == 0:
+        while comm.number == before:
+            time.sleep(0.01)
         called.touch()
         comm.abandon()
     works[0].wait()

@@ -17,7 +17,7 @@ from fastcomm import (
     watchdog,
 )
 from tests.nccl import communicator, outcomes_of
-from tests.support.bodies import leave, noted, raised
+from tests.support.bodies import leave, left, raised
 from tests.support.models import (
     SMALL_BUCKETS,
     backward,
@@ -52,11 +52,11 @@ def _lose_a_peer(place, wait, how):
         leave(place, comm, how)
         return None
     message, _ = raised(PeerLostError, lambda: WAITS[wait](comm))
-    seconds = time.monotonic() - float(noted(place, "left_at"))
+    pid, seconds = left(place)
     with pytest.raises(PeerLostError):
         comm.barrier()
     assert_all_ended()
-    return message, int(noted(place, "pid")), seconds
+    return message, pid, seconds
 
 
 def assert_told_of_the_loss(outcomes, words):
@@ -83,9 +83,9 @@ def _train_until_a_peer_dies(place, delay):
         while True:
             model.zero_grad()
             backward(model, place.rank)
-    seconds = time.monotonic() - float(noted(place, "left_at"))
+    pid, seconds = left(place)
     assert_all_ended()
-    return str(lost.value), int(noted(place, "pid")), seconds
+    return str(lost.value), pid, seconds
 
 
 @pytest.mark.parametrize("delay", [0.1, 0.1314, 0.1777])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastcomm import AbandonedError, MismatchError, PeerLostError
-from tests.support.bodies import communicator, leave, noted, raised
+from tests.support.bodies import communicator, leave, left, raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
@@ -70,7 +70,7 @@ def _abandon_with_one_who_is_lost(place):
         comm.abandon()
     time.sleep(0.5)
     message, _ = raised(PeerLostError, comm.abandon)
-    return message, int(noted(place, "pid")), time.monotonic() - float(noted(place, "left_at"))
+    return message, *left(place)
 
 
 def test_a_rank_that_abandons_hears_of_a_peer_that_has_abandoned_and_died():

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fastcomm import MismatchError, PeerLostError, TimeoutError
-from tests.support.bodies import communicator, leave, note, noted, raised
+from tests.support.bodies import communicator, leave, left, note, raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
@@ -39,7 +39,7 @@ def _lose_a_peer(place):
     time.sleep(0.3)
     message, _ = raised(PeerLostError, lambda: comm.all_reduce(torch.ones(4), async_op=True))
     assert len(works) == RING
-    return message, int(noted(place, "pid")), time.monotonic() - float(noted(place, "left_at"))
+    return message, *left(place)
 
 
 def test_a_rank_that_waits_for_a_free_slot_hears_of_a_killed_peer():

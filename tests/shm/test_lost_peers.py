@@ -12,7 +12,7 @@ import torch
 
 from fastcomm import PeerLostError
 from tests.shm import COLLECTIVES
-from tests.support.bodies import communicator, leave, note, noted
+from tests.support.bodies import communicator, leave, left, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.reference import check_all_reduce
@@ -31,10 +31,10 @@ def _lose_a_peer(place, collective, how):
         return None
     with pytest.raises(PeerLostError) as lost:
         COLLECTIVES[collective](comm)
-    seconds = time.monotonic() - float(noted(place, "left_at"))
+    pid, seconds = left(place)
     with pytest.raises(PeerLostError):
         comm.barrier()
-    return str(lost.value), int(noted(place, "pid")), seconds
+    return str(lost.value), pid, seconds
 
 
 def assert_told_of_the_loss(outcomes, *words):
@@ -65,11 +65,7 @@ def _lose_a_peer_at_any_moment(place, numel, delay):
             for tensor in tensors:
                 comm.all_reduce(tensor)
         except PeerLostError as error:
-            return (
-                str(error),
-                int(noted(place, "pid")),
-                time.monotonic() - float(noted(place, "left_at")),
-            )
+            return str(error), *left(place)
 
 
 @pytest.mark.parametrize("numel", [100, 10_000, 2_000_000])

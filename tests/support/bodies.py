@@ -99,6 +99,11 @@ def leave(place: Place, comm: Any, how: str) -> None:
         raise RuntimeError("of the user's own making")
 
 
+def left(place: Place) -> tuple[int, float]:
+    """The pid of the rank that went away, and how many seconds ago that was."""
+    return int(noted(place, "pid")), time.monotonic() - float(noted(place, "left_at"))
+
+
 def raised(error: type[BaseException], call: Callable[[], object]) -> tuple[str, float]:
     """What the call raised, as text, and after how many seconds."""
     before = time.monotonic()
