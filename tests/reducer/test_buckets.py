@@ -182,16 +182,16 @@ def test_a_training_that_sets_gradients_to_none_needs_at_most_one_gradient_sized
 
 @on_ranks(2)
 def test_memory_does_not_grow_when_reducers_come_and_go(comm):
-    for number in range(40):
+    for number in range(20):
         model = _layers(4, size=256)
         reducer = fastcomm.Reducer(comm).attach(model)
         _backward_of_layers(model, comm.rank)
         reducer.detach()
         del model, reducer
         gc.collect()
-        if number == 20:
+        if number == 10:
             before = _resident_bytes()
-    # Twenty models have gradients of 20 MiB.
+    # Ten models have gradients of 10 MiB.
     assert _resident_bytes() - before < 4 * 2**20
 
 

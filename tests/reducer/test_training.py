@@ -334,7 +334,7 @@ def _backward_of_a_head(model, rank, step):
     loss_of(model, rank, step, (rank + step * step) % 3).backward()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("train", [_train_mlp, _train_mlp_over_bfloat16, _train_changing_heads])
 def test_parameters_are_bitwise_equal_on_all_ranks_after_many_steps(
     ranks, world_size, train, buckets

@@ -160,12 +160,12 @@ def test_a_closed_communicator_keeps_no_mapping_and_no_descriptor():
 
 # A small /dev/shm
 
-REDUCE_100_MIB = """
+REDUCE_32_MIB = """
 import os, sys
 rank = 0 if os.fork() else 1
 import torch, fastcomm
 with fastcomm.init("shm", init_method=sys.argv[1], rank=rank, world_size=2) as comm:
-    for tensor in (comm.empty(25 * 2**20, dtype=torch.float32).fill_(1), torch.ones(25 * 2**20)):
+    for tensor in (comm.empty(8 * 2**20, dtype=torch.float32).fill_(1), torch.ones(8 * 2**20)):
         comm.all_reduce(tensor)
         assert (tensor == 2).all()
     comm.barrier()
@@ -175,7 +175,7 @@ if rank == 0:
 
 
 def test_tensors_may_be_larger_than_dev_shm(tmp_path):
-    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    mount = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode != 0:
         pytest.skip("may not mount a small /dev/shm: needs root and the right to unshare")
     command = [
@@ -187,7 +187,7 @@ def test_tensors_may_be_larger_than_dev_shm(tmp_path):
         "sh",
         sys.executable,
         "-c",
-        REDUCE_100_MIB,
+        REDUCE_32_MIB,
         f"file://{tmp_path}/meet",
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)

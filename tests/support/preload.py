@@ -9,6 +9,8 @@ import contextlib
 import gc
 import importlib
 
+from tests.support.reference import DTYPES, shards_of
+
 for name in (
     "torch._dynamo",
     "torch.distributed",
@@ -23,5 +25,7 @@ for name in (
 ):
     with contextlib.suppress(ImportError):  # hypothesis may be missing where there is a GPU
         importlib.import_module(name)
+for dtype in DTYPES:
+    shards_of(dtype, 1, 1)  # which draws what all others are cut from
 gc.collect()
 gc.freeze()

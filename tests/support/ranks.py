@@ -61,7 +61,7 @@ class Ranks:
         """Returns what `body(comm, *args)` returned, by rank. Raises RankError with all failures if
         any rank did not return.
         """
-        outcomes = self._world(world_size).call(body, args, timeout, GRACE)
+        outcomes = self._call(world_size, body, args, timeout)
         if any(outcome.kind != "returned" for outcome in outcomes):
             self._drop(world_size)
             raise RankError(body, outcomes)
@@ -83,7 +83,7 @@ class Ranks:
         The ranks are replaced afterwards, unless `survives` says that their communicator is still
         good.
         """
-        outcomes = self._world(world_size).call(body, args, timeout, GRACE)
+        outcomes = self._call(world_size, body, args, timeout)
         as_expected = all(
             o.failure is not None and o.is_a(expected) and re.search(match, o.failure.message)
             for o in outcomes
@@ -99,11 +99,17 @@ class Ranks:
             world.close()
         self._worlds.clear()
 
-    def _world(self, world_size: int) -> _World:
+    def _call(
+        self, world_size: int, body: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[Outcome]:
         key = self.transport, world_size
         if key not in self._worlds:
             self._worlds[key] = _World(world_size, transport=self.transport)
-        return self._worlds[key]
+        # In between they stand still: threads of Gloo's wake up a hundred times a second.
+        self._worlds[key].signal(signal.SIGCONT)
+        outcomes = self._worlds[key].call(body, args, timeout, GRACE)
+        self._worlds[key].signal(signal.SIGSTOP)
+        return outcomes
 
     def _drop(self, world_size: int) -> None:
         self._worlds.pop((self.transport, world_size)).close()
@@ -265,8 +271,14 @@ class _World:
                     deadline = min(deadline, time.monotonic() + grace)
         return [outcomes[rank] for rank in range(len(self._pipes))]
 
+    def signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def close(self) -> list[int | None]:
         """Ends the processes, politely first, and returns their exit codes."""
+        self.signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 10

@@ -30,20 +30,23 @@ def shards_of(dtype: torch.dtype, n: int, numel: int, seed: int = 0) -> list[Ten
     """n tensors on the CPU that begin one element off any alignment. Moderate floats, so that
     products stay finite; integers of any size.
     """
-    random = torch.Generator().manual_seed(seed)
-    tensors = []
-    for _ in range(n):
-        if dtype.is_floating_point:
-            values = torch.randn(numel + 1, generator=random, dtype=torch.float64, device="cpu").to(
-                dtype
-            )
-        else:
-            limits = torch.iinfo(dtype)
-            values = torch.randint(
-                limits.min, limits.max, (numel + 1,), generator=random, dtype=dtype, device="cpu"
-            )
-        tensors.append(values[1:])
-    return tensors
+    values = _random_values(dtype, 2 ** max(18, (2 * numel).bit_length()))
+    begins = torch.randint(
+        values.numel() - numel, (n,), generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
+    return [torch.cat([values[:1], values[b : b + numel]])[1:] for b in begins.tolist()]
+
+
+@functools.cache
+def _random_values(dtype: torch.dtype, numel: int) -> Tensor:
+    """Drawn once per process: drawing takes longer than any collective."""
+    random = torch.Generator().manual_seed(numel)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=random, dtype=torch.float64, device="cpu").to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(
+        limits.min, limits.max, (numel,), generator=random, dtype=dtype, device="cpu"
+    )
 
 
 def reduced(shards: list[Tensor], op: str) -> Tensor:
