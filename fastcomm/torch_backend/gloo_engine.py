@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
-from fastcomm.torch_backend.work import BackendWork
+from fastcomm.torch_backend.work import BackendWork, Finished, put_all
 
 # How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
 # once only the waits for the lost rank itself; others would last until the time-out.
@@ -41,6 +43,19 @@ class GlooEngine:
     def transfer(self, name: str, *arguments: Any) -> EngineWork:
         """As `collective`, between two ranks: the loss of a third one does not end it."""
         return TransferWork(self._call(name, arguments), self, name)
+
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Finished:
+        """By an all-reduce: Gloo's reduce_scatter takes every op for a sum before torch 2.9, and
+        ends the process over a scalar or over unequal parts.
+        """
+        flats = [part.detach().reshape(-1) for part in parts]
+        whole = torch.cat(flats)
+        reduction = c10d.AllreduceOptions()
+        reduction.reduceOp, reduction.timeout = opts.reduceOp, opts.timeout
+        self.collective("allreduce", [whole], reduction).wait()
+        own = whole.split([flat.numel() for flat in flats])[self._gloo.rank()]
+        put_all([(output, own.view(output.shape))])
+        return Finished([output])
 
     def monitored_barrier(self, *arguments: Any) -> None:
         self._call("monitored_barrier", arguments)

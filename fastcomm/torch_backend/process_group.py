@@ -325,13 +325,15 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER
     ) -> c10d.Work:
-        output = outputs[0]
-        is_reducible = hash(opts.reduceOp) in _OPS and self._transport(output) is not None
-        if not is_reducible or len(outputs) != 1 or not self._are_alike(inputs[0], output):
-            self._count()
-            return self._by_engine("reduce_scatter", output, outputs, inputs, opts)
-        whole = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
-        return self._reduce_scatter_base(output, whole, opts)
+        output, parts = outputs[0], inputs[0]
+        are_alike = len(outputs) == 1 and self._are_alike(parts, output)
+        if are_alike and hash(opts.reduceOp) in _OPS and self._transport(output) is not None:
+            whole = torch.cat([part.detach().reshape(-1) for part in parts])
+            return self._reduce_scatter_base(output, whole, opts)
+        self._count()
+        if output.is_cpu:
+            return self._gloo.reduce_scatter(output, parts, opts)
+        return self._by_engine("reduce_scatter", output, outputs, inputs, opts)
 
     def _reduce_scatter_base(
         self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER
@@ -345,10 +347,14 @@ class ProcessGroup(dist.ProcessGroup):
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, inputs))
         if shared is None or op is None:
-            # Gloo reads the first dimension of each tensor; a scalar has none.
-            pairs = zip(map(torch.atleast_1d, outputs), map(torch.atleast_1d, inputs), strict=True)
-            call = partial(self._by_engine, "_reduce_scatter_base")
-            return _last_of([call(inp, out, inp, opts) for out, inp in pairs])
+            return _last_of(
+                [
+                    self._gloo.reduce_scatter(out, list(inp.reshape(self.size(), -1)), opts)
+                    if inp.is_cpu
+                    else self._by_engine("_reduce_scatter_base", inp, out, inp, opts)
+                    for out, inp in zip(outputs, inputs, strict=True)
+                ]
+            )
         flats = [output.contiguous() for output in outputs]
         calls = [
             partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op)
