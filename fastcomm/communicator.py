@@ -111,7 +111,7 @@ class BoundBucket(abc.ABC):
 class Communicator(abc.ABC):
     """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one
     thread at a time per communicator. Made by fastcomm.init(); a context manager, which closes it,
-    or aborts it where an exception ends the block.
+    or aborts it where an exception other than sys.exit(0) ends the block.
 
     rank: of this process, from 0 to world_size - 1.
     world_size: how many ranks there are.
@@ -268,7 +268,7 @@ class Communicator(abc.ABC):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if kind is None or (isinstance(value, SystemExit) and not value.code):
             self.close()
         else:
             self.abort()

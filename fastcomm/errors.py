@@ -43,6 +43,10 @@ class PeerLostError(FastcommError):
         self.ranks = tuple(ranks)
 
 
+# What PeerLostError says of a rank that waits for no other any more.
+CLOSED = "closed its communicator (has its data ended earlier?)"
+
+
 class TimeoutError(FastcommError, builtins.TimeoutError):
     """A rank did not arrive in time. Names the collective and the ranks that are missing."""
 

@@ -17,10 +17,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fastcomm.errors import (
+    CLOSED,
     AbandonedError,
     FastcommError,
     InitError,
@@ -144,7 +145,7 @@ class Watchdog:
             if stalled is not None:
                 self._judge(comm, *stalled)
             elif comm._has_graphs():
-                self._look_at_processes(comm, "what its CUDA graphs replay", but=self._closed(comm))
+                self._look_at_processes(comm, "what its CUDA graphs replay")
         except FastcommError:
             raise
         except RuntimeError as trouble:  # torch's stores raise nothing more specific
@@ -183,8 +184,7 @@ class Watchdog:
                 self.give_up(
                     comm,
                     PeerLostError(
-                        f"{_of(comm, rank)} closed its communicator; "
-                        f"{_position(comm.rank, number, what)}"
+                        f"{_of(comm, rank)} {CLOSED}; {_position(comm.rank, number, what)}"
                     ),
                 )
                 return
@@ -194,11 +194,13 @@ class Watchdog:
         if age > self._timeout_s:
             self._time_out(comm, number, what)
 
-    def _closed(self, comm: Watched) -> set[int]:
-        """The ranks of this host that have closed in good order."""
-        return {rank for rank in self._lifelines if self._notes.read(f"closed/{rank}") is not None}
+    def _has_closed(self, rank: int) -> bool:
+        """Whether the rank is known to have closed in good order."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            return self._notes.read(f"closed/{rank}") is not None
+        return False
 
-    def _look_at_processes(self, comm: Watched, what: str, but: Collection[int] = ()) -> None:
+    def _look_at_processes(self, comm: Watched, what: str) -> None:
         ready = select.poll()
         for lifeline in self._lifelines.values():
             ready.register(lifeline, select.POLLIN)
@@ -206,7 +208,7 @@ class Watchdog:
         dead = [
             rank
             for rank, lifeline in self._lifelines.items()
-            if lifeline in ended and rank not in but
+            if lifeline in ended and not self._has_closed(rank)
         ]
         if dead:
             self.give_up(

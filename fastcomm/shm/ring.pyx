@@ -14,7 +14,7 @@ import torch
 from fastcomm import collective
 from fastcomm.collective import CPU_DTYPES, OPS, canonical_op, presence_values
 from fastcomm.errors import (
-    AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
+    CLOSED, AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
 )
 from fastcomm.lifetime import again
 
@@ -417,7 +417,7 @@ cdef class Ring:
         cdef int blamed = shm_blamed_by(self.handle, rank)
         dead = ()
         if state == SHM_CLOSED:
-            what = "closed its communicator"
+            what = CLOSED
         elif state == SHM_ABORTED:
             what = "aborted its communicator"
             if blamed >= 0:

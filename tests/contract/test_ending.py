@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -109,6 +110,20 @@ def test_a_context_manager_left_by_an_exception_lets_nobody_wait(transport, worl
     first, second = new_ranks(transport, world_size, _fail_inside_context_manager, timeout=20)
     assert first.is_a(KeyError), first
     assert second.is_a(PeerLostError), second
+
+
+def _exit_inside_context_manager(place):
+    if place.rank == 1:
+        with communicator(place):
+            sys.exit()
+    comm = communicator(place)
+    with pytest.raises(PeerLostError, match=r"rank 1 .*closed .*data ended earlier"):
+        comm.barrier()
+
+
+@over(2)
+def test_a_rank_that_exits_in_good_order_inside_a_context_manager_has_closed(transport, world_size):
+    values_of(new_ranks(transport, world_size, _exit_inside_context_manager)[:1])
 
 
 def _abort_from_another_thread(place):

@@ -7,14 +7,13 @@ import gc
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 from fastcomm import FastcommError, TimeoutError, watchdog
 from tests.contract import new_ranks
-from tests.support.bodies import communicator, note, noted, raised
+from tests.support.bodies import communicator, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import over
@@ -45,13 +44,6 @@ def test_a_peer_that_closes_with_a_work_under_way_is_named_soon(transport, world
     message, seconds = values_of(outcomes)[0]
     assert "rank 1" in message and "closed its communicator" in message
     assert seconds < 2
-
-
-def wait_for_note(place, name):
-    deadline = time.monotonic() + 20
-    while not Path(place.directory, name).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _threads_of_queues():

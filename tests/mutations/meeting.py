@@ -28,11 +28,11 @@ MUTATIONS = (
         tests=WATCHDOG_TESTS,
     ),
     Mutation(
-        name="watchdog: a rank that closed in good order is dead to graphs",
+        name="watchdog: a rank that closed in good order is dead once its process ends",
         file=WATCHDOG,
-        old=", but=self._closed(comm))",
-        new=")",
-        tests=WATCHDOG_TESTS,
+        old=" and not self._has_closed(rank)",
+        new="",
+        tests=(*WATCHDOG_TESTS, "tests/contract/test_ending.py"),
     ),
     Mutation(
         name="watchdog: descriptors of processes stay open",

@@ -6,23 +6,15 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
 from fastcomm import MismatchError, PeerLostError, TimeoutError
-from tests.support.bodies import communicator, leave, left, note, raised
+from tests.support.bodies import communicator, leave, left, note, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
 RING = 16  # SHM_RING of kernels/shm/core.h
-
-
-def _wait_for_note(place, name):
-    deadline = time.monotonic() + 20
-    while not Path(place.directory, name).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _fill(comm):
@@ -53,7 +45,7 @@ def _wait_for_a_late_peer(place):
     comm.barrier()
     works = _fill(comm)
     if place.rank == 1:
-        _wait_for_note(place, "rank 0 has heard")
+        wait_for_note(place, "rank 0 has heard")
         return None
     message, seconds = raised(TimeoutError, lambda: comm.all_reduce(torch.ones(4), async_op=True))
     note(place, **{"rank 0 has heard": True})
@@ -78,7 +70,7 @@ def _ask_late(place):
     for work in _post(comm, 5, RING - 1):
         work.wait()
     if place.rank == 0:
-        _wait_for_note(place, "posted")
+        wait_for_note(place, "posted")
     else:
         later = _post(comm, 6, RING - 1)
         note(place, posted=True)  # in all slots but one

@@ -65,6 +65,13 @@ def noted(place: Place, name: str) -> str:
     return Path(place.directory, name).read_text()
 
 
+def wait_for_note(place: Place, name: str) -> None:
+    deadline = time.monotonic() + 20
+    while not Path(place.directory, name).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def finish_together(comm: Any) -> None:
     """For bodies, before a rank abandons a round. Over NCCL the host does not wait, and one that
     abandons a round ends what the others are still about to finish of the round before: here they
