@@ -286,3 +286,28 @@ def test_the_suite_of_the_gpu_says_in_a_sentence_that_there_is_none(tmp_path):
     )
     assert done.returncode == 2
     assert "needs a GPU" in done.stderr and not list(tmp_path.iterdir())
+
+
+STEPS = """build\tpassed\t80\tdone
+tests\tfailed (1)\t33\t1 failed, 61 passed
+step\tno time left\t0\t
+"""
+
+
+def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCH)
+    gpu_report = importlib.import_module("gpu_report")
+    assert "has run on a GPU yet" in gpu_report.page(tmp_path)
+    (tmp_path / "steps").write_text(STEPS)
+    machine = {"gpu": "a card", "nccl": "2.28.9", "driver": "580.1", "commit": "abc1234"}
+    facts = gpu_report.this_machine() | machine
+    assert facts["torch"] == torch.__version__
+    steps = list(gpu_report.read_steps(tmp_path / "steps"))
+    (tmp_path / "gpu-summary.json").write_text(json.dumps({"machine": facts, "steps": steps}))
+    bars = [{"what": "launch", "figure": "3.1 us", "is_met": True}]
+    (tmp_path / "flatten.json").write_text(json.dumps({"bars": bars}))
+    page = gpu_report.page(tmp_path)
+    assert "on a card, driver 580.1, NCCL 2.28.9" in page and "commit abc1234" in page
+    assert "| tests | failed (1) | 33 | 1 failed, 61 passed |" in page
+    assert "| step | no time left | 0 |  |" in page
+    assert "| launch | 3.1 us | met |" in page

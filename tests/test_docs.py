@@ -4,6 +4,7 @@ somewhere, and lines fit a window.
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import textwrap
@@ -69,6 +70,13 @@ def test_python_on_a_page_can_be_compiled(page: Path) -> None:
 def api() -> str:
     """What ci/api.py prints."""
     return str(runpy.run_path(str(ROOT / "ci/api.py"))["page"]())
+
+
+def test_the_page_on_gpus_says_what_has_run_on_one(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    gpu_report = importlib.import_module("gpu_report")
+    current = (ROOT / "docs" / "gpu.md").read_text()
+    assert gpu_report.page(ROOT / "bench" / "results") in current, gpu_report.__doc__
 
 
 def test_the_api_page_says_what_the_docstrings_say() -> None:
