@@ -30,6 +30,7 @@ import report
 import torch
 import torch.distributed as dist
 import turns
+from allreduce_options import parse_size
 from models import CASES, WARM_UP_STEPS
 from report import Column, Table, Times
 from torch.nn.parallel import DistributedDataParallel
@@ -87,9 +88,18 @@ def parse_options() -> argparse.Namespace:
         help="rounds, in each of which every way has its turn (16)",
     )
     parser.add_argument("--steps", type=int, default=3, help="training steps of each turn (3)")
+    parser.add_argument(
+        "-e",
+        type=parse_size,
+        default=SIZES[-1],
+        metavar="SIZE",
+        help="largest all-reduce; K, M and G are binary (64M)",
+    )
     options = report.parse(parser)
     if options.rounds < 2:
         parser.error("--rounds must be at least 2: quartiles need more than one")
+    if options.e < SIZES[0]:
+        parser.error(f"-e is at least {SIZES[0]}, the smallest size")
     return options
 
 
@@ -102,7 +112,7 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
     table = Table([*(Column(width, (title,)) for title, width in columns), Column(3, ("",), "<")])
     table.print_head()
     rows = []
-    for nbytes in SIZES:
+    for nbytes in (size for size in SIZES if size <= options.e):
         samples = slowest(ranks.call("all_reduce", nbytes=nbytes, rounds=options.rounds), PEERS)
         times = Times.of(samples)
         us = {peer: 1e6 * times.median(peer) for peer in PEERS}

@@ -4,57 +4,60 @@ looks at a time. Those of the GPU run with the host in its place: see host_clock
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
 import os
-import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.forked_python import python
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
+from tests.support.small_models import WIDTHS
 from tests.support.stand_ins import environment, stand_ins
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
 
 
-def run(script: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-    command = [sys.executable, str(BENCH / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+def start(
+    script: str, *arguments: str | Path, on_the_host: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """How a benchmark ends that has a small model in place of its MLP."""
+    imports = ["tests.support.small_models"]
+    if on_the_host is not None:
+        imports.append("tests.support.host_clock")
+    return python(BENCH / script, *arguments, env=on_the_host or {}, imports=imports)
+
+
+def run(script: str, *arguments: str | Path, on_the_host: Mapping[str, str] | None = None) -> str:
+    """What it prints."""
+    done = start(script, *arguments, on_the_host=on_the_host)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def host_clock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def on_the_host() -> Mapping[str, str]:
     """The environment in which a benchmark of the GPU runs on the host."""
-    site = tmp_path_factory.mktemp("site")
-    shutil.copy(ROOT / "tests/support/host_clock.py", site / "sitecustomize.py")
-    path = os.pathsep.join([str(site), str(ROOT)])
-    return (
-        os.environ
-        | environment(stand_ins())
-        | {"FASTCOMM_BENCH": str(BENCH), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    )
+    return environment(stand_ins())
 
 
 def test_allreduce_prints_the_table_of_nccl_tests_and_writes_json(tmp_path):
     path = tmp_path / "allreduce.json"
-    printed = run(
-        "allreduce.py",
-        *["-b", "1K", "-e", "64K", "-f", "8", "-n", "20", "-w", "2", "--peers", "gloo", "--json"],
-        str(path),
-    )
+    command = [sys.executable, str(BENCH / "allreduce.py"), "--json", str(path)]
+    options = ["-b", "1K", "-e", "64K", "-f", "8", "-n", "20", "-w", "2", "--peers", "gloo"]
+    # As its users start it, the other benchmarks being forked.
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
     rows = [line.split() for line in printed.splitlines() if line and not line.startswith("#")]
     assert [row[:5] for row in rows] == [
         [str(n), str(n // 4), "float", "sum", "-1"] for n in (1024, 8192, 65536)
@@ -106,9 +109,7 @@ def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     result = json.loads(path.read_text())["models"]["mlp"]
     assert set(result["quartiles_ms"]) == {"local", "fastcomm", "ddp", "ddp_views"}
     assert set(result["overhead_ms"]) == {"fastcomm", "ddp", "ddp_views"}
-    assert result["parameters"] == sum(
-        p * q + q for p, q in [(1024, 2048), (2048, 2048), (2048, 1024), (1024, 10)]
-    )
+    assert result["parameters"] == sum(p * q + q for p, q in pairwise(WIDTHS))
 
 
 def test_step_tells_what_the_hooks_cost():
@@ -120,7 +121,7 @@ def test_step_tells_what_the_hooks_cost():
 
 @pytest.fixture(scope="module")
 def flattened(
-    host_clock: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    on_the_host: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, Any]]:
     """What bench/flatten.py prints and writes."""
     path = tmp_path_factory.mktemp("flatten") / "flatten.json"
@@ -128,7 +129,7 @@ def flattened(
         "flatten.py",
         *["--lists", "tiny", "--rounds", "2", "--launches", "1", "32", "--json"],
         *[str(path), "--plot", str(path.with_suffix(".png"))],
-        env=host_clock,
+        on_the_host=on_the_host,
     )
     return printed, json.loads(path.read_text())
 
@@ -144,7 +145,7 @@ def test_flatten_compares_the_kernels_with_their_peers(flattened):
 
 
 def test_flatten_counts_the_bytes_read_and_written(flattened):
-    numel = sum(1 + 617 * i % 1999 for i in range(2000))
+    numel = sum(1 + 617 * i % 1999 for i in range(200))
     assert [row["nbytes"] for row in flattened[1]["rows"][::2]] == [8 * numel, 4 * numel, 6 * numel]
 
 
@@ -165,22 +166,27 @@ def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
 
 def _parameters_of(place, names):
     sys.path.insert(0, str(BENCH))
-    flatten = importlib.import_module("flatten")
-    shapes = {name: flatten.LISTS[name]() for name in names}
+    contenders = importlib.import_module("flatten_contenders")
+    mlp = {"mlp": lambda: contenders.shapes_of(contenders.models.mlp)}
+    shapes = {name: (contenders.LISTS | mlp)[name]() for name in names}
     return {name: (len(of), sum(shape.numel() for shape in of)) for name, of in shapes.items()}
 
 
-def test_flatten_takes_the_parameters_the_models_are_known_by():
+def test_models_have_the_parameters_they_are_known_by():
     known = {
+        "mlp": (8, 8_403_978),
         "resnet50": (161, 25_557_032),
         "bert-large": (391, 335_141_888),
         "gpt2": (148, 124_439_808),
+        "tiny": (2000, sum(1 + 617 * i % 1999 for i in range(2000))),
     }
     assert values_of(fresh_ranks(1, _parameters_of, list(known))) == [known]
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(host_clock, tmp_path, ranks):
+def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(
+    on_the_host, tmp_path, ranks
+):
     path = tmp_path / "allreduce.json"
     sizes = ["-b", "1K", "-e", "8K", "-f", "8", "-n", "10"]
     printed = run(
@@ -192,7 +198,7 @@ def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(host_cloc
         *sizes,
         "--json",
         str(path),
-        env=host_clock,
+        on_the_host=on_the_host,
     )
     assert "# Out of bounds values : 0 OK" in printed and "# NCCL 2." in printed
     result = json.loads(path.read_text())
@@ -201,7 +207,7 @@ def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(host_cloc
         assert set(row["ratios"]) == {"ordinary/fastcomm", "nccl/fastcomm"}
 
 
-def test_allreduce_on_a_shared_card_says_that_times_mean_nothing(host_clock, tmp_path):
+def test_allreduce_on_a_shared_card_says_that_times_mean_nothing(on_the_host, tmp_path):
     arguments = [
         "--device",
         "cuda",
@@ -220,18 +226,21 @@ def test_allreduce_on_a_shared_card_says_that_times_mean_nothing(host_clock, tmp
         "avg",
     ]
     printed = run(
-        "allreduce.py", *arguments, "--json", str(tmp_path / "allreduce.json"), env=host_clock
+        "allreduce.py",
+        *arguments,
+        "--json",
+        str(tmp_path / "allreduce.json"),
+        on_the_host=on_the_host,
     )
     assert "correctness only" in printed and "# Out of bounds values : 0 OK" in printed
 
 
-def test_allreduce_refuses_more_ranks_than_cards(host_clock):
-    command = [sys.executable, str(BENCH / "allreduce.py"), "--device", "cuda", "--ranks", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=host_clock)
+def test_allreduce_refuses_more_ranks_than_cards(on_the_host):
+    done = start("allreduce.py", "--device", "cuda", "--ranks", "3", on_the_host=on_the_host)
     assert done.returncode == 2 and "--share" in done.stderr
 
 
-def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(host_clock, tmp_path):
+def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(on_the_host, tmp_path):
     path = tmp_path / "step.json"
     arguments = [
         "--device",
@@ -245,7 +254,7 @@ def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(host_clock, tmp_path
         "--json",
         str(path),
     ]
-    printed = run("step.py", *arguments, env=host_clock)
+    printed = run("step.py", *arguments, on_the_host=on_the_host)
     result = json.loads(path.read_text())["models"]["mlp"]
     assert set(result["overhead_ms"]) == {
         "fastcomm",
@@ -263,18 +272,9 @@ def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(host_clock, tmp_path
     [["flatten.py"], ["allreduce.py", "--device", "cuda"], ["step.py", "--device", "cuda"]],
 )
 def test_a_benchmark_of_the_gpu_says_in_a_sentence_that_there_is_none(arguments):
-    [(status, said)] = values_of(fresh_ranks(1, _status_and_errors, *arguments))
-    assert status == 2
-    assert len(said.splitlines()) == 1 and "CUDA" in said
-
-
-def _status_and_errors(place, script, *arguments):
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(BENCH))
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(BENCH / script), run_name="__main__")
-    return ended.value.code, errors.getvalue()
+    done = start(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "CUDA" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")

@@ -4,13 +4,12 @@ costs is for the benchmarks to show.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked_python import python
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--steps", "6", "--layers", "1", "--width", "64", "--rounds", "2")
@@ -21,23 +20,9 @@ def output() -> str:
     """What the demo prints on two ranks. A rank that fails makes the launcher, and so the demo,
     exit with another status than 0.
     """
-    command = (sys.executable, "-m", "fastcomm", "demo", *SMALL)
-    demo = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        printed, _ = demo.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        # On SIGTERM the launcher ends its ranks before itself.
-        demo.terminate()
-        pytest.fail(f"the demo did not end within a minute; it printed:\n{demo.communicate()[0]}")
-    assert demo.returncode == 0, printed
-    return printed
+    demo = python("-m", "fastcomm", "demo", *SMALL, timeout=60)
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    return demo.stdout + demo.stderr
 
 
 def test_ranks_end_with_the_same_parameters(output: str) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.support.forked_python import python
 from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,20 +19,9 @@ TRAINING = ROOT / "tests/support/elastic_training.py"
 
 def train(folder: Path, how: str) -> dict[str, Any]:
     """Trains under torchrun."""
-    launcher = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-    )
-    done = subprocess.run(
-        [*launcher, str(TRAINING), str(folder), how],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = python(
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"],
+        *[TRAINING, folder, how],
     )
     assert done.returncode == 0, done.stderr
     return left_in(folder)

@@ -2,20 +2,23 @@
 NCCL.
 
 In bench/cuda_clock.py time is then taken on the host's clock, and captured work is called again.
-The times mean nothing; the way of the program is the GPU's own.
-
-A benchmark, and whatever ranks it starts, takes it in as `sitecustomize`: see `host_clock` in
-test_bench.py.
+The times mean nothing; the way of the program is the GPU's own. Whoever imports this before it runs
+a benchmark has it so: see `on_the_host` in test_bench.py.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from types import ModuleType
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from tests.support import small_models  # noqa: F401 (finds bench/)
+
+import cuda_clock  # isort: skip
+import flatten_contenders  # isort: skip
+import models  # isort: skip
 
 CARDS = 2
 
@@ -37,49 +40,16 @@ def capture(work: Callable[[], object]) -> Callable[[], object]:
     return work
 
 
-def replace_clock(module: ModuleType) -> None:
-    import torch
-
-    vars(module).update(
-        Span=Span,
-        capture=capture,
-        why_not=lambda: None,
-        device_count=lambda: CARDS,
-        l2_bytes=lambda: 0,
-        use_device=lambda index: torch.device("cpu"),
-        synchronize=lambda: None,
-    )
-
-
-def replace_models(module: ModuleType) -> None:
-    """What takes a GPU milliseconds takes the host minutes; and DDP sends bfloat16 from GPUs
-    only.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    module.CUDA_CASES = {"mlp": module.CASES["mlp"]}
-    default_hooks.bf16_compress_hook = default_hooks.allreduce_hook
-
-
-REPLACEMENTS = {"cuda_clock": replace_clock, "models": replace_models}
-
-
-class _Finder:
-    """Finds these modules where they are, and replaces what needs a GPU once they are loaded."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name not in REPLACEMENTS:
-            return None
-        from importlib.util import spec_from_file_location
-
-        source = os.path.join(os.environ["FASTCOMM_BENCH"], f"{name}.py")
-        return spec_from_file_location(name, source, loader=_Loader(name, source))
-
-
-class _Loader(SourceFileLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        REPLACEMENTS[module.__name__](module)
-
-
-sys.meta_path.insert(0, _Finder())
+vars(cuda_clock).update(
+    Span=Span,
+    capture=capture,
+    why_not=lambda: None,
+    device_count=lambda: CARDS,
+    l2_bytes=lambda: 0,
+    use_device=lambda index: torch.device("cpu"),
+    synchronize=lambda: None,
+)
+# What takes a GPU milliseconds takes the host minutes; and DDP sends bfloat16 from GPUs only.
+models.CUDA_CASES = {"mlp": models.CASES["mlp"]}
+flatten_contenders.LISTS["tiny"] = lambda: flatten_contenders.tiny_shapes()[:200]
+default_hooks.bf16_compress_hook = default_hooks.allreduce_hook

@@ -1,0 +1,138 @@
+"""Python as it is started from a shell, but forked from a process that has torch loaded: so are the
+Python it becomes and those it starts in turn, by subprocess. What a program with two ranks takes is
+mostly the import of torch otherwise, three times with its launcher's.
+
+A child finds the modules that its parent has imported. All else is as after exec: the environment,
+the arguments, file descriptors, signals, the exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.support.bodies import Place
+from tests.support.outcomes import values_of
+from tests.support.rank_process import Environment
+from tests.support.ranks import NO_VARIABLES, fresh_ranks
+
+_start_process: Callable[..., None] = subprocess.Popen.__init__
+
+
+def python(
+    *arguments: str | Path,
+    env: Environment = NO_VARIABLES,
+    imports: Sequence[str] = (),
+    timeout: float = 100,
+) -> subprocess.CompletedProcess[str]:
+    """How `python *arguments` has ended. `env` is added to the environment; `imports` are done
+    before.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    outcomes = fresh_ranks(1, _run, command, imports, timeout, env=env, timeout=timeout + 10)
+    (done,) = values_of(outcomes)
+    return done
+
+
+def _run(
+    place: Place, command: Sequence[str], imports: Sequence[str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    fork_python()
+    for name in imports:
+        importlib.import_module(name)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def fork_python() -> None:
+    """From now on, in this process and its children, another Python is a fork."""
+    subprocess.Popen.__init__ = _start
+    os.execv = _become
+
+
+def _start(
+    process: subprocess.Popen[Any],
+    args: Any,
+    *others: Any,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> None:
+    if isinstance(args, Sequence) and args[0] == sys.executable:
+        gc.freeze()  # the child's collections pass over what there is: they would copy all of it
+        environment = dict(os.environ if env is None else env)
+        options["preexec_fn"] = functools.partial(_begin, args[1:], environment)
+    _start_process(process, args, *others, env=env, **options)
+
+
+def _become(program: str, command: Sequence[str]) -> NoReturn:
+    assert program == sys.executable
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _begin(command[1:], dict(os.environ))
+
+
+def _begin(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Takes the place of exec. A parent that waits for it goes on as the pipe of errors is closed,
+    too.
+    """
+    status = 1
+    try:
+        _close_files()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), "w") for fd in (1, 2))
+        multiprocessing.current_process()._config["daemon"] = False  # or it may have no children
+        gc.enable()
+        status = _status_of(arguments)
+        threading._shutdown()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _close_files() -> None:
+    """Puts nothing in their place: their numbers stay taken, for objects that still are to close
+    them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:
+            with contextlib.suppress(OSError):
+                os.dup2(nothing, fd, inheritable=False)
+
+
+def _status_of(arguments: Sequence[str]) -> int:
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+    try:
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
