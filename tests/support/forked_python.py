@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,27 +34,44 @@ _start_process: Callable[..., None] = subprocess.Popen.__init__
 
 
 def python(
-    *arguments: str | Path,
-    env: Environment = NO_VARIABLES,
-    imports: Sequence[str] = (),
-    timeout: float = 100,
+    *arguments: str | Path, timeout: float = 100, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """How `python *arguments` has ended. `env` is added to the environment; `imports` are done
-    before.
+    """How `python *arguments` has ended. For the options see `pythons`."""
+    (done,) = pythons([arguments], timeout=timeout, **options)
+    return done
+
+
+def pythons(
+    commands: Sequence[Sequence[str | Path]],
+    *,
+    env: Environment = NO_VARIABLES,
+    imports: Sequence[str | Path] = (),
+    timeout: float = 100,
+) -> list[subprocess.CompletedProcess[str]]:
+    """How each `python *command` has ended, one after the other. `env` is added to the environment;
+    `imports`, of modules or of what a script imports, are done once for all of them.
     """
-    command = [sys.executable, *map(str, arguments)]
-    outcomes = fresh_ranks(1, _run, command, imports, timeout, env=env, timeout=timeout + 10)
-    (done,) = values_of(outcomes)
+    texts = [[sys.executable, *map(str, command)] for command in commands]
+    outcomes = fresh_ranks(1, _run, texts, imports, timeout, env=env, timeout=timeout + 10)
+    done: list[subprocess.CompletedProcess[str]] = values_of(outcomes)[0]
     return done
 
 
 def _run(
-    place: Place, command: Sequence[str], imports: Sequence[str], timeout: float
-) -> subprocess.CompletedProcess[str]:
+    place: Place, commands: Sequence[Sequence[str]], imports: Sequence[str | Path], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
     fork_python()
-    for name in imports:
-        importlib.import_module(name)
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    deadline = time.monotonic() + timeout
+    for one in imports:
+        if isinstance(one, Path):
+            sys.path.insert(0, str(one.parent))
+            runpy.run_path(str(one), run_name="imported")
+        else:
+            importlib.import_module(one)
+    return [
+        subprocess.run(command, capture_output=True, text=True, timeout=deadline - time.monotonic())
+        for command in commands
+    ]
 
 
 def fork_python() -> None:
