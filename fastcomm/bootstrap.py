@@ -27,7 +27,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 
-_POLL_S = 0.002
+_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
+# Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
+_FEW = 16
 _KNOCK_S = 0.1
 
 # How often this process has used each meeting point. The number keeps the communicators apart that
@@ -105,10 +107,15 @@ class StoreBootstrap:
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
-            return [
+            if self.rank > 0 and self.world_size > _FEW:
+                return list(json.loads(self._get("all", deadline, look or self.look)))
+            values = [
                 json.loads(self._get(r, deadline, look or self.look))
                 for r in range(self.world_size)
             ]
+            if self.world_size > _FEW:
+                self._store.set(f"{self._exchange}/all", json.dumps(values))
+            return values
         except FastcommError:
             raise
         except RuntimeError as error:
@@ -117,18 +124,20 @@ class StoreBootstrap:
     def _lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
-    def _get(self, rank: int, deadline: float, look: Callable[[], None]) -> bytes:
-        key = f"{self._exchange}/{rank}"
+    def _get(self, whose: int | str, deadline: float, look: Callable[[], None]) -> bytes:
+        key, pause = f"{self._exchange}/{whose}", _POLL_S
         while not self._store.check([key]):
             look()
             if time.monotonic() > deadline:
                 raise self._missing()
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
         return bytes(self._store.get(key))
 
     def _missing(self) -> InitError:
         came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
+        missing = missing or [self._names[0]]  # has not passed on what it has
         waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
         return InitError(
             f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
