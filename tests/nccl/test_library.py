@@ -226,7 +226,7 @@ def test_info_says_what_is_wrong_and_works_all_the_same():
 
 
 @pytest.fixture(scope="module")
-def real_nccl():
+def wheels_nccl():
     """Of NVIDIA's wheel, which belongs to what the tests need: without it they would prove too
     little.
     """
@@ -237,11 +237,17 @@ def real_nccl():
     return os.path.realpath(path)
 
 
-def test_the_wheels_library_is_found(real_nccl):
+@pytest.fixture(scope="module")
+def real_nccl(wheels_nccl):
+    """The wheel's, or the one that ci/nccl_versions.sh has downloaded."""
+    return os.environ.get("FASTCOMM_TEST_NCCL", wheels_nccl)
+
+
+def test_the_wheels_library_is_found(wheels_nccl):
     ((version, path),) = values_of(
         outcomes_of(1, _load_after, None, env={"FASTCOMM_NCCL_LIBRARY": None})
     )
-    assert version >= nccl_library.OLDEST and path == real_nccl
+    assert version >= nccl_library.OLDEST and path == wheels_nccl
 
 
 def _unique_ids(place):
