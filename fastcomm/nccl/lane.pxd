@@ -29,3 +29,7 @@ cdef class Lane:
     cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
     cdef Ticket ticket
     cdef Ticket calling  # of the launch that a thread is inside, else None
+    cdef int n_inside  # other calls into NCCL with this communicator, by any thread
+    cdef object ending  # the call that aborts it, until that is over, else None
+
+    cdef bint is_in_use(self)

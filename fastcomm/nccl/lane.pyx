@@ -3,9 +3,9 @@
 and ends it.
 
 A call that begins or ends a communicator may never return. So it is made on a thread of its own.
-Nothing can end that thread; it is left behind when the time is up. (NCCL's own answer, non-blocking
-communicators, makes it start a thread for every collective, which costs more than the whole launch
-of a bucket.)
+Nothing can end that thread; it is left behind when the time is up, with what it works on. (NCCL's
+own answer, non-blocking communicators, makes it start a thread for every collective, which costs
+more than the whole launch of a bucket.)
 """
 
 import threading
@@ -48,7 +48,7 @@ cdef class Ticket:
 
 cdef class Lane:
     """One NCCL communicator and its stream. Its owner calls `connect` or `split_from` first, and
-    `close` or `abort` last.
+    `close` or `begin_abort` last.
     """
 
     def __cinit__(self, Device device):
@@ -73,43 +73,49 @@ cdef class Lane:
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
 
-    def close(self, double timeout_s, forget):
+    def close(self, double timeout_s, forget, memory):
         """Ends the communicator when all that was launched is done. After an error, or when the
         time is up, aborts it and raises NcclError or TimeoutError. Before the end another thread
-        calls `forget(comm)`, to deregister memory.
+        calls `forget(comm)`, to deregister memory. memory: as in begin_abort.
         """
         cdef _Close call = _Close(self.device)
         cdef ncclComm_t comm = self.comm
         if comm == NULL:
             return
-        call.comm, self.comm = comm, NULL
-        call.stream, call.forget = self.stream, forget
+        call.lane, call.comm, call.forget = self, comm, forget
         call.start()
         in_time = call.over.wait(timeout_s)
         if in_time and call.code == ncclSuccess:
+            self.comm = NULL
             return
-        self.comm = comm
-        self.abort(timeout_s)
-        raise call.error if in_time else TimeoutError(f"waited {timeout_s:g} s for what was "
-                                                      "launched to end; it was aborted")
+        call.is_given_up = True
+        has_ended = self.begin_abort(memory, None).over.wait(timeout_s)
+        raise call.error if in_time else TimeoutError(
+            f"waited {timeout_s:g} s for what was launched to end; "
+            + ("it was aborted" if has_ended else "NCCL does not abort it either: it is left "
+               "behind")
+        )
 
-    def abort(self, double timeout_s):
-        """Ends the communicator at once: its kernels leave the device."""
-        cdef _End revocation
-        deadline = time.monotonic() + LEAVE_S
-        # a thread that is inside NCCL should be out before the memory goes
-        if nccl.revoke != NULL and self.comm != NULL:
-            revocation = _Revoke(self.device)
-            revocation.comm = self.comm
-            revocation.start()
-            revocation.over.wait(LEAVE_S)
-            while self.calling is not None and time.monotonic() < deadline:
-                time.sleep(0.001)
-        cdef _End call = _Abort(self.device)
-        if self.comm != NULL:
-            call.comm, self.comm = self.comm, NULL
+    def begin_abort(self, memory, all_begun):
+        """Begins to end the communicator at once, on a thread of its own, so that its kernels leave
+        the device. Returns that thread's call, or None if there is nothing to end.
+
+        memory: the pool, which must not free anything until the call is over. all_begun: an event
+        that is set when all lanes have begun; None if there is one lane. First come the
+        revocations, as a lane's may wait for another lane's kernels.
+        """
+        cdef _Abort call = self.ending
+        if call is None and self.comm != NULL:
+            call = _Abort(self.device)
+            call.lane, call.comm, call.memory, call.all_begun = self, self.comm, memory, all_begun
+            self.ending = call
+            memory.begin_ending()
             call.start()
-            call.over.wait(timeout_s)
+        return call
+
+    cdef bint is_in_use(self):
+        """Whether another thread is inside NCCL with this communicator."""
+        return self.calling is not None or self.n_inside > 0
 
 
 def _wait_for(_Call call, str what, double timeout_s, look):
@@ -190,22 +196,23 @@ cdef class _End(_Call):
     cdef ncclComm_t comm
 
 
-cdef class _Revoke(_End):
-    def make(self):
-        cdef int code
-        with nogil:  # waits for the kernels to leave
-            code = nccl.revoke(self.comm, 0)
-        self.note_result(code, b"ncclCommRevoke")
-
-
 cdef class _Close(_End):
-    cdef Stream stream
+    cdef Lane lane
     cdef object forget
+    cdef bint is_given_up  # the communicator is being aborted, and may be gone
 
     def make(self):
-        cdef int code
         with nogil:  # waits for the device
-            check(driver.synchronize_stream(self.stream.handle), b"cuStreamSynchronize")
+            check(driver.synchronize_stream(self.lane.stream.handle), b"cuStreamSynchronize")
+        if not self.is_given_up:
+            self.lane.n_inside += 1
+            try:
+                self._end()
+            finally:
+                self.lane.n_inside -= 1
+
+    cdef _end(self):
+        cdef int code
         self.forget(<size_t>self.comm)
         with nogil:
             code = nccl.finalize(self.comm)
@@ -217,8 +224,36 @@ cdef class _Close(_End):
 
 
 cdef class _Abort(_End):
+    """Revokes, then aborts. One thread does both: an abort frees what a revocation uses, and the
+    revocation may take as long as the work before the last kernel of NCCL's.
+    """
+
+    cdef Lane lane
+    cdef object memory, all_begun
+
     def make(self):
+        try:
+            self._revoke()
+            self._abort()
+        finally:
+            self.lane.ending = None
+            self.memory.end_ending()
+
+    cdef _revoke(self):
+        if nccl.revoke != NULL:
+            with nogil:  # waits for the kernels to leave
+                nccl.revoke(self.comm, 0)
+            if self.all_begun is not None:
+                self.all_begun.wait()
+            # a thread that is inside NCCL should be out before the memory goes
+            deadline = time.monotonic() + LEAVE_S
+            while self.lane.is_in_use() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    cdef _abort(self):
         cdef int code
+        self.lane.comm = NULL
+        self.memory.forget(<size_t>self.comm)
         with nogil:  # waits for the kernels to leave
             code = nccl.abort(self.comm)
         self.note_result(code, b"ncclCommAbort")

@@ -44,7 +44,8 @@ cdef class Link:
     cdef _connect(self, Lane lane, int number, look, look_for_all)
     cdef _give_up_graphs(self, str why)
     cdef _leave_note(self, key, value)
-    cdef _abort_lanes(self)
+    cdef str _abort_lanes(self)
+    cdef _end_round(self, str why)
     cdef _meet_again(self)
     cdef int _check_alive(self) except -1
     cdef object _take_interruption(self)

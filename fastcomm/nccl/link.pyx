@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 import weakref
 
 from fastcomm import collective
@@ -32,7 +33,7 @@ from fastcomm.nccl.memory cimport pool_of
 
 
 cdef unsigned int POLL_US = 50
-cdef double ABORT_S = 10  # how long to wait for NCCL's abort, which may hang
+ABORT_S = 10.0  # how long to wait for NCCL to abort all lanes, which may hang
 
 
 @cython.no_gc_clear
@@ -169,7 +170,7 @@ cdef class Link:
         errors = []
         for lane in reversed(self.lanes):
             try:
-                (<Lane>lane).close(timeout, self._forget_memory)
+                (<Lane>lane).close(timeout, self._forget_memory, self.pool)
             except FastcommError as error:
                 errors.append(error)
         self.launches.in_flight.clear()
@@ -202,7 +203,7 @@ cdef class Link:
             f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
             "parameters differ between the ranks: restore them, or call refresh() on every rank",
         )
-        self._abort_lanes()
+        self._end_round(f"rank {self.rank} abandoned what was under way")
 
     cdef hear(self):
         if not self.is_closed:
@@ -215,18 +216,31 @@ cdef class Link:
         with contextlib.suppress(RuntimeError):
             self.bootstrap.write_once(key, value)
 
-    cdef _abort_lanes(self):
-        cdef ncclComm_t comm
+    cdef str _abort_lanes(self):
+        """Ends NCCL's communicators. Returns what an error must say of those that do not end."""
         self.is_split_up = True
         with self.ending:
-            self.pool.n_ending += 1
+            were_ending = [(<Lane>lane).ending is not None for lane in self.lanes]
+            all_begun = threading.Event()
             try:
-                for lane in self.lanes:
-                    comm = (<Lane>lane).comm
-                    self.pool.forget(comm)
-                    (<Lane>lane).abort(ABORT_S)
+                endings = [(<Lane>lane).begin_abort(self.pool, all_begun) for lane in self.lanes]
             finally:
-                self.pool.n_ending -= 1
+                all_begun.set()
+            deadline = time.monotonic() + ABORT_S
+            n_left = 0
+            for ending, was_ending in zip(endings, were_ending):
+                patience = 0 if was_ending else max(0.0, deadline - time.monotonic())
+                n_left += ending is not None and not ending.over.wait(patience)
+        if n_left == 0:
+            return ""
+        return (f"; NCCL has not ended {n_left} of {len(self.lanes)} lanes within {ABORT_S:g} s: "
+                "they are left behind")
+
+    cdef _end_round(self, str why):
+        """Ends the lanes; the ranks meet again. But not on streams that NCCL does not leave."""
+        cdef str left_behind = self._abort_lanes()
+        if left_behind:
+            self.watchdog.give_up(self, FastcommError(f"{why}{left_behind}"))
 
     cdef _meet_again(self):
         """Gives the lanes new NCCL communicators after abandon(). Collective."""
@@ -239,7 +253,7 @@ cdef class Link:
             for number, lane in enumerate(self.lanes):
                 self._connect(lane, number, self._look, self._look_for_all)
         if self.interruption is not None:  # this round was abandoned, too, after all ranks had come
-            self._abort_lanes()
+            self._end_round(str(self.interruption))
             self._check_alive()
         # not as windows, which are collective: ranks may have different buckets left
         for bucket in self.buckets:
@@ -265,7 +279,7 @@ cdef class Link:
         cdef Lane lane
         for candidate in self.lanes:
             lane = candidate
-            if lane.comm != NULL:
+            if lane.comm != NULL and lane.ending is None:
                 is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
                 if is_known and code not in (ncclSuccess, ncclInProgress):
                     error = self.error(code, b"ncclCommGetAsyncError: a collective")
@@ -273,9 +287,14 @@ cdef class Link:
         return None
 
     def _fail(self, error):
+        cdef str left_behind
         if self.life.failure is None:
             self.life.end(error)
-            self._abort_lanes()
+            left_behind = self._abort_lanes()
+            if left_behind:
+                error = again(error)
+                error.args = (f"{error}{left_behind}", *error.args[1:])
+                self.life.failure = error
 
     def _interrupt(self, error, epoch):
         if self.is_split_up or epoch != self.epoch:
@@ -284,7 +303,7 @@ cdef class Link:
             self._give_up_graphs(str(error))
             return
         self.is_split_up, self.interruption = True, error
-        self._abort_lanes()
+        self._end_round(str(error))
 
     cdef _give_up_graphs(self, str why):
         """Ends the communicator for good: NCCL cannot end one that captured graphs hold on to, and

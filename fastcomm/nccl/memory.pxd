@@ -25,7 +25,7 @@ cdef class Pool:
     cdef list _freed(self)
     cdef int collect(self) except -1
     cdef int register(self, const void *data, Lane lane, bint as_window) except -1
-    cdef int forget(self, ncclComm_t comm) except -1
+    cdef int _register(self, Allocation *allocation, Lane lane, bint as_window) except -1
     cdef int deregister_all(self, ncclComm_t comm) except -1
 
 

@@ -166,12 +166,21 @@ cdef class Pool:
         """
         cdef Allocation *allocation = self.first
         cdef ncclComm_t comm = lane.comm
-        cdef ncclWindow_t window = NULL
-        cdef void *handle = NULL
         while allocation != NULL and allocation.memory != data:
             allocation = allocation.next
         if allocation == NULL or comm == NULL or allocation.window != NULL:
             return 0
+        lane.n_inside += 1
+        try:
+            self._register(allocation, lane, as_window)
+        finally:
+            lane.n_inside -= 1
+        return 0
+
+    cdef int _register(self, Allocation *allocation, Lane lane, bint as_window) except -1:
+        cdef ncclComm_t comm = lane.comm
+        cdef ncclWindow_t window = NULL
+        cdef void *handle = NULL
         if as_window or allocation.comm != comm:
             _deregister(allocation)
         if as_window and nccl.register_window != NULL:
@@ -188,16 +197,25 @@ cdef class Pool:
             allocation.handle = handle if handle != NULL else allocation.handle
         return 0
 
-    cdef int forget(self, ncclComm_t comm) except -1:
-        """Forgets the registrations of a communicator that is about to be aborted. Keeps the GIL
+    # -- called by the thread that aborts a lane, which knows the pool by these alone --
+
+    def begin_ending(self):
+        """A communicator is about to be aborted: nothing is freed until `end_ending`."""
+        self.n_ending += 1
+
+    def end_ending(self):
+        self.n_ending -= 1
+
+    def forget(self, size_t ending):
+        """Forgets the registrations with a communicator that is about to be aborted. Keeps the GIL
         throughout.
         """
+        cdef ncclComm_t comm = <ncclComm_t>ending
         cdef Allocation *allocation = self.first
         while allocation != NULL:
-            if comm != NULL and allocation.comm == comm:
+            if allocation.comm == comm:
                 allocation.comm = allocation.handle = allocation.window = NULL
             allocation = allocation.next
-        return 0
 
     cdef int deregister_all(self, ncclComm_t comm) except -1:
         """Deregisters all memory from a communicator that is about to be destroyed and is idle."""

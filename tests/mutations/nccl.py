@@ -130,8 +130,22 @@ MUTATIONS = (
     Mutation(
         name="nccl: a close that fails leaves the communicator of NCCL's",
         file=LANE,
-        old="        self.comm = comm\n        self.abort(timeout_s)\n",
-        new="        self.abort(timeout_s)\n",
+        old="        call.is_given_up = True\n",
+        new="        call.is_given_up, self.comm = True, NULL\n",
+        tests=("tests/nccl/test_ending.py",),
+    ),
+    Mutation(
+        name="nccl: a communicator is aborted beside its revocation",
+        file=LANE,
+        old="            self._revoke()\n            self._abort()\n",
+        new="            self._abort()\n            self._revoke()\n",
+        tests=("tests/nccl/test_ending.py",),
+    ),
+    Mutation(
+        name="nccl: a close that was given up finalizes what is gone",
+        file=LANE,
+        old="        if not self.is_given_up:\n",
+        new="        if True:\n",
         tests=("tests/nccl/test_ending.py",),
     ),
     Mutation(
@@ -144,7 +158,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: memory of an aborted communicator stays registered",
         file=MEMORY,
-        old="if comm != NULL and allocation.comm == comm:\n                allocation.comm = all",
+        old="if allocation.comm == comm:\n                allocation.comm = all",
         new="if comm == NULL and allocation.comm == comm:\n                allocation.comm = all",
         tests=("tests/nccl/test_memory.py", ABANDON_TESTS),
     ),

@@ -261,6 +261,7 @@ EXPORT ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
         begin(comm, "ncclCommRevoke", stand_in_called("ncclCommRevoke flags=%d", flags));
     if (result == ncclSuccess) {
         world_abandon(comm->world);
+        wait_as_revoked(comm);
         leave(comm);
     }
     return result;
@@ -273,6 +274,7 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
     }
     result = enter(comm, "ncclCommAbort");
     if (result == ncclSuccess) {
+        note_abort(comm);
         world_abandon(comm->world);
         leave(comm);
         dispose(comm);

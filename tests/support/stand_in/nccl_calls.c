@@ -16,6 +16,8 @@ static ncclComm_t comms;
 static char last_error[TEXT_BYTES];
 static char hanging[NAME_BYTES], in_progress[NAME_BYTES];
 static ncclResult_t async_error;
+static pthread_cond_t revocations_go_on = PTHREAD_COND_INITIALIZER;
+static int n_revocations, revocations_needed, n_overtaken;
 
 /* ---- what tests order and ask ---- */
 
@@ -35,6 +37,21 @@ int stand_in_hang(const char *function) {
 
 int stand_in_in_progress(const char *function) {
     return order(in_progress, function);
+}
+
+void stand_in_hold_revocations(int until) {
+    pthread_mutex_lock(&nccl_mutex);
+    n_revocations = 0;
+    revocations_needed = until;
+    pthread_cond_broadcast(&revocations_go_on);
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+int stand_in_overtaken(void) {
+    pthread_mutex_lock(&nccl_mutex);
+    int n = n_overtaken;
+    pthread_mutex_unlock(&nccl_mutex);
+    return n;
 }
 
 static bool is_ordered(const char *place, const char *function) {
@@ -175,6 +192,24 @@ void add_comm(ncclComm_t comm) {
     comm->n_inside = 1;
     comm->next = comms;
     comms = comm;
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+void wait_as_revoked(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    comm->is_being_revoked = true;
+    n_revocations++;
+    pthread_cond_broadcast(&revocations_go_on);
+    while (n_revocations < revocations_needed) {
+        pthread_cond_wait(&revocations_go_on, &nccl_mutex);
+    }
+    comm->is_being_revoked = false;
+    pthread_mutex_unlock(&nccl_mutex);
+}
+
+void note_abort(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    n_overtaken += comm->is_being_revoked;
     pthread_mutex_unlock(&nccl_mutex);
 }
 

@@ -50,6 +50,13 @@ EXPORT int stand_in_in_progress(const char *function);
 
 EXPORT int stand_in_live_comms(void);
 
+/* Revocations return only once this many have begun, as if each waited for a kernel that another
+ * one ends. 0 lets all of them go. */
+EXPORT void stand_in_hold_revocations(int until);
+
+/* How often a communicator was aborted while it was being revoked: with NCCL a use after free. */
+EXPORT int stand_in_overtaken(void);
+
 /* ---- between the parts ---- */
 
 enum kind { JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SPLIT, WINDOW };
@@ -62,6 +69,7 @@ struct ncclComm {
     bool is_forming; /* it does not block, and not all ranks were there when it was last asked */
     bool is_in_round;
     bool is_stuck; /* by stand_in_in_progress */
+    bool is_being_revoked;
     ncclResult_t failure;
 };
 
@@ -93,6 +101,11 @@ bool dispose(ncclComm_t comm);
 void get_stuck(ncclComm_t comm);
 /* How it is: what ncclCommGetAsyncError says. */
 ncclResult_t state_of(ncclComm_t comm);
+
+/* A revocation waits for the kernels to leave the device. */
+void wait_as_revoked(ncclComm_t comm);
+/* Counts an abort that comes before the end of a revocation. */
+void note_abort(ncclComm_t comm);
 
 /* What is registered with a communicator goes with it. */
 void forget_registrations(ncclComm_t comm);
