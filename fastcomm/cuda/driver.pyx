@@ -2,6 +2,9 @@
 """The few CUDA driver calls that the hot path makes: launch, event record, stream wait, event
 query.
 
+Whatever enqueues may wait for room in the device's queue, for as long as NCCL's kernels wait for a
+peer that has died. So it is called without the GIL, which the watchdog needs to end those kernels.
+
 The driver is opened at run time, so the same build works on machines with and without CUDA. Owns
 streams and events; knows neither tensors nor NCCL.
 """
@@ -132,8 +135,9 @@ cdef class Stream:
         cdef int least = 0, greatest = 0
         self.pid = getpid()
         check(driver.priority_range(&least, &greatest), b"cuCtxGetStreamPriorityRange")
-        check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest),
-              b"cuStreamCreateWithPriority")
+        with nogil:
+            check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest),
+                  b"cuStreamCreateWithPriority")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
@@ -172,11 +176,13 @@ cdef class Device:
     cdef CUstream order_current_after(self, Event event) except? NULL:
         """Makes the current stream wait for the event. Returns that stream."""
         cdef CUstream current = self.current_stream()
-        cdef CUcontext before = self.enter()
-        try:
-            check(driver.wait_event(current, event.handle, 0), b"cuStreamWaitEvent")
-        finally:
+        cdef CUcontext before
+        cdef int code
+        with nogil:
+            before = self.enter()
+            code = driver.wait_event(current, event.handle, 0)
             self.leave(before)
+            check(code, b"cuStreamWaitEvent")
         return current
 
     cdef CUcontext enter(self) except? NULL nogil:

@@ -33,8 +33,9 @@ cdef class CapturedGraphs:
         cdef CUuserObject counted = NULL
         if current == NULL:  # the legacy default stream, which cannot be captured
             return False
-        check(driver.capture_info(current, &status, &identifier, &graph, NULL, NULL),
-              b"cuStreamGetCaptureInfo")
+        with nogil:  # the stream may be locked by a launch that waits for room
+            check(driver.capture_info(current, &status, &identifier, &graph, NULL, NULL),
+                  b"cuStreamGetCaptureInfo")
         if status != CU_STREAM_CAPTURE_STATUS_ACTIVE:
             return False
         if identifier != self.newest:

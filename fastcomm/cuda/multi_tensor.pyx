@@ -166,9 +166,11 @@ cdef class MultiTensor:
         """
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
+        cdef CUstream current = self.device.current_stream()
         cdef CUcontext before = self.device.enter()
         try:
-            self.flatten_on(self.device.current_stream(), data, scale)
+            with nogil:
+                self.flatten_on(current, data, scale)
         finally:
             self.device.leave(before)
 
@@ -178,9 +180,11 @@ cdef class MultiTensor:
         """
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
+        cdef CUstream current = self.device.current_stream()
         cdef CUcontext before = self.device.enter()
         try:
-            self.unflatten_on(self.device.current_stream(), data, scale, with_stats)
+            with nogil:
+                self.unflatten_on(current, data, scale, with_stats)
         finally:
             self.device.leave(before)
 
@@ -189,9 +193,11 @@ cdef class MultiTensor:
         `square_sum` and `n_nonfinite`.
         """
         self._point_at(tensors)
+        cdef CUstream current = self.device.current_stream()
         cdef CUcontext before = self.device.enter()
         try:
-            self.norm_on(self.device.current_stream())
+            with nogil:
+                self.norm_on(current)
         finally:
             self.device.leave(before)
 
@@ -308,8 +314,10 @@ cdef class Module:
 
     def __cinit__(self, Device device, const unsigned char[::1] image):
         cdef CUcontext before = device.enter()
+        cdef int code
         try:
-            code = driver.load_module(&self.handle, &image[0])
+            with nogil:  # may wait for the device
+                code = driver.load_module(&self.handle, &image[0])
         finally:
             device.leave(before)
         if code != CUDA_SUCCESS:
@@ -317,7 +325,10 @@ cdef class Module:
 
     def function(self, str name):
         cdef CUfunction function = NULL
-        check(driver.get_function(&function, self.handle, name.encode()), b"cuModuleGetFunction")
+        cdef bytes encoded = name.encode()
+        cdef const char *raw = encoded
+        with nogil:  # may load it, and wait for the device
+            check(driver.get_function(&function, self.handle, raw), b"cuModuleGetFunction")
         return <size_t>function
 
 

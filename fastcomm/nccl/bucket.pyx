@@ -222,7 +222,8 @@ cdef class NcclBucket:
         # Events cannot cross the boundary of a capture in either direction; the caller synchronises
         # around it.
         if not is_known and not self.is_captured and not last.is_captured:
-            check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
+            with nogil:  # as in order_before
+                check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
         return 0
 
     cdef _release(self, CUstream current):
@@ -250,9 +251,11 @@ cdef class NcclBucket:
         return self.measuring.n_nonfinite
 
     cdef int _measure(self) except -1:
+        cdef CUstream current = self.link.cuda.current_stream()
         cdef CUcontext before = self.link.cuda.enter()
         try:
-            self.measuring.norm_on(self.link.cuda.current_stream())
+            with nogil:  # as in order_before
+                self.measuring.norm_on(current)
         finally:
             self.link.cuda.leave(before)
         return 0
@@ -318,8 +321,9 @@ cdef class Producers:
         for stream in self.streams:
             other = <CUstream><size_t>stream
             if other != current:
-                check(driver.record_event(self.side.handle, other), b"cuEventRecord")
-                check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
+                with nogil:  # may wait for room in the device's queue
+                    check(driver.record_event(self.side.handle, other), b"cuEventRecord")
+                    check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
         return 0
 
 

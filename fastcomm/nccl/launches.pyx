@@ -47,11 +47,12 @@ cdef class Launches:
         """The launch has returned. A launch that was only captured does not run, and its events
         must not be queried.
         """
+        cdef int code
         ticket.is_pending = not is_captured
         if ticket.is_pending and not ticket.is_marked:
-            ticket.is_marked = (
-                driver.record_event(ticket.mark.handle, lane.stream.handle) == CUDA_SUCCESS
-            )
+            with nogil:  # may wait for room in the device's queue
+                code = driver.record_event(ticket.mark.handle, lane.stream.handle)
+            ticket.is_marked = code == CUDA_SUCCESS
         lane.calling = None
         return 0
 
@@ -75,7 +76,7 @@ cdef class Launches:
                 if number != ticket.number:
                     continue
                 if is_over:
-                    ticket.is_pending = False
+                    ticket.is_pending = ticket.is_marked = False
                     self.in_flight.pop(ticket, None)
                     continue
                 if has_progress:

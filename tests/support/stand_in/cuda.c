@@ -264,7 +264,7 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
     if (result == CUDA_SUCCESS) {
         function->run(grid_x, block_x, parameters);
     }
-    return result;
+    return wait_for_room("cuLaunchKernel", result);
 }
 
 /* ---- memory ---- */

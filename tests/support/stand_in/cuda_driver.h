@@ -1,5 +1,6 @@
 /* The stand-in for the CUDA driver in its parts: the driver, its device, modules and memory
- * (cuda.c); streams, events and captures (cuda_streams.c); what graphs own (cuda_graphs.c). */
+ * (cuda.c); streams, events and captures (cuda_streams.c); a full queue
+ * (cuda_queue.c); what graphs own (cuda_graphs.c). */
 #ifndef FASTCOMM_STAND_IN_CUDA_DRIVER_H
 #define FASTCOMM_STAND_IN_CUDA_DRIVER_H
 
@@ -71,6 +72,15 @@ EXPORT void stand_in_destroy_graphs(void);
  * blocks. */
 EXPORT void stand_in_hold_events(int hold);
 
+/* The device's queue is full: call number `after` of a function (0: the next one) and all later
+ * ones do their work, but return only when NULL has ordered that there is room. For
+ * cuLaunchKernel, cuEventRecord and cuStreamWaitEvent. A call gives up after some seconds, and
+ * fails, so that a test ends which nobody gets out of it. */
+EXPORT void stand_in_fill_queue(const char *function, int after);
+
+/* How many calls wait for room. */
+EXPORT int stand_in_waiting_for_room(void);
+
 EXPORT size_t stand_in_live_streams(void);
 EXPORT size_t stand_in_live_events(void);
 
@@ -80,6 +90,9 @@ EXPORT size_t stand_in_live_events(void);
  * fault, if it has one. */
 enum needs { DRIVER, CONTEXT };
 CUresult ready(enum needs needs, int fault);
+
+/* Waits while the queue is full for this function. Gives the result of the call, or a failure. */
+CUresult wait_for_room(const char *function, CUresult result);
 
 /* A launch or a copy comes into the stream. */
 CUresult put_work_into(CUstream stream);

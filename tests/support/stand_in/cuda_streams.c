@@ -360,7 +360,7 @@ EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream) {
     pthread_mutex_lock(&mutex);
     result = record(event_of(handle), stream);
     pthread_mutex_unlock(&mutex);
-    return result;
+    return wait_for_room("cuEventRecord", result);
 }
 
 /* An event of a capture takes the waiting stream into the capture; no other event may be waited for
@@ -399,7 +399,7 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags
     pthread_mutex_lock(&mutex);
     result = wait_for_event(stream_of(stream), event_of(event));
     pthread_mutex_unlock(&mutex);
-    return result;
+    return wait_for_room("cuStreamWaitEvent", result);
 }
 
 /* Whether the host may ask for this event at all. One recorded in a capture is never reached: only

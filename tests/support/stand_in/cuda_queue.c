@@ -1,0 +1,48 @@
+/* The device's queue in the stand-in for the CUDA driver: how it is full. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "cuda_driver.h"
+
+enum { NAME_BYTES = 64, PATIENCE_S = 5 };
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t there_is_room = PTHREAD_COND_INITIALIZER;
+static char filled[NAME_BYTES]; /* the function that blocks, or nothing */
+static int calls_left, n_waiting;
+
+void stand_in_fill_queue(const char *function, int after) {
+    pthread_mutex_lock(&mutex);
+    snprintf(filled, sizeof filled, "%s", function != NULL ? function : "");
+    calls_left = after;
+    pthread_cond_broadcast(&there_is_room);
+    pthread_mutex_unlock(&mutex);
+}
+
+int stand_in_waiting_for_room(void) {
+    pthread_mutex_lock(&mutex);
+    int n = n_waiting;
+    pthread_mutex_unlock(&mutex);
+    return n;
+}
+
+CUresult wait_for_room(const char *function, CUresult result) {
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += PATIENCE_S;
+    pthread_mutex_lock(&mutex);
+    if (strcmp(filled, function) == 0 && calls_left-- <= 0) {
+        n_waiting++;
+        while (*filled != '\0' && result != CUDA_ERROR_UNKNOWN) {
+            if (pthread_cond_timedwait(&there_is_room, &mutex, &deadline) != 0) {
+                result = CUDA_ERROR_UNKNOWN;
+            }
+        }
+        n_waiting--;
+    }
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
