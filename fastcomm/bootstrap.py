@@ -183,6 +183,9 @@ class StoreBootstrap:
         """Returns the key's value, which another rank may have written first."""
         return bytes(self._store.compare_set(f"note/{key}", "", value)).decode()
 
+    def count(self, key: str) -> int:
+        return int(self._store.add(f"note/{key}", 1))
+
     def read(self, key: str) -> str | None:
         return (
             bytes(self._store.get(f"note/{key}")).decode()

@@ -5,6 +5,10 @@ NCCL waits for ever for a rank that died, closed its communicator, left a backwa
 or calls something else. The host that launched the collective does not wait at all. So each rank's
 watchdog looks at what is unfinished, at its peers' processes, and at short notes that the ranks
 leave each other in the store they met at. It owns no communicator and knows nothing of CUDA.
+
+All ranks ask one store. So each asks for one key a few times a second, the number of notes that
+concern all, whatever it waits for and for how long. It reads the notes only when there are new
+ones.
 """
 
 from __future__ import annotations
@@ -32,10 +36,11 @@ from fastcomm.errors import (
 )
 
 TICK_S = 0.1
-STALLED_S = 0.2  # a collective that takes longer makes the watchdog read the peers' notes
-LOOK_S = 1.0  # how often it reads them when nothing is amiss
+STALLED_S = 0.2  # a collective that takes longer makes the watchdog look at the peers
+LOOK_S = 0.2  # how often it asks for new notes
 COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
-ANSWER_S = 2.5  # how long a rank that times out waits for the others' positions: longer than LOOK_S
+ANSWER_S = 2.5  # how long the rank that asks waits for the others' positions: longer than LOOK_S
+VERDICT_S = 0.5  # how much longer the others that time out wait for what it concludes
 
 NOTHING = "nothing unfinished"
 
@@ -53,6 +58,21 @@ class Notes(Protocol):
     def write(self, key: str, value: str) -> None: ...
     def write_once(self, key: str, value: str) -> str: ...
     def read(self, key: str) -> str | None: ...
+    def count(self, key: str) -> int:
+        """Adds one to the key's number, which begins at 0, and returns it."""
+
+
+def leave_note(notes: Notes, key: str, value: str) -> str:
+    """Writes a note that all watchdogs read soon. Returns the note that was written first."""
+    first = notes.write_once(key, value)
+    notes.count("news")
+    return first
+
+
+def leave_closing(notes: Notes, rank: int, epoch: int, number: int) -> None:
+    """Notes that this rank closes in good order, having launched collective `number`."""
+    place = notes.count("n_closed") - 1
+    leave_note(notes, f"closed/{place}", json.dumps([rank, epoch, number]))
 
 
 class Watched(Protocol):
@@ -99,6 +119,11 @@ class Watchdog:
         self._stopped = threading.Event()
         self._last_look = 0.0
         self._published: tuple[int, int] | None = None
+        self._read_at: tuple[str | None, int] | None = None  # the news and the epoch then
+        self._is_asked = False
+        self._abandoned: str | None = None  # the note about this epoch
+        # where the ranks stood that have closed, as far as their notes were read: epoch, number
+        self._closed: dict[int, list[int]] = {}
         self._thread = threading.Thread(target=self._run, name="fastcomm watchdog", daemon=True)
         self._thread.start()
 
@@ -136,21 +161,22 @@ class Watchdog:
             return
         unfinished = comm._oldest_unfinished()
         stalled = unfinished if unfinished is not None and unfinished[1] > STALLED_S else None
+        is_urgent = stalled is not None and (stalled[1] > self._timeout_s or self._dead() != [])
         now = time.monotonic()
-        if stalled is None and now - self._last_look < LOOK_S:
+        if not is_urgent and now - self._last_look < LOOK_S:
             return
         self._last_look = now
         try:
-            self._read_notes(comm, unfinished)
+            self._hear(comm, unfinished)
             if stalled is not None:
                 self._judge(comm, *stalled)
             elif comm._has_graphs():
-                self._look_at_processes(comm, "what its CUDA graphs replay")
+                self._judge_graphs(comm)
         except FastcommError:
             raise
         except RuntimeError as trouble:  # torch's stores raise nothing more specific
             if stalled is not None:
-                self._look_at_processes(comm, stalled[2])
+                self._give_up_dead(comm, self._dead(), stalled[2])
                 self.give_up(
                     comm,
                     PeerLostError(
@@ -158,58 +184,73 @@ class Watchdog:
                     ),
                 )
 
-    def _read_notes(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
+    def _hear(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
         """Acts on the other ranks' notes: a failure, a question, an abandoned round."""
-        failure = self._notes.read("failure")
-        if failure is not None:
+        newest = self._notes.read("news"), comm.epoch
+        if newest != self._read_at:
+            failure = self._notes.read("failure")
+            if failure is not None:
+                self._publish(comm, unfinished)
+                self._fail(comm, failure)
+                return
+            self._is_asked = self._notes.read("question") is not None
+            self._abandoned = self._notes.read(f"abandoned/{newest[1]}")
+            if not self._closed:
+                self._read_closing()
+            self._read_at = newest
+        if self._is_asked:
             self._publish(comm, unfinished)
-            comm._fail(_failure_of(failure))
-            self._stopped.set()
-            return
-        if self._notes.read("question") is not None:
-            self._publish(comm, unfinished)
-        epoch = comm.epoch
-        abandoned = self._notes.read(f"abandoned/{epoch}")
-        if abandoned is not None:
-            comm._interrupt(AbandonedError(abandoned), epoch)
+        if self._abandoned is not None and newest[1] == comm.epoch:
+            comm._interrupt(AbandonedError(self._abandoned), newest[1])
+
+    def _read_closing(self) -> bool:
+        """Reads the next note of a rank that has closed. Whether there is one."""
+        note = self._notes.read(f"closed/{len(self._closed)}")
+        if note is not None:
+            rank, *where = json.loads(note)
+            self._closed[rank] = where
+        return note is not None
+
+    def _read_closings(self) -> None:
+        while self._read_closing():
+            pass
 
     def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
         """Finds out whether a collective that has not ended for a while ever will."""
         if self._stopped.is_set():
             return
-        self._look_at_processes(comm, what)
-        for rank in range(comm.world_size):
-            closed = None if rank == comm.rank else self._notes.read(f"closed/{rank}")
-            if closed is not None and json.loads(closed) < [comm.epoch, number]:
-                self.give_up(
-                    comm,
-                    PeerLostError(
-                        f"{_of(comm, rank)} {CLOSED}; {_position(comm.rank, number, what)}"
-                    ),
-                )
+        dead = self._dead()
+        if dead or age > COMPARE_S:
+            self._read_closings()
+        for rank, where in self._closed.items():
+            if where < [comm.epoch, number]:
+                message = f"{_of(comm, rank)} {CLOSED}; {_position(comm.rank, number, what)}"
+                self.give_up(comm, PeerLostError(message))
                 return
+        self._give_up_dead(comm, dead, what)
         if age > COMPARE_S:
             self._publish(comm, (number, age, what))
             self._compare(comm, number, what)
         if age > self._timeout_s:
             self._time_out(comm, number, what)
 
-    def _has_closed(self, rank: int) -> bool:
-        """Whether the rank is known to have closed in good order."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            return self._notes.read(f"closed/{rank}") is not None
-        return False
+    def _judge_graphs(self, comm: Watched) -> None:
+        dead = self._dead()
+        if dead:
+            self._read_closings()
+        self._give_up_dead(comm, dead, "what its CUDA graphs replay")
 
-    def _look_at_processes(self, comm: Watched, what: str) -> None:
+    def _dead(self) -> list[int]:
+        """The ranks of this host whose processes have ended. Asks nobody."""
         ready = select.poll()
         for lifeline in self._lifelines.values():
             ready.register(lifeline, select.POLLIN)
         ended = {fd for fd, _ in ready.poll(0)}
-        dead = [
-            rank
-            for rank, lifeline in self._lifelines.items()
-            if lifeline in ended and not self._has_closed(rank)
-        ]
+        return [rank for rank, lifeline in self._lifelines.items() if lifeline in ended]
+
+    def _give_up_dead(self, comm: Watched, ended: list[int], what: str) -> None:
+        """ended: whose processes have. Those that had closed in good order have not died."""
+        dead = [rank for rank in ended if rank not in self._closed]
         if dead:
             self.give_up(
                 comm,
@@ -245,9 +286,12 @@ class Watchdog:
         return None if note is None else json.loads(note)
 
     def _time_out(self, comm: Watched, number: int, what: str) -> None:
-        self._publish(comm, (number, self._timeout_s, what))  # others time out, too, and ask
+        self._publish(comm, (number, self._timeout_s, what))  # the rank that asks reads it
         with contextlib.suppress(RuntimeError):
-            others = self._ask_around(comm)
+            asker = int(self._notes.write_once("asker", str(comm.rank)))
+            if asker != comm.rank and self._await_verdict(comm):
+                return
+            others = self._ask_around(comm, ANSWER_S if asker == comm.rank else 0)
             late = [
                 rank
                 for rank, position in others.items()
@@ -270,21 +314,35 @@ class Watchdog:
             ),
         )
 
-    def _ask_around(self, comm: Watched) -> dict[int, list[Any] | None]:
+    def _await_verdict(self, comm: Watched) -> bool:
+        """One rank asks around, or the store had to answer every rank about every other. Whether
+        that rank has come to an end.
+        """
+        deadline = time.monotonic() + ANSWER_S + VERDICT_S
+        while time.monotonic() < deadline:
+            failure = self._notes.read("failure")
+            if failure is not None:
+                self._fail(comm, failure)
+                return True
+            time.sleep(TICK_S)
+        return False
+
+    def _ask_around(self, comm: Watched, patience_s: float) -> dict[int, list[Any] | None]:
         """Asks where the other ranks stand. A rank that is not stalled itself answers when it next
         reads the notes.
         """
-        self._notes.write_once("question", "where are you?")
-        deadline = time.monotonic() + ANSWER_S
+        leave_note(self._notes, "question", "where are you?")
+        deadline = time.monotonic() + patience_s
         others: dict[int, list[Any] | None] = dict.fromkeys(
             rank for rank in range(comm.world_size) if rank != comm.rank
         )
-        while None in others.values() and time.monotonic() < deadline:
+        while True:
             time.sleep(TICK_S)
             others = {
                 rank: position or self._position_of(comm, rank) for rank, position in others.items()
             }
-        return others
+            if None not in others.values() or time.monotonic() > deadline:
+                return others
 
     def give_up(self, comm: Watched, error: FastcommError) -> None:
         """Ends the communicator here and tells the others why. All ranks raise the failure that was
@@ -293,9 +351,14 @@ class Watchdog:
         if self._stopped.is_set():
             return
         with contextlib.suppress(RuntimeError):
-            error = _failure_of(self._notes.write_once("failure", failure_note(error)))
+            error = _failure_of(leave_note(self._notes, "failure", failure_note(error)))
         self._stopped.set()
         comm._fail(error)
+
+    def _fail(self, comm: Watched, failure: str) -> None:
+        """Ends the communicator with what another rank has noted."""
+        comm._fail(_failure_of(failure))
+        self._stopped.set()
 
 
 def failure_note(error: FastcommError) -> str:

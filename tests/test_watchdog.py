@@ -4,12 +4,13 @@ the test makes up.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +37,10 @@ class Notes(dict):
         if self.is_gone:
             raise RuntimeError("connection reset")
         return self.get(key)
+
+    def count(self, key: str) -> int:
+        self[key] = str(int(self.get(key, "0")) + 1)
+        return int(self[key])
 
 
 class Communicator:
@@ -122,23 +127,43 @@ def waiting(age: float, number: int = 5) -> Communicator:
 
 
 def test_a_peer_that_closed_before_a_collective_is_lost_to_it() -> None:
-    failure = failure_of(waiting(0.5), Notes({"closed/0": "[0, 4]"}))
+    failure = failure_of(waiting(0.5), Notes({"closed/0": "[0, 0, 4]"}))
     assert isinstance(failure, PeerLostError) and "rank 0 (pid 0) closed" in str(failure)
 
 
 def test_a_peer_that_closed_after_it_has_launched_the_same_is_not_lost() -> None:
-    assert failure_of(waiting(0.5), Notes({"closed/0": "[0, 5]"}), within=PAUSE_S) is None
+    assert failure_of(waiting(0.5), Notes({"closed/0": "[0, 0, 5]"}), within=PAUSE_S) is None
 
 
 def test_a_peer_that_closed_in_an_earlier_epoch_is_lost() -> None:
     comm = waiting(0.5)
     comm.epoch = 1
-    assert isinstance(failure_of(comm, Notes({"closed/0": "[0, 9]"})), PeerLostError)
+    assert isinstance(failure_of(comm, Notes({"closed/0": "[0, 0, 9]"})), PeerLostError)
 
 
 def test_nobody_is_lost_to_a_collective_that_has_only_begun() -> None:
-    notes = Notes({"closed/0": "[0, 4]"})
+    notes = Notes({"closed/0": "[0, 0, 4]"})
     assert failure_of(waiting(0.1), notes, within=PAUSE_S) is None
+
+
+def test_a_peer_that_closed_after_another_had_is_found_when_ranks_compare() -> None:
+    notes = Notes({"closed/0": "[0, 0, 5]", "closed/1": "[2, 0, 4]"})
+    comm = waiting(3)
+    comm.pids = (0, os.getpid(), 22)
+    assert "rank 2 (pid 22) closed" in str(failure_of(comm, notes))
+
+
+def test_a_peer_whose_process_has_ended_after_it_had_closed_has_closed() -> None:
+    with process() as pid:
+        comm = waiting(0.5)
+        comm.pids = (pid, os.getpid())
+        notes = Notes()
+        with watching(comm, notes, (0, 1)):
+            time.sleep(PAUSE_S)
+            watchdog.leave_closing(notes, 0, 0, 4)
+            os.kill(pid, 9)
+            wait_until(lambda: comm.failure is not None)
+    assert f"rank 0 (pid {pid}) closed" in str(comm.failure)
 
 
 # Ranks that call different collectives
@@ -187,7 +212,7 @@ def test_graphs_need_no_rank_that_has_closed_in_good_order() -> None:
     with process() as pid:
         comm = Communicator(pid)
         comm.has_graphs = True
-        with watching(comm, Notes({"closed/0": "[0, 5]"}), (0, 1)):
+        with watching(comm, Notes({"closed/0": "[0, 0, 5]"}), (0, 1)):
             os.kill(pid, 9)
             time.sleep(PAUSE_S)
     assert comm.failure is None
@@ -272,3 +297,149 @@ def test_a_deadline_names_no_rank_that_has_come_as_far() -> None:
 
 def test_a_rank_that_does_not_answer_is_named_at_the_deadline() -> None:
     assert "rank 0 (pid 0): does not answer" in str(failure_of(waiting(61), Notes()))
+
+
+def test_one_rank_asks_around_for_all() -> None:
+    notes = Requests({"asker": "0"})
+    comm = waiting(61)
+    comm.world_size, comm.pids = 8, tuple(range(8))
+    verdict = watchdog.failure_note(TimeoutError("missing: rank 7"))
+    with watching(comm, notes):
+        wait_until(lambda: notes.n_of["failure"] > 3)
+        watchdog.leave_note(notes, "failure", verdict)
+        wait_until(lambda: comm.failure is not None)
+    assert str(comm.failure) == "missing: rank 7"
+    assert notes.n_of["position/0/7"] == 0
+
+
+def test_a_rank_asks_itself_when_the_one_that_asks_does_not_come_to_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "VERDICT_S", 0.05)
+    failure = failure_of(waiting(61), Notes({"asker": "0", "position/0/0": '[4, "barrier"]'}))
+    assert isinstance(failure, TimeoutError) and "is at number 4, barrier" in str(failure)
+
+
+# What all ranks together ask of the store. One tick of each rank after the other, by a clock of the
+# test's own.
+
+WORLD_SIZE = 256
+
+
+class Requests(Notes):
+    """Counts what the store has to answer, by key: one request to ask for a note, and another to
+    fetch it.
+    """
+
+    def __init__(self, *notes: dict[str, str]) -> None:
+        super().__init__(*notes)
+        self.n_of: collections.Counter[str] = collections.Counter()
+
+    @property
+    def n(self) -> int:
+        return self.n_of.total()
+
+    def write(self, key: str, value: str) -> None:
+        self.n_of[key] += 1
+        super().write(key, value)
+
+    def write_once(self, key: str, value: str) -> str:
+        self.n_of[key] += 1
+        return super().write_once(key, value)
+
+    def read(self, key: str) -> str | None:
+        self.n_of[key] += 1 + (key in self)
+        return super().read(key)
+
+    def count(self, key: str) -> int:
+        self.n_of[key] += 1
+        return super().count(key)
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class World:
+    """All ranks, and the store they met at. Nothing ends what they wait for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(watchdog, "TICK_S", 0.1)
+        monkeypatch.setattr(watchdog, "LOOK_S", 0.2)
+        monkeypatch.setattr(watchdog, "time", self.clock)
+        monkeypatch.setattr(Watchdog, "_run", lambda self: None)  # the test calls _tick
+        self.notes = Requests()
+        self.comms: list[Any] = []
+        for rank in range(WORLD_SIZE):
+            comm: Any = Communicator()
+            comm.rank, comm.world_size, comm.pids = rank, WORLD_SIZE, tuple(range(WORLD_SIZE))
+            self.comms.append(comm)
+        self.watchdogs = [Watchdog(comm, self.notes, 60, ()) for comm in self.comms]
+
+    def requests_in(
+        self, seconds: float, age: float | None = None, ranks: Sequence[int] = range(WORLD_SIZE)
+    ) -> int:
+        """How many while these ranks wait for collectives that are so old, and launch more."""
+        before = self.notes.n
+        for _ in range(round(seconds / 0.1)):
+            for rank in ranks:
+                comm = self.comms[rank]
+                comm.number += 1
+                comm.unfinished = None if age is None else (comm.number - 4, age, "a bucket")
+                if not self.watchdogs[rank]._stopped.is_set():
+                    self.watchdogs[rank]._tick(comm)
+            self.clock.now += 0.1
+        return self.notes.n - before
+
+
+def test_256_ranks_ask_as_little_when_their_hosts_run_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    world.requests_in(1)
+    idle = world.requests_in(2)
+    assert idle <= 2 * 5 * WORLD_SIZE
+    for age in (0.3, 1.0, 1.9):
+        assert world.requests_in(2, age) == idle
+    # From then on they say where they stand, compare it with rank 0 alone, and look who has closed.
+    for age in (2.5, 30.0):
+        assert world.requests_in(2, age) <= 5 * idle
+    assert all(comm.failure is None for comm in world.comms)
+
+
+def test_a_closing_is_read_once_by_each_of_256_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.requests_in(1)
+    idle = world.requests_in(2)
+    for rank in range(WORLD_SIZE // 2):
+        watchdog.leave_closing(world.notes, rank, 0, 10**6)  # having launched what others wait for
+    others = range(WORLD_SIZE // 2, WORLD_SIZE)
+    world.notes.n_of.clear()
+    world.requests_in(2, 1.0, others)
+    assert sum(n for key, n in world.notes.n_of.items() if key.startswith("closed")) <= (
+        2 * len(others)  # the first one alone
+    )
+    world.notes.n_of.clear()
+    world.requests_in(2, 3.0, others)
+    by_note = [n for key, n in world.notes.n_of.items() if key.startswith("closed")]
+    assert max(by_note) <= 10 * len(others)  # the note that is not there is looked for
+    assert sorted(by_note)[-2] == 2 * len(others)
+    assert world.notes.n <= 20 * idle
+
+
+def test_256_ranks_that_time_out_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.requests_in(1, 3.0)
+    world.notes.n_of.clear()
+    world.requests_in(0.2, 61.0)
+    assert all(isinstance(comm.failure, TimeoutError) for comm in world.comms)
+    assert world.notes.n <= 16 * WORLD_SIZE

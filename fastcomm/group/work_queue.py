@@ -35,7 +35,7 @@ from fastcomm.group.call import ABANDON, Call
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.work import GroupWork, see_through
 from fastcomm.lifetime import Lifetime
-from fastcomm.watchdog import Notes, Watchdog, failure_note
+from fastcomm.watchdog import Notes, Watchdog, failure_note, leave_closing, leave_note
 
 # how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
 # ask around
@@ -178,7 +178,7 @@ class WorkQueue:
         if self.life.failure is None:
             message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
             with contextlib.suppress(RuntimeError):
-                self._notes.write_once("failure", failure_note(PeerLostError(message)))
+                leave_note(self._notes, "failure", failure_note(PeerLostError(message)))
         self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
 
     def close(self) -> None:
@@ -187,9 +187,8 @@ class WorkQueue:
             return
         if self.life.failure is None:
             with contextlib.suppress(RuntimeError):
-                self._notes.write(
-                    f"closed/{self.rank}", json.dumps([self.epoch, self.number - bool(self._works)])
-                )
+                number = self.number - bool(self._works)
+                leave_closing(self._notes, self.rank, self.epoch, number)
         self._end(FastcommError(f"rank {self.rank} has closed this communicator"))
 
     def _end(self, failure: FastcommError) -> None:
@@ -364,7 +363,8 @@ class WorkQueue:
         since, trouble = self._trouble
         # the store may be gone, too, which the watchdog will find
         with contextlib.suppress(RuntimeError):
-            self._notes.write_once("question", "where are you?")
+            if self._notes.read("question") is None:
+                leave_note(self._notes, "question", "where are you?")
         if time.monotonic() - since < EXPLAIN_S:
             return None
         if isinstance(trouble, FastcommError):

@@ -5,7 +5,6 @@ bucket.pyx do.
 """
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from fastcomm.nccl.agreement import (
     facts_of_this_rank, refuse_different_versions, refuse_shared_cards,
 )
 from fastcomm.nccl.library import unique_id
-from fastcomm.watchdog import Watchdog, failure_note
+from fastcomm.watchdog import Watchdog, failure_note, leave_closing, leave_note
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -166,7 +165,8 @@ cdef class Link:
         self.life.end(FastcommError(f"rank {self.rank} has closed this communicator"))
         self.is_closed = True
         self.watchdog.stop()
-        self._leave_note(f"closed/{self.rank}", json.dumps([self.epoch, self.launches.number]))
+        with contextlib.suppress(RuntimeError):  # as in _leave_note
+            leave_closing(self.bootstrap, self.rank, self.epoch, self.launches.number)
         errors = []
         for lane in reversed(self.lanes):
             try:
@@ -214,7 +214,7 @@ cdef class Link:
         there is nobody to tell.
         """
         with contextlib.suppress(RuntimeError):
-            self.bootstrap.write_once(key, value)
+            leave_note(self.bootstrap, key, value)
 
     cdef str _abort_lanes(self):
         """Ends NCCL's communicators. Returns what an error must say of those that do not end."""

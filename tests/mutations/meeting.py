@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         name="watchdog: a peer that closed after the same collective is lost",
         file=WATCHDOG,
-        old="json.loads(closed) < [comm.epoch, number]",
-        new="json.loads(closed) <= [comm.epoch, number]",
+        old="where < [comm.epoch, number]",
+        new="where <= [comm.epoch, number]",
         tests=WATCHDOG_TESTS,
     ),
     Mutation(
@@ -30,8 +30,8 @@ MUTATIONS = (
     Mutation(
         name="watchdog: a rank that closed in good order is dead once its process ends",
         file=WATCHDOG,
-        old=" and not self._has_closed(rank)",
-        new="",
+        old="[rank for rank in ended if rank not in self._closed]",
+        new="list(ended)",
         tests=(*WATCHDOG_TESTS, "tests/contract/test_ending.py"),
     ),
     Mutation(
@@ -44,15 +44,15 @@ MUTATIONS = (
     Mutation(
         name="watchdog: an abandonment is heard in another epoch",
         file=WATCHDOG,
-        old='self._notes.read(f"abandoned/{epoch}")',
-        new='self._notes.read(f"abandoned/{epoch - 1}")',
+        old='self._notes.read(f"abandoned/{newest[1]}")',
+        new='self._notes.read(f"abandoned/{newest[1] - 1}")',
         tests=WATCHDOG_TESTS,
     ),
     Mutation(
         name="watchdog: a rank raises its own failure though another was first",
         file=WATCHDOG,
-        old='error = _failure_of(self._notes.write_once("failure", failure_note(error)))',
-        new='self._notes.write_once("failure", failure_note(error))',
+        old='error = _failure_of(leave_note(self._notes, "failure", failure_note(error)))',
+        new='leave_note(self._notes, "failure", failure_note(error))',
         tests=WATCHDOG_TESTS,
     ),
     Mutation(
@@ -72,8 +72,9 @@ MUTATIONS = (
     Mutation(
         name="watchdog: a store that is gone ends those who wait for nothing",
         file=WATCHDOG,
-        old="            if stalled is not None:\n                self._look_at_processes(comm, st",
-        new="            if True:\n                self._look_at_processes(comm, st",
+        old="            if stalled is not None:\n                self._give_up_dead(comm, self._d",
+        new="            if True:\n                stalled = stalled or (0, 0.0, NOTHING)\n"
+        "                self._give_up_dead(comm, self._d",
         tests=WATCHDOG_TESTS,
     ),
     Mutation(

@@ -23,8 +23,7 @@ CODES = {
     6: "remote process exited or there was a network error",
 }
 LAUNCH_FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
-# A rank that is not waiting itself looks for its peers' notes every second; one that waits, at
-# once.
+# A rank looks for its peers' notes several times a second.
 SOON = 2.5
 
 
