@@ -45,16 +45,22 @@ cdef struct Call:
 
 
 @cython.freelist(8)
+@cython.no_gc_clear
 cdef class NcclWork:
     """A collective that has been launched. Holds its tensors until the caller's stream is ordered
-    after it.
+    after it; the ticket holds them until it is over, if no wait() has let go of them.
     """
 
     cdef Link link
     cdef Ticket ticket
     cdef object tensors, divide_by, divided
     cdef int epoch
-    cdef bint is_barrier
+    cdef CUstream launched_on  # the stream that was current then
+    cdef bint is_barrier, has_own_ticket
+
+    def __dealloc__(self):
+        if self.has_own_ticket:
+            self.link.launches.unused.append(self.ticket)
 
     def wait(self):
         """Orders the current stream after the collective; blocks only for a barrier. Raises the
@@ -65,8 +71,9 @@ cdef class NcclWork:
             if self.divided is not None:
                 torch.cuda.current_stream(self.link.cuda.device).wait_event(self.divided)
             return
+        cdef CUstream current
         self.link.check_work(self.epoch)
-        self.link.cuda.order_current_after(self.ticket.done)
+        current = self.link.cuda.order_current_after(self.ticket.done)
         if self.is_barrier:
             self.link.wait_for(self.ticket)
         if self.divide_by is not None:
@@ -75,6 +82,8 @@ cdef class NcclWork:
             if mean.is_cuda:
                 self.divided = torch.cuda.current_stream(self.link.cuda.device).record_event()
         self.tensors = None
+        if current == self.launched_on:  # else that stream could use their memory too early
+            self.ticket.tensors = None
 
     def is_completed(self):
         """Whether the result is in place."""
@@ -269,7 +278,7 @@ cdef class NcclCommunicator:
             ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
             ticket.label = label
             ticket.numel = sum([tensor.nbytes for tensor in tensors])
-            self._launch(ticket, None, calls, n)
+            self._launch(ticket, None, calls, n, self.cuda.current_stream())
         finally:
             free(calls)
         self.cuda.order_current_after(ticket.done)
@@ -339,7 +348,7 @@ cdef class NcclCommunicator:
         cdef Link link = self.link
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = (
-            link.launches.new_ticket() if async_op else (<Lane>link.lanes[0]).ticket
+            link.launches.take_ticket() if async_op else (<Lane>link.lanes[0]).ticket
         )
         cdef Call call
         cdef bint is_captured
@@ -349,23 +358,26 @@ cdef class NcclCommunicator:
         call.op = 0 if op is None else op_number(op)
         ticket.kind, ticket.root, ticket.label = kind, root, 0
         ticket.dtype, ticket.numel = inp.dtype, inp.numel()
-        is_captured = self._launch(ticket, op, &call, 1)
+        work.launched_on = self.cuda.current_stream()
+        is_captured = self._launch(ticket, op, &call, 1, work.launched_on)
         work.link, work.ticket, work.tensors, work.epoch = link, ticket, (out, inp), link.epoch
         if divided is not None:
             work.tensors, work.divide_by = (divided, out), self.world_size
         if async_op and not is_captured:
-            link.launches.in_flight[ticket] = work.tensors  # kept also if nobody waits
+            ticket.tensors = work.tensors  # kept also if nobody waits
         if async_op:
+            work.has_own_ticket = True
             return work
         work.wait()
 
-    cdef bint _launch(self, Ticket ticket, op, Call *calls, size_t n) except -1:
+    cdef bint _launch(
+        self, Ticket ticket, op, Call *calls, size_t n, CUstream current
+    ) except -1:
         """Launches on the first lane, after the work of the current stream. Returns whether it was
         only captured.
         """
         cdef Link link = self.link
         cdef Lane lane = link.lanes[0]
-        cdef CUstream current = self.cuda.current_stream()
         cdef CUcontext before = self.cuda.enter()
         cdef bint is_captured
         cdef int code

@@ -19,6 +19,7 @@ cdef class Ticket:
     cdef object dtype, op
     cdef size_t numel
     cdef uint32_t label, step
+    cdef tuple tensors  # that the launch uses, where nothing else may keep them until it is over
     cdef object __weakref__
 
 

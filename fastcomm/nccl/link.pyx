@@ -173,7 +173,7 @@ cdef class Link:
                 (<Lane>lane).close(timeout, self._forget_memory, self.pool)
             except FastcommError as error:
                 errors.append(error)
-        self.launches.in_flight.clear()
+        self.launches.forget_tensors()
         if errors:
             raise errors[0]
 

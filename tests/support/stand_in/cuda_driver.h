@@ -1,6 +1,6 @@
 /* The stand-in for the CUDA driver in its parts: the driver, its device, modules and memory
- * (cuda.c); streams, events and captures (cuda_streams.c); a full queue
- * (cuda_queue.c); what graphs own (cuda_graphs.c). */
+ * (cuda.c); streams, events and captures (cuda_streams.c); full queues
+ * and slow queries (cuda_queue.c); what graphs own (cuda_graphs.c). */
 #ifndef FASTCOMM_STAND_IN_CUDA_DRIVER_H
 #define FASTCOMM_STAND_IN_CUDA_DRIVER_H
 
@@ -78,6 +78,9 @@ EXPORT void stand_in_hold_events(int hold);
  * fails, so that a test ends which nobody gets out of it. */
 EXPORT void stand_in_fill_queue(const char *function, int after);
 
+/* From now on every query for an event takes so long. */
+EXPORT void stand_in_slow_queries(int microseconds);
+
 /* How many calls wait for room. */
 EXPORT int stand_in_waiting_for_room(void);
 
@@ -90,6 +93,9 @@ EXPORT size_t stand_in_live_events(void);
  * fault, if it has one. */
 enum needs { DRIVER, CONTEXT };
 CUresult ready(enum needs needs, int fault);
+
+/* As long as stand_in_slow_queries has ordered. */
+void take_time_for_query(void);
 
 /* Waits while the queue is full for this function. Gives the result of the call, or a failure. */
 CUresult wait_for_room(const char *function, CUresult result);

@@ -1,9 +1,11 @@
-/* The device's queue in the stand-in for the CUDA driver: how it is full. */
+/* What the stand-in for the CUDA driver takes its time for: a full queue, a slow query. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "cuda_driver.h"
 
@@ -13,6 +15,17 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t there_is_room = PTHREAD_COND_INITIALIZER;
 static char filled[NAME_BYTES]; /* the function that blocks, or nothing */
 static int calls_left, n_waiting;
+static atomic_int query_us;
+
+void stand_in_slow_queries(int microseconds) {
+    query_us = microseconds;
+}
+
+void take_time_for_query(void) {
+    if (query_us > 0) {
+        usleep((useconds_t)query_us);
+    }
+}
 
 void stand_in_fill_queue(const char *function, int after) {
     pthread_mutex_lock(&mutex);

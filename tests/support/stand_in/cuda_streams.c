@@ -412,6 +412,7 @@ static CUresult observable(const struct event *event) {
 }
 
 EXPORT CUresult cuEventQuery(CUevent handle) {
+    take_time_for_query();
     CUresult result = ready(DRIVER, stand_in_asked("cuEventQuery"));
     if (result != CUDA_SUCCESS) {
         return result;
