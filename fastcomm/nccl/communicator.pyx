@@ -77,13 +77,20 @@ cdef class NcclWork:
         if self.is_barrier:
             self.link.wait_for(self.ticket)
         if self.divide_by is not None:
-            mean = mean_of_addends(self.tensors[1], self.divide_by)
-            self.tensors[0].copy_(mean.view(self.tensors[0].shape))
-            if mean.is_cuda:
-                self.divided = torch.cuda.current_stream(self.link.cuda.device).record_event()
+            self._divide()
         self.tensors = None
         if current == self.launched_on:  # else that stream could use their memory too early
             self.ticket.tensors = None
+
+    cdef _divide(self):
+        """Makes means of sums, on the current stream."""
+        out, total, _ = self.tensors
+        if total is out:
+            out.mul_(1.0 / self.divide_by)
+        else:
+            out.copy_(mean_of_addends(total, self.divide_by).view(out.shape))
+        if out.is_cuda:
+            self.divided = torch.cuda.current_stream(self.link.cuda.device).record_event()
 
     def is_completed(self):
         """Whether the result is in place."""
@@ -293,7 +300,8 @@ cdef class NcclCommunicator:
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
-        Errors as all_reduce.
+        A float mean is a sum that is scaled, when wait() has ordered the current stream after it;
+        of float16, a sum of what was scaled beforehand. Errors as all_reduce.
         """
         op = canonical_op(op)
         self._check(inp)
@@ -304,13 +312,22 @@ cdef class NcclCommunicator:
             wide = torch.empty_like(rows[:, 0])
             parts = rows.transpose(0, 1).contiguous()  # what one rank keeps lies together
             return self._collective(REDUCE_SCATTER, parts, wide, op, 0, async_op, out)
-        scaled = self._scale(inp.detach().clone()) if op == "mean" else inp
-        return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
+        if op != "mean":
+            return self._collective(REDUCE_SCATTER, inp, out, op, 0, async_op, None)
+        self._refuse_mean_of_fp8(inp)
+        out = out.detach()
+        if inp.dtype is torch.float16:  # of which the sum may overflow
+            scaled = inp.detach() * (1.0 / self.world_size)
+            return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
+        return self._collective(REDUCE_SCATTER, inp, out, op, 0, async_op, out)
 
     cdef _scale(self, tensor):
+        self._refuse_mean_of_fp8(tensor)
+        return tensor.mul_(1.0 / self.world_size)
+
+    cdef _refuse_mean_of_fp8(self, tensor):
         if tensor.dtype in FP8:
             raise TypeError(f"no mean of {tensor.dtype} tensors: use op='sum'")
-        return tensor.mul_(1.0 / self.world_size)
 
     def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it, and all that was launched on the current stream
@@ -344,7 +361,7 @@ cdef class NcclCommunicator:
         return 0
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
-        """Launches one collective. divided: the tensor for the mean of integers summed in `out`."""
+        """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
         cdef Link link = self.link
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = (
@@ -362,7 +379,7 @@ cdef class NcclCommunicator:
         is_captured = self._launch(ticket, op, &call, 1, work.launched_on)
         work.link, work.ticket, work.tensors, work.epoch = link, ticket, (out, inp), link.epoch
         if divided is not None:
-            work.tensors, work.divide_by = (divided, out), self.world_size
+            work.tensors, work.divide_by = (divided, out, inp), self.world_size
         if async_op and not is_captured:
             ticket.tensors = work.tensors  # kept also if nobody waits
         if async_op:

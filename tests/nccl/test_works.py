@@ -9,6 +9,7 @@ import weakref
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastcomm import NcclError
 from tests.nccl import SOON, communicator, stand_in_values
@@ -124,3 +125,44 @@ def _keep_the_gil_from_the_watchdog(place):
 def test_the_watchdog_takes_the_gil_once_for_all_events():
     (seconds,) = stand_in_values(1, _keep_the_gil_from_the_watchdog)
     assert seconds < SOON
+
+
+# What a collective takes beside NCCL
+
+
+class _Passes(TorchDispatchMode):
+    """Notes how many elements each of torch's operations makes or writes, views apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.numels = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.detach.default:
+            self.numels.append(result.numel())
+        return result
+
+
+def _reduce_scatter_means(place, dtype, async_op):
+    comm = communicator(place)
+    inp = torch.full((2000,), 40000.0 + 8000 * place.rank).to(dtype)
+    inp[::2] = float(place.rank)
+    before, out = inp.clone(), torch.zeros(1000, dtype=dtype)
+    with _Passes() as passes:
+        work = comm.reduce_scatter_single(out, inp, "mean", async_op=async_op)
+        if work is not None:
+            work.wait()
+            work.wait()
+    assert torch.equal(inp, before)
+    return out[:4].tolist(), passes.numels
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_mean_of_a_reduce_scatter_is_one_pass(dtype, async_op):
+    passes = [2000] if dtype is torch.float16 else [1000]  # float16 would overflow
+    for values, numels in stand_in_values(2, _reduce_scatter_means, dtype, async_op):
+        assert values == [0.5, 44000.0, 0.5, 44000.0] or dtype is torch.bfloat16
+        assert numels == passes
+        assert values[1] == pytest.approx(44000.0, rel=0.01)
