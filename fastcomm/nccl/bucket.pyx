@@ -100,9 +100,13 @@ cdef class NcclBucket:
         self.known = FlatBuffer(flat)
         link.buckets.add(self)
 
-    def register_memory(self):
-        """Registers the wire's memory again, on this rank only: not collective."""
-        self.link.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, False)
+    @property
+    def label(self):
+        return self.ticket.label
+
+    def register_memory(self, bint as_window):
+        """Registers the wire's memory again. As a window, that is collective."""
+        self.link.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, as_window)
 
     def note_stream(self):
         """Notes that a gradient has been produced on the current stream."""

@@ -252,8 +252,10 @@ cdef class _Abort(_End):
 
     cdef _abort(self):
         cdef int code
+        # without a revocation kernels may still use what is registered
+        cdef bint is_idle = nccl.revoke != NULL and not self.lane.is_in_use()
         self.lane.comm = NULL
-        self.memory.forget(<size_t>self.comm)
+        self.memory.forget(<size_t>self.comm, is_idle)
         with nogil:  # waits for the kernels to leave
             code = nccl.abort(self.comm)
         self.note_result(code, b"ncclCommAbort")

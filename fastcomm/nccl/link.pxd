@@ -21,6 +21,8 @@ cdef class Link:
     cdef Pool pool
     cdef object bootstrap, watchdog
     cdef object buckets
+    cdef list rejoining  # the buckets, while the ranks meet again
+    cdef set common_labels  # of the buckets that all ranks had left when they last met
     cdef object ending  # held while the lanes are aborted
     cdef double timeout_s
     cdef int n_abandoned
@@ -47,5 +49,6 @@ cdef class Link:
     cdef str _abort_lanes(self)
     cdef _end_round(self, str why)
     cdef _meet_again(self)
+    cdef _register_again(self)
     cdef int _check_alive(self) except -1
     cdef object _take_interruption(self)

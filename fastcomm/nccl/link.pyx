@@ -50,7 +50,7 @@ cdef class Link:
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.life, self.bootstrap = Lifetime(), bootstrap
-        self.ending, self.buckets = threading.Lock(), weakref.WeakSet()
+        self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.launches, self.graphs = Launches(self.cuda, self.lanes), CapturedGraphs()
         facts = bootstrap.exchange(facts_of_this_rank(device))
@@ -77,11 +77,12 @@ cdef class Link:
         if number:
             lane.split_from(self.lanes[0], self.rank, self.timeout_s, look)
         else:
-            mine = unique_id() if self.rank == 0 else None
+            mine = unique_id() if self.rank == 0 else None, _labels(self.rejoining)
             # Named, not numbered: a rank that abandons one round after the other skips meetings
             # that others have waited in.
-            identifier = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")[0]
-            lane.connect(identifier, self.rank, self.world_size, self.timeout_s, look)
+            all_ranks = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")
+            self.common_labels = set.intersection(*[set(labels) for _, labels in all_ranks])
+            lane.connect(all_ranks[0][0], self.rank, self.world_size, self.timeout_s, look)
 
     cdef Lane lane(self, int number):
         """The lane of that number. Makes it if there is none yet, which is collective."""
@@ -249,15 +250,25 @@ cdef class Link:
         self.epoch += 1
         self.launches.begin_epoch()
         self.is_split_up = False
-        with self._meeting():
-            for number, lane in enumerate(self.lanes):
-                self._connect(lane, number, self._look, self._look_for_all)
+        self.rejoining = list(self.buckets)
+        try:
+            with self._meeting():
+                for number, lane in enumerate(self.lanes):
+                    self._connect(lane, number, self._look, self._look_for_all)
+                self._register_again()
+        finally:
+            self.rejoining = []
         if self.interruption is not None:  # this round was abandoned, too, after all ranks had come
             self._end_round(str(self.interruption))
             self._check_alive()
-        # not as windows, which are collective: ranks may have different buckets left
-        for bucket in self.buckets:
-            bucket.register_memory()
+
+    cdef _register_again(self):
+        """Windows are collective: the ranks register those of buckets that all have left, in the
+        order of their labels. Other memory each rank registers for itself.
+        """
+        has_windows = self.world_size > 1
+        for bucket in sorted(self.rejoining, key=_label):
+            bucket.register_memory(has_windows and bucket.label in self.common_labels)
 
     # -- what the watchdog asks for; see fastcomm.watchdog.Watched --
 
@@ -383,3 +394,13 @@ cdef class Link:
         if self.life.failure is None:
             self.watchdog.give_up(self, error)
         return again(self.life.failure)
+
+
+def _label(bucket):
+    return bucket.label
+
+
+cdef list _labels(list buckets):
+    """The labels that one bucket has."""
+    labels = [bucket.label for bucket in buckets]
+    return [label for label in labels if labels.count(label) == 1]

@@ -7,9 +7,12 @@ for the device: the garbage collector must not do that, and it is forbidden whil
 being captured.
 """
 
+import contextlib
 import threading
 
 from torch.utils.dlpack import from_dlpack
+
+from fastcomm.errors import NcclError
 
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
@@ -17,8 +20,12 @@ from libc.stdlib cimport calloc, free
 
 from fastcomm.cuda.driver cimport CUcontext, Device
 from fastcomm.nccl.lane cimport Lane
-from fastcomm.nccl.library cimport NCCL_WIN_COLL_SYMMETRIC, check, nccl, ncclComm_t
+from fastcomm.nccl.library cimport (
+    NCCL_WIN_COLL_SYMMETRIC, check, nccl, ncclComm_t, ncclWindow_t,
+)
 
+
+cdef double FREEING_S = 1  # how long an abort waits for another thread that frees memory
 
 # DLPack, the agreed way to hand memory to torch: https://dmlc.github.io/dlpack
 cdef enum:
@@ -206,16 +213,29 @@ cdef class Pool:
     def end_ending(self):
         self.n_ending -= 1
 
-    def forget(self, size_t ending):
-        """Forgets the registrations with a communicator that is about to be aborted. Keeps the GIL
-        throughout.
+    def forget(self, size_t ending, bint is_idle):
+        """Forgets the registrations with a communicator that is about to be aborted.
+
+        is_idle: whether they can be deregistered first. Else the memory of windows is lost when it
+        is freed: an abort unmaps it without releasing it.
         """
         cdef ncclComm_t comm = <ncclComm_t>ending
-        cdef Allocation *allocation = self.first
+        cdef Allocation *allocation
+        cdef Allocation found
+        cdef list registered = []
+        if self.lock.acquire(timeout=FREEING_S):  # nobody is freeing, and deregistering, any more
+            self.lock.release()
+        allocation = self.first
         while allocation != NULL:
             if allocation.comm == comm:
+                registered.append((<size_t>allocation.window, <size_t>allocation.handle))
                 allocation.comm = allocation.handle = allocation.window = NULL
             allocation = allocation.next
+        for window, handle in registered if is_idle else ():
+            found.comm, found.window = comm, <ncclWindow_t><size_t>window
+            found.handle = <void *><size_t>handle
+            with contextlib.suppress(NcclError):  # the abort ends it in any case
+                _deregister(&found)
 
     cdef int deregister_all(self, ncclComm_t comm) except -1:
         """Deregisters all memory from a communicator that is about to be destroyed and is idle."""

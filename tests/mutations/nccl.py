@@ -158,9 +158,30 @@ MUTATIONS = (
     Mutation(
         name="nccl: memory of an aborted communicator stays registered",
         file=MEMORY,
-        old="if allocation.comm == comm:\n                allocation.comm = all",
-        new="if comm == NULL and allocation.comm == comm:\n                allocation.comm = all",
+        old="if allocation.comm == comm:\n                registered.app",
+        new="if comm == NULL and allocation.comm == comm:\n                registered.app",
         tests=("tests/nccl/test_memory.py", ABANDON_TESTS),
+    ),
+    Mutation(
+        name="nccl: windows are lost with an aborted communicator",
+        file=MEMORY,
+        old="in registered if is_idle else ():",
+        new="in ():",
+        tests=("tests/nccl/test_memory.py",),
+    ),
+    Mutation(
+        name="nccl: windows come back in whatever order the buckets are in",
+        file=LINK,
+        old="sorted(self.rejoining, key=_label)",
+        new="sorted(self.rejoining, key=_label, reverse=self.rank == 1)",
+        tests=("tests/nccl/test_memory.py",),
+    ),
+    Mutation(
+        name="nccl: a bucket that not all ranks have left gets a window",
+        file=LINK,
+        old="has_windows and bucket.label in self.common_labels",
+        new="has_windows",
+        tests=("tests/nccl/test_memory.py",),
     ),
     Mutation(
         name="cuda: the second part of many tensors reads the first part's addresses",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
 import torch
 
 import fastcomm
-from fastcomm import FastcommError
-from tests.nccl import communicator, stand_in_values
+from fastcomm import FastcommError, NcclError
+from tests.nccl import SOON, communicator, stand_in_values
+from tests.support.bodies import finish_together, raised
 from tests.support.models import (
     SMALL_BUCKETS,
     backward,
@@ -17,6 +19,8 @@ from tests.support.models import (
     mlp,
 )
 from tests.support.stand_ins import (
+    assert_all_ended,
+    failing,
     loaded,
     log_of,
     nccl_without,
@@ -133,22 +137,92 @@ def test_every_buckets_memory_is_a_window_of_its_lane(streams):
         assert n_windows == n_launches == 3
 
 
-def _registrations_after_an_abandon(place):
-    comm = communicator(place)
-    model = mlp()
-    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
+def _abandon(place, comm):
+    finish_together(comm)
     if place.rank == 1:
         comm.abandon()
     else:
         with pytest.raises(FastcommError):
             comm.barrier()
+
+
+def _calls_of(*names):
+    calls = [line.split()[0] for line in log_of(loaded("nccl"))]
+    return tuple(calls.count(name) for name in names)
+
+
+def _registrations_after_an_abandon(place):
+    comm = communicator(place)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
+    for _ in range(2):
+        _abandon(place, comm)
+        loaded("nccl").stand_in_clear_log()
+        backward(model, place.rank)
+        assert _calls_of("ncclCommWindowRegister", "ncclCommRegister") == (3, 0)
+    reducer.detach()
+    del reducer, model
+    gc.collect()
+    comm.empty(1, dtype=torch.float32)
+    assert loaded("nccl").stand_in_live_bytes() == 4
+    return loaded("nccl").stand_in_lost_windows()
+
+
+def test_windows_come_back_when_the_ranks_have_met_anew_and_none_is_lost():
+    assert stand_in_values(2, _registrations_after_an_abandon) == [0, 0]
+
+
+def _bucket(comm, label, lane=0):
+    flat = comm.empty(101, dtype=torch.float32).zero_()
+    return comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=label, lane=lane)
+
+
+def _meet_with_different_buckets(place):
+    comm = communicator(place)
+    buckets = {label: _bucket(comm, label) for label in (5, 3, 8, 1)}
+    del buckets[(5, 1)[place.rank]]  # another one on each rank
+    gc.collect()
+    _abandon(place, comm)
     loaded("nccl").stand_in_clear_log()
-    backward(model, place.rank)
-    return sum("ncclCommRegister" in line for line in log_of(loaded("nccl")))
+    comm.barrier()
+    for label in (8, 3):
+        buckets[label].launch("sum", []).wait()
+    assert len(buckets) == 3
+    return _calls_of("ncclCommWindowRegister", "ncclCommRegister")
 
 
-def test_memory_is_registered_again_when_the_ranks_have_met_anew():
-    assert stand_in_values(2, _registrations_after_an_abandon) == [3, 3]
+def test_buckets_that_not_all_ranks_have_left_get_no_window():
+    assert stand_in_values(2, _meet_with_different_buckets) == [(2, 1), (2, 1)]
+
+
+def _fail_to_get_a_window_back(place):
+    comm = communicator(place)
+    bucket = _bucket(comm, 1)
+    _abandon(place, comm)
+    with failing("ncclCommWindowRegister", 2) if place.rank == 1 else contextlib.nullcontext():
+        message, seconds = raised(NcclError, comm.barrier)
+    assert seconds < SOON
+    assert_all_ended()
+    assert bucket.label == 1
+    return message
+
+
+def test_a_window_that_one_rank_does_not_get_back_is_an_error_on_all():
+    for message in stand_in_values(2, _fail_to_get_a_window_back):
+        assert "ncclCommWindowRegister failed with code 2" in message
+
+
+def _abort_with_windows(place):
+    comm = communicator(place)
+    bucket = _bucket(comm, 1)
+    comm.abort()
+    assert_all_ended()
+    assert bucket.label == 1
+    return loaded("nccl").stand_in_lost_windows(), _calls_of("ncclCommWindowDeregister")
+
+
+def test_an_abort_deregisters_windows_first():
+    assert stand_in_values(2, _abort_with_windows) == [(0, (1,))] * 2
 
 
 def _do_without(place):
@@ -156,11 +230,7 @@ def _do_without(place):
     check_gradients(comm, mlp(), backward, streams=2, **SMALL_BUCKETS)
     tensor = comm.empty(100, dtype=torch.float32).fill_(1)
     comm.all_reduce(tensor)
-    if place.rank == 1:
-        comm.abandon()
-    else:
-        with pytest.raises(FastcommError):
-            comm.barrier()
+    _abandon(place, comm)
     comm.barrier()
     comm.close()
     assert tensor.tolist() == [2.0] * 100

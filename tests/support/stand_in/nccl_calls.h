@@ -57,6 +57,10 @@ EXPORT void stand_in_hold_revocations(int until);
 /* How often a communicator was aborted while it was being revoked: with NCCL a use after free. */
 EXPORT int stand_in_overtaken(void);
 
+/* How many windows went with their communicators, not having been deregistered: NCCL unmaps such
+ * memory without releasing it. */
+EXPORT int stand_in_lost_windows(void);
+
 /* ---- between the parts ---- */
 
 enum kind { JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SPLIT, WINDOW };

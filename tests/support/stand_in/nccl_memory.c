@@ -11,9 +11,18 @@ struct registration {
     struct registration *next;
     ncclComm_t comm;
     const char *buffer;
+    bool is_window;
 };
 
 static struct registration *registrations;
+static int n_lost_windows;
+
+int stand_in_lost_windows(void) {
+    pthread_mutex_lock(&nccl_mutex);
+    int n = n_lost_windows;
+    pthread_mutex_unlock(&nccl_mutex);
+    return n;
+}
 
 EXPORT ncclResult_t ncclMemAlloc(void **address, size_t nbytes) {
     ncclResult_t result =
@@ -49,12 +58,12 @@ EXPORT ncclResult_t ncclMemFree(void *address) {
                : fail(ncclInvalidArgument, "ncclMemFree", "not memory of ncclMemAlloc");
 }
 
-static struct registration *add_registration(ncclComm_t comm, const void *buffer) {
+static struct registration *add_registration(ncclComm_t comm, const void *buffer, bool is_window) {
     struct registration *registration = malloc(sizeof *registration);
     if (registration != NULL) {
         pthread_mutex_lock(&nccl_mutex);
-        *registration =
-            (struct registration){.next = registrations, .comm = comm, .buffer = buffer};
+        *registration = (struct registration){
+            .next = registrations, .comm = comm, .buffer = buffer, .is_window = is_window};
         registrations = registration;
         pthread_mutex_unlock(&nccl_mutex);
     }
@@ -67,6 +76,7 @@ void forget_registrations(ncclComm_t comm) {
         struct registration *registration = *one;
         if (registration->comm == comm) {
             *one = registration->next;
+            n_lost_windows += registration->is_window;
             free(registration);
         } else {
             one = &registration->next;
@@ -100,7 +110,7 @@ EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t
     if (result != ncclSuccess) {
         return result;
     }
-    *handle = add_registration(comm, buffer);
+    *handle = add_registration(comm, buffer, false);
     leave(comm);
     return *handle != NULL ? ncclSuccess : fail(ncclSystemError, "ncclCommRegister", "no memory");
 }
@@ -131,7 +141,7 @@ EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t
     const struct intent intent = {.kind = WINDOW, .count = nbytes};
     bool is_aligned = (uintptr_t)buffer % ALIGNMENT == 0;
     bool is_done = !is_aligned || world_round(comm->world, &intent, NULL, 0);
-    *window = is_aligned && is_done ? add_registration(comm, buffer) : NULL;
+    *window = is_aligned && is_done ? add_registration(comm, buffer, true) : NULL;
     result = end_round(comm, function, is_done);
     return is_aligned
                ? result
