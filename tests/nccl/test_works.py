@@ -16,6 +16,7 @@ from tests.nccl import SOON, communicator, stand_in_values
 from tests.support.stand_ins import loaded, log_of
 
 LAUNCHED_ON, OTHER = 1, 2  # streams that the stand-in has from the start
+BEGIN_GLOBAL, END = 1, 0  # of a capture
 
 
 def _watched_tensor(dtype):
@@ -90,16 +91,38 @@ def _launch_in_a_capture(place):
     comm = communicator(place)
     comm.all_reduce(torch.ones(10), async_op=True).wait()
     comm.cuda.raw_stream = lambda index: LAUNCHED_ON
-    loaded("cuda").stand_in_capture(1)  # no call may ask about events in it
+    loaded("cuda").stand_in_capture(BEGIN_GLOBAL)  # no call may ask about events in it
     for _ in range(3):
         comm.all_reduce(torch.ones(10), async_op=True).wait()
-    code = loaded("cuda").stand_in_capture(0)
+    code = loaded("cuda").stand_in_capture(END)
     loaded("cuda").stand_in_destroy_graphs()
     return code
 
 
 def test_a_capture_is_not_spoilt_by_the_look_for_an_event():
     assert stand_in_values(1, _launch_in_a_capture) == [0]
+
+
+def _capture_what_is_watched(place):
+    """Another launch is captured under a ticket while the watchdog asks for the ticket's event."""
+    comm = communicator(place)
+    cuda = loaded("cuda")
+    comm.cuda.raw_stream = lambda index: LAUNCHED_ON
+    cuda.stand_in_hold_events(1)
+    comm.all_reduce(torch.ones(10))
+    cuda.stand_in_slow_queries(500_000)
+    time.sleep(0.2)  # the watchdog asks, and gets its answer in a while
+    cuda.stand_in_capture(BEGIN_GLOBAL)
+    comm.all_reduce(torch.ones(10))
+    assert cuda.stand_in_capture(END) == 0
+    time.sleep(1)
+    cuda.stand_in_slow_queries(0)
+    comm.check()
+    cuda.stand_in_destroy_graphs()
+
+
+def test_an_event_that_is_captured_while_the_watchdog_asks_for_it_is_no_error():
+    stand_in_values(1, _capture_what_is_watched)
 
 
 def _keep_the_gil_from_the_watchdog(place):
