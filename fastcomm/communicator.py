@@ -139,6 +139,7 @@ class Communicator(abc.ABC):
     backend: str  # "shm" | "nccl" | "group" | "hierarchical"
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
+    cuda: Any  # where there are streams: the device, a fastcomm.cuda.driver.Device
     reduces_fp8: bool  # float8 is a wire_dtype
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call

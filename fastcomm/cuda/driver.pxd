@@ -85,7 +85,19 @@ cdef class Device:
     cdef readonly int index, n_multiprocessors
     cdef CUcontext context
     cdef public object raw_stream
+    cdef public object record_stream  # notes that the current stream reads a tensor; or None
     cdef CUstream current_stream(self) except? NULL
     cdef CUstream order_current_after(self, Event event) except? NULL
     cdef CUcontext enter(self) except? NULL nogil
     cdef void leave(self, CUcontext before) noexcept nogil
+
+
+cdef class Producers:
+    cdef Device device
+    cdef set streams
+    cdef Event side
+    cpdef note(self)
+    cpdef clear(self)
+    cdef bint are_others(self, CUstream current) except -1
+    cdef int order_before(self, CUstream current) except -1
+    cpdef keep(self, tensor)

@@ -168,6 +168,7 @@ cdef class Device:
               b"cuDeviceGetAttribute")
         check(driver.retain_primary_context(&self.context, number), b"cuDevicePrimaryCtxRetain")
         self.raw_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None
+        self.record_stream = _record_current_stream if device.type == "cuda" else None
 
     cdef CUstream current_stream(self) except? NULL:
         """The stream that torch launches this thread's work on."""
@@ -215,3 +216,51 @@ cdef class Device:
                 check(driver.synchronize(), b"cuCtxSynchronize")
         finally:
             self.leave(before)
+
+
+def _record_current_stream(tensor):
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+cdef class Producers:
+    """The streams on which tensors were produced that the current stream will read."""
+
+    def __cinit__(self, Device device):
+        self.device, self.streams = device, set()
+        with device.selected():
+            self.side = Event()
+
+    cpdef note(self):
+        """Notes that one has been produced on the current stream."""
+        self.streams.add(<size_t>self.device.current_stream())
+
+    cpdef clear(self):
+        """All have been read."""
+        self.streams.clear()
+
+    cdef bint are_others(self, CUstream current) except -1:
+        """Whether there are any but the current one."""
+        return bool(self.streams - {<size_t>current})
+
+    cdef int order_before(self, CUstream current) except -1:
+        cdef CUstream other
+        for stream in self.streams:
+            other = <CUstream><size_t>stream
+            if other != current:
+                with nogil:  # may wait for room in the device's queue
+                    check(driver.record_event(self.side.handle, other), b"cuEventRecord")
+                    check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
+        return 0
+
+    def order_before_current(self):
+        """Orders the current stream after them."""
+        with self.device.selected():
+            self.order_before(self.device.current_stream())
+
+    cpdef keep(self, tensor):
+        """Called when the current stream has been made to read a tensor that is then dropped. Its
+        memory may belong to another stream, which must not use it too early.
+        """
+        if self.device.record_stream is not None:
+            if self.are_others(self.device.current_stream()):
+                self.device.record_stream(tensor)

@@ -12,7 +12,7 @@ from fastcomm.errors import FastcommError
 cimport cython
 from libc.stdint cimport uint32_t
 
-from fastcomm.cuda.driver cimport CUcontext, CUstream, Event, check, driver
+from fastcomm.cuda.driver cimport CUcontext, CUstream, Producers, check, driver
 from fastcomm.cuda.multi_tensor cimport MultiTensor
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.nccl.lane cimport ALL_REDUCE, Lane, Ticket
@@ -83,7 +83,7 @@ cdef class NcclBucket:
         self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
         self.dtype, self.kept = dtype_number(wire.dtype), []
         self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
-        self.producers = Producers()
+        self.producers = Producers(link.cuda)
         numels = [view.numel() for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
@@ -110,7 +110,7 @@ cdef class NcclBucket:
 
     def note_stream(self):
         """Notes that a gradient has been produced on the current stream."""
-        self.producers.note(self.link.cuda.current_stream())
+        self.producers.note()
 
     def gather(self, list parameters):
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
@@ -142,6 +142,7 @@ cdef class NcclBucket:
             raise FastcommError(OTHERS_GRADIENT)
         if gradient.dtype is not view.dtype or not _lies_alike(gradient, view) or gradient.is_neg():
             view.copy_(gradient.clone() if is_at_home else gradient)
+            self.producers.keep(gradient)
         elif not is_at_home:
             self.gathering.addresses[i] = source
             self.kept.append(gradient)
@@ -226,7 +227,7 @@ cdef class NcclBucket:
         # Events cannot cross the boundary of a capture in either direction; the caller synchronises
         # around it.
         if not is_known and not self.is_captured and not last.is_captured:
-            with nogil:  # as in order_before
+            with nogil:  # may wait for room in the device's queue
                 check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
         return 0
 
@@ -235,10 +236,10 @@ cdef class NcclBucket:
         so their memory may be used for what that stream does next.
         """
         if self.producers.are_others(current):
-            for gradient in self.kept:  # their memory belongs to other streams
-                gradient.record_stream(torch.cuda.current_stream(self.flat.device))
+            for gradient in self.kept:
+                self.producers.keep(gradient)
         self.kept = []
-        self.producers.streams.clear()
+        self.producers.clear()
 
     def square_sum(self):
         """See BoundBucket.square_sum. One pass over the flat buffer."""
@@ -258,7 +259,7 @@ cdef class NcclBucket:
         cdef CUstream current = self.link.cuda.current_stream()
         cdef CUcontext before = self.link.cuda.enter()
         try:
-            with nogil:  # as in order_before
+            with nogil:  # may wait for room in the device's queue
                 self.measuring.norm_on(current)
         finally:
             self.link.cuda.leave(before)
@@ -301,34 +302,6 @@ cdef class Presence:
         """Whether some rank has a gradient, by parameter. Waits for the device."""
         absent, _ = presence_values(op)
         return (self.wire.float() != absent).tolist()
-
-
-cdef class Producers:
-    """The streams on which gradients of this round were produced."""
-
-    cdef set streams
-    cdef Event side
-
-    def __cinit__(self):
-        """The caller has entered the device."""
-        self.streams, self.side = set(), Event()
-
-    cdef note(self, CUstream stream):
-        self.streams.add(<size_t>stream)
-
-    cdef bint are_others(self, CUstream current) except -1:
-        """Whether there are any but the current one."""
-        return bool(self.streams - {<size_t>current})
-
-    cdef int order_before(self, CUstream current) except -1:
-        cdef CUstream other
-        for stream in self.streams:
-            other = <CUstream><size_t>stream
-            if other != current:
-                with nogil:  # may wait for room in the device's queue
-                    check(driver.record_event(self.side.handle, other), b"cuEventRecord")
-                    check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
-        return 0
 
 
 cdef bint _lies_alike(gradient, view) except -1:

@@ -103,8 +103,8 @@ cdef class Launches:
                 _look(looks, n)
             for i in range(n):
                 ticket = pending[i]
-                # meanwhile another thread may have launched the same bucket again, and in a capture,
-                # of whose events nobody may ask
+                # meanwhile another thread may have launched the same bucket again, perhaps in a
+                # capture, of whose events nobody may ask
                 if ticket.number != looks[i].number or not ticket.is_pending:
                     continue
                 if looks[i].code != CUDA_ERROR_NOT_READY:

@@ -23,6 +23,7 @@ from fastcomm.communicator import (
     Work,
     copy_gradients,
 )
+from fastcomm.cuda.driver import Producers
 from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import FlatBuffer
 
@@ -166,6 +167,7 @@ class HookedBucket(BoundBucket):
             isinstance(getattr(state, "comm", state), Communicator) for state, _ in hooks.chain
         )
         self._parameters: list[Tensor] = []
+        self._producers = Producers(comm.cuda) if comm.has_streams else None
         self._posted: BucketWork | None = None
 
     @property
@@ -175,7 +177,9 @@ class HookedBucket(BoundBucket):
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         self._posted = None
+        gradients = self._order_gathering(parameters)
         left = copy_gradients(self._views, parameters)
+        self._release(gradients)
         self._parameters = [
             view if parameter is None else parameter
             for parameter, view in zip(parameters, self._views, strict=True)
@@ -209,10 +213,25 @@ class HookedBucket(BoundBucket):
         self._posted = _HookedWork(buffer, future, presence, known)
         return self._posted
 
-    def note_stream(self) -> None:
-        """Not needed: the gradients are gathered on the stream that is current at the launch, as
-        hooks expect.
+    def _order_gathering(self, parameters: list[Parameter | None]) -> list[Tensor]:
+        """Gradients are gathered on the stream that is current now, as hooks expect: orders it
+        after the streams on which they were produced. Returns them, where there are streams.
         """
+        if self._producers is None:
+            return []
+        self._producers.order_before_current()
+        return [one.grad for one in parameters if one is not None and one.grad is not None]
+
+    def _release(self, gradients: list[Tensor]) -> None:
+        if self._producers is not None:
+            for gradient in gradients:
+                self._producers.keep(gradient)
+            self._producers.clear()
+
+    def note_stream(self) -> None:
+        """Notes that a gradient has been produced on the current stream."""
+        if self._producers is not None:
+            self._producers.note()
 
     def square_sum(self) -> None:
         return None

@@ -245,3 +245,73 @@ def _abort_with_a_graph_alive(place):
 
 def test_a_graph_may_outlive_an_aborted_communicator():
     assert stand_in_values(2, _abort_with_a_graph_alive) == [0, 0]
+
+
+# Gradients that autograd has produced on another stream. Their memory belongs to that stream.
+
+
+def _gather_what_must_be_copied(place, how):
+    comm = communicator(place)
+    current, recorded = [1], []
+    comm.cuda.raw_stream = lambda index: current[0]
+    comm.cuda.record_stream = lambda tensor: recorded.append((tensor.data_ptr(), current[0]))
+    flat = comm.empty(101, dtype=torch.float32).zero_()
+    view = flat[:100].view(10, 10)
+    bucket = comm.bind_bucket(flat, [view], [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(10, 10))
+    parameter.grad = torch.ones(10, 10).t() if how == "copied" else torch.ones(10, 10)
+    gradient = parameter.grad.data_ptr()
+    bucket.note_stream()
+    current[0] = CURRENT
+    bucket.gather([parameter])
+    bucket.launch("sum", []).wait()
+    assert view.tolist() == [[2.0] * 10] * 10
+    return recorded == [(gradient, CURRENT)]
+
+
+@pytest.mark.parametrize("how", ["copied", "read where it is"])
+def test_a_gradient_of_another_stream_is_kept_for_the_current_one(how):
+    assert stand_in_values(2, _gather_what_must_be_copied, how) == [True] * 2
+
+
+def _sum(comm, bucket):
+    work = comm.all_reduce(bucket.buffer(), async_op=True)
+    return _Done(work, bucket.buffer())
+
+
+class _Done:
+    def __init__(self, work, tensor):
+        self._work, self._tensor = work, tensor
+
+    def done(self):
+        return self._work.is_completed()
+
+    def wait(self):
+        self._work.wait()
+        return self._tensor
+
+
+def _reduce_by_a_hook(place):
+    comm = communicator(place)
+    model = torch.nn.Linear(8, 8, bias=False)
+    fastcomm.Reducer(comm, hook=(comm, _sum)).attach(model)
+    current, recorded = [1], []
+    comm.cuda.raw_stream = lambda index: current[0]
+    comm.cuda.record_stream = lambda tensor: recorded.append(current[0])
+    loaded("cuda").stand_in_clear_log()
+    loss = model(torch.ones(2, 8)).sum()
+
+    def go_on(parameter):  # called when the reducer has heard of the gradient
+        current[0] = CURRENT
+
+    model.weight.register_post_accumulate_grad_hook(go_on)
+    loss.backward()
+    return [_events(line) for line in log_of(loaded("cuda"))], recorded
+
+
+def test_a_hooked_bucket_waits_for_the_streams_its_gradients_were_produced_on():
+    for calls, recorded in stand_in_values(2, _reduce_by_a_hook):
+        (record, produced_on, event), (wait, waits, awaited), *_ = calls
+        assert (record, produced_on) == ("cuEventRecord", "0x1")
+        assert (wait, waits, awaited) == ("cuStreamWaitEvent", hex(CURRENT), event)
+        assert recorded == [CURRENT]
