@@ -58,8 +58,9 @@ def init(
         with rank= and world_size=. With world_size=1 alone, nothing is met: for debugging.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
         world_size are then not needed.
-    device: where the gradients are. None means this rank's CUDA device, cuda:LOCAL_RANK, for "nccl"
-        and, where there is one, for "auto"; else the CPU.
+    device: where the gradients are. None means this rank's CUDA device, for "nccl" and, where there
+        is one, for "auto"; else the CPU. That is cuda:LOCAL_RANK, or the only one this process
+        sees. It becomes torch's current device.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
 
     Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
@@ -71,6 +72,8 @@ def init(
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
     place = _choose_device(backend, device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     is_nccl = backend == "nccl" or place.type == "cuda"
     bootstrap: Bootstrap = (
         GroupBootstrap(group) if group is not None else meet(init_method, rank, world_size, timeout)
@@ -130,11 +133,7 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
     """The device of the gradients, with an index if it is a CUDA device."""
     if device is None:
         wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
-        device = (
-            f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
-            if wants_cuda
-            else "cpu"
-        )
+        device = f"cuda:{_cuda_index()}" if wants_cuda else "cpu"
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InitError(
@@ -153,6 +152,13 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
         if place.type == "cuda" and place.index is None
         else place
     )
+
+
+def _cuda_index() -> int:
+    """Which of the CUDA devices that this process sees is its own."""
+    if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
+        return 0
+    return int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
 
 
 class _Neighbours(NamedTuple):

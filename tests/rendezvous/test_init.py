@@ -50,6 +50,49 @@ def test_local_rank_is_what_the_launcher_says():
     ] == [5, 6]
 
 
+class _Connected:
+    """In place of a communicator on a device that this machine lacks."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def barrier(self):
+        pass
+
+
+def _init_on_cuda(monkeypatch, n_visible, local_rank, **options):
+    """The device that init() chooses, and those it makes current."""
+    made_current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made_current.append(str(device)))
+    monkeypatch.setattr(
+        rendezvous,
+        "_connect_on_cuda",
+        lambda bootstrap, timeout, device, *others: _Connected(device),
+    )
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    comm = fastcomm.init("nccl", world_size=1, **options)
+    return str(comm.device), made_current
+
+
+@pytest.mark.parametrize(
+    "n_visible, local_rank, expected",
+    [(8, "3", "cuda:3"), (1, "3", "cuda:0"), (1, None, "cuda:0"), (8, None, "cuda:0")],
+)
+def test_a_rank_s_device_is_that_of_its_local_rank_or_the_only_one(
+    monkeypatch, n_visible, local_rank, expected
+):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert _init_on_cuda(monkeypatch, n_visible, local_rank) == (expected, [expected])
+
+
+def test_a_device_that_is_named_becomes_current(monkeypatch):
+    assert _init_on_cuda(monkeypatch, 8, "3", device="cuda:5") == ("cuda:5", ["cuda:5"])
+
+
 def _init_at(place, init_method):
     with fastcomm.init(
         init_method=init_method or place.init_method, rank=place.rank, world_size=place.world_size
