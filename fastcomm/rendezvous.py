@@ -30,6 +30,7 @@ from fastcomm.group.communicator import GroupCommunicator
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.hierarchical import HierarchicalCommunicator
 from fastcomm.nccl.communicator import NcclCommunicator
+from fastcomm.nccl.library import CTA_POLICIES
 from fastcomm.shm.communicator import ShmCommunicator
 from fastcomm.shm.ring import MAX_RANKS
 
@@ -45,6 +46,8 @@ def init(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=5),
     group: dist.ProcessGroup | None = None,
+    max_ctas: int | None = None,
+    cta_policy: str | None = None,
 ) -> Communicator:
     """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call
     it, with the same arguments.
@@ -62,6 +65,10 @@ def init(
         is one, for "auto"; else the CPU. That is cuda:LOCAL_RANK, or the only one this process
         sees. It becomes torch's current device.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
+    max_ctas: for NCCL, how many thread blocks a collective may take at most, so that the rest of
+        the GPU computes meanwhile. None leaves it to NCCL.
+    cta_policy: for NCCL 2.27 or newer, how it chooses that number: "default", "efficiency" (as few
+        as will do) or "zero" (none, where copy engines can do it).
 
     Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
     and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
@@ -75,6 +82,7 @@ def init(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     is_nccl = backend == "nccl" or place.type == "cuda"
+    _check_ctas(is_nccl, max_ctas, cta_policy)
     bootstrap: Bootstrap = (
         GroupBootstrap(group) if group is not None else meet(init_method, rank, world_size, timeout)
     )
@@ -83,7 +91,9 @@ def init(
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
         if is_nccl:
-            comm: Communicator = _connect_on_cuda(bootstrap, timeout, place, neighbours)
+            comm: Communicator = _connect_on_cuda(
+                bootstrap, timeout, place, neighbours, max_ctas, cta_policy
+            )
         else:
             comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
         bootstrap.finish()
@@ -154,6 +164,17 @@ def _choose_device(backend: str, device: torch.device | str | None) -> torch.dev
     )
 
 
+def _check_ctas(is_nccl: bool, max_ctas: int | None, cta_policy: str | None) -> None:
+    if not is_nccl and (max_ctas, cta_policy) != (None, None):
+        raise ValueError("max_ctas and cta_policy are options of NCCL: pass backend='nccl'")
+    if max_ctas is not None and (isinstance(max_ctas, bool) or not isinstance(max_ctas, int)):
+        raise TypeError(f"max_ctas must be an integer or None; got {max_ctas!r}")
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
+    if cta_policy is not None and cta_policy not in CTA_POLICIES:
+        raise ValueError(f"cta_policy must be one of {', '.join(CTA_POLICIES)}; got {cta_policy!r}")
+
+
 def _cuda_index() -> int:
     """Which of the CUDA devices that this process sees is its own."""
     if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
@@ -172,10 +193,14 @@ def _connect_on_cuda(
     timeout: timedelta,
     device: torch.device,
     neighbours: _Neighbours,
+    max_ctas: int | None = None,
+    cta_policy: str | None = None,
 ) -> NcclCommunicator:
     """Makes the communicator on `device`, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
-    return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
+    return NcclCommunicator(
+        *place, bootstrap, timeout, device, neighbours.ranks, max_ctas, cta_policy
+    )
 
 
 def _connect_on_cpu(

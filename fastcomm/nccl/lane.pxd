@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.cuda.driver cimport Device, Event, Stream
-from fastcomm.nccl.library cimport ncclComm_t
+from fastcomm.nccl.library cimport Ctas, ncclComm_t
 
 
 cdef enum Kind:
@@ -25,6 +25,7 @@ cdef class Ticket:
 
 cdef class Lane:
     cdef ncclComm_t comm
+    cdef Ctas ctas
     cdef Device device
     cdef Stream stream
     cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it

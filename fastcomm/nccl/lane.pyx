@@ -18,7 +18,7 @@ from libc.string cimport memcpy
 
 from fastcomm.cuda.driver cimport Device, Event, Stream, check, driver
 from fastcomm.nccl.library cimport (
-    error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
+    Ctas, error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
 )
 
 
@@ -60,6 +60,7 @@ cdef class Lane:
         failed. Raises InitError, NcclError.
         """
         cdef _Init call = _Init(self.device)
+        call.ctas = self.ctas
         cdef bytes raw = bytes.fromhex(identifier)
         memcpy(call.identifier.internal, <const char *>raw, 128)
         call.rank, call.world_size = rank, world_size
@@ -69,6 +70,7 @@ cdef class Lane:
     def split_from(self, Lane other, int rank, double timeout_s, look):
         """As connect, but meets the same ranks over a lane they have already."""
         cdef _Split call = _Split(self.device)
+        call.ctas = self.ctas
         call.parent, call.rank = other.comm, rank
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
@@ -169,11 +171,12 @@ cdef class _Init(_Call):
     cdef ncclComm_t comm
     cdef ncclUniqueId identifier
     cdef int rank, world_size
+    cdef Ctas ctas
 
     def make(self):
         cdef ncclConfig_t config
         cdef int code
-        fill_config(&config)
+        fill_config(&config, self.ctas)
         with nogil:  # waits for all ranks
             code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, &config)
         self.note_result(code, b"ncclCommInitRankConfig")
@@ -182,11 +185,12 @@ cdef class _Init(_Call):
 cdef class _Split(_Call):
     cdef ncclComm_t parent, comm
     cdef int rank
+    cdef Ctas ctas
 
     def make(self):
         cdef ncclConfig_t config
         cdef int code
-        fill_config(&config)
+        fill_config(&config, self.ctas)
         with nogil:  # waits for all ranks
             code = nccl.split(self.parent, 0, self.rank, &self.comm, &config)
         self.note_result(code, b"ncclCommSplit")
@@ -245,7 +249,10 @@ cdef class _Abort(_End):
                 nccl.revoke(self.comm, 0)
             if self.all_begun is not None:
                 self.all_begun.wait()
-            # a thread that is inside NCCL should be out before the memory goes
+            # A thread that is inside NCCL should be out before the memory goes. One may stay: a
+            # revocation takes its flag back as it returns, and a thread that connects for the first
+            # time looks at the flag now and then. An abort sets the flag for good, so that thread
+            # gets LEAVE_S, then the abort.
             deadline = time.monotonic() + LEAVE_S
             while self.lane.is_in_use() and time.monotonic() < deadline:
                 time.sleep(0.001)

@@ -30,6 +30,10 @@ cdef struct ncclConfig_t:
     int maxP2pPeers, graphStreamOrdering
     int launchOrderImplicit, numRmaSig, rmaEagerInit, hostCftMode, nvlsHostMode
 
+# How many thread blocks a collective may take, and how NCCL chooses.
+cdef struct Ctas:
+    int most, policy
+
 # Every NCCL call that fastcomm makes. Calls newer than 2.18 are NULL if the library lacks them.
 cdef struct Nccl:
     int (*get_version)(int *version) noexcept nogil
@@ -72,6 +76,7 @@ cdef int version  # 22907 is 2.29.7
 # Turns a status code into NcclError, naming the call.
 cdef int check(int code, const char *call) except -1 nogil
 cdef object error_of(int code, const char *call)
-cdef void fill_config(ncclConfig_t *config) noexcept nogil
+cdef Ctas ctas_of(max_ctas, cta_policy) except *
+cdef void fill_config(ncclConfig_t *config, Ctas ctas) noexcept nogil
 cdef int dtype_number(dtype) except -1
 cdef int op_number(str op) except -1

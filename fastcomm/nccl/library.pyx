@@ -188,16 +188,34 @@ cdef object error_of(int code, const char *call):
                      f"{text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
 
 
-cdef void fill_config(ncclConfig_t *config) noexcept nogil:
-    """NCCL's defaults. An older library reads only the beginning; `version` tells a newer one that
-    the layout is older.
+# in the order of NCCL's numbers
+CTA_POLICIES = ("default", "efficiency", "zero")
+FIRST_WITH_CTA_POLICY = 22700
+
+
+cdef Ctas ctas_of(max_ctas, cta_policy) except *:
+    """What init() was given, as NCCL has it. Raises InitError if this NCCL has no policies."""
+    cdef Ctas ctas
+    if cta_policy is not None and version < FIRST_WITH_CTA_POLICY:
+        raise InitError(f"cta_policy needs NCCL 2.27 or newer; this is {version_text(version)}")
+    ctas.most = NCCL_CONFIG_UNDEF_INT if max_ctas is None else max_ctas
+    ctas.policy = (
+        NCCL_CONFIG_UNDEF_INT if cta_policy is None else CTA_POLICIES.index(cta_policy)
+    )
+    return ctas
+
+
+cdef void fill_config(ncclConfig_t *config, Ctas ctas) noexcept nogil:
+    """NCCL's defaults, but for the thread blocks. An older library reads only the beginning;
+    `version` tells a newer one that the layout is older.
     """
     memset(config, 0, sizeof(ncclConfig_t))
     config.size = sizeof(ncclConfig_t)
     config.magic, config.version = NCCL_CONFIG_MAGIC, min(version, NEWEST_LAYOUT)
-    config.cgaClusterSize = config.minCTAs = config.maxCTAs = NCCL_CONFIG_UNDEF_INT
+    config.cgaClusterSize = config.minCTAs = NCCL_CONFIG_UNDEF_INT
+    config.maxCTAs, config.CTAPolicy = ctas.most, ctas.policy
     config.splitShare = config.trafficClass = NCCL_CONFIG_UNDEF_INT
-    config.collnetEnable = config.CTAPolicy = NCCL_CONFIG_UNDEF_INT
+    config.collnetEnable = NCCL_CONFIG_UNDEF_INT
     config.shrinkShare = config.nvlsCTAs = NCCL_CONFIG_UNDEF_INT
     config.nChannelsPerNetPeer = config.nvlinkCentricSched = NCCL_CONFIG_UNDEF_INT
     config.graphUsageMode = config.numRmaCtx = NCCL_CONFIG_UNDEF_INT

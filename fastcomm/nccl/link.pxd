@@ -5,6 +5,7 @@ from fastcomm.cuda.graphs cimport CapturedGraphs
 from fastcomm.lifetime cimport Lifetime
 from fastcomm.nccl.lane cimport Lane, Ticket
 from fastcomm.nccl.launches cimport Launches
+from fastcomm.nccl.library cimport Ctas
 from fastcomm.nccl.memory cimport Pool
 
 
@@ -15,6 +16,7 @@ cdef class Link:
     cdef Lifetime life
     cdef object __weakref__
     cdef Device cuda
+    cdef Ctas ctas
     cdef list lanes
     cdef Launches launches
     cdef CapturedGraphs graphs  # with collectives of these ranks

@@ -14,7 +14,7 @@ from fastcomm import collective
 from fastcomm.errors import FastcommError, NcclError, PeerLostError
 from fastcomm.lifetime import again
 from fastcomm.nccl.agreement import (
-    facts_of_this_rank, refuse_different_versions, refuse_shared_cards,
+    facts_of_this_rank, refuse_different_ctas, refuse_different_versions, refuse_shared_cards,
 )
 from fastcomm.nccl.library import unique_id
 from fastcomm.watchdog import Watchdog, failure_note, leave_closing, leave_note
@@ -26,7 +26,7 @@ from posix.unistd cimport usleep
 from fastcomm.cuda.driver cimport CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, check, driver
 from fastcomm.nccl.lane cimport MEETING, REGISTRATION
 from fastcomm.nccl.library cimport (
-    error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
+    ctas_of, error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
 )
 from fastcomm.nccl.memory cimport pool_of
 
@@ -46,15 +46,17 @@ cdef class Link:
 
     def __cinit__(
         self, int rank, int world_size, object bootstrap, double timeout_s, object device,
-        list neighbours,
+        list neighbours, max_ctas, cta_policy,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.life, self.bootstrap = Lifetime(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.launches, self.graphs = Launches(self.cuda, self.lanes), CapturedGraphs()
-        facts = bootstrap.exchange(facts_of_this_rank(device))
+        facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy))
         refuse_different_versions(facts)
+        refuse_different_ctas(facts)
+        self.ctas = ctas_of(max_ctas, cta_policy)
         refuse_shared_cards(facts)
         self.pids = tuple(theirs["pid"] for theirs in facts)
         self.pool = pool_of(self.cuda)
@@ -68,6 +70,7 @@ cdef class Link:
     cdef _add_lane(self, look):
         with self.cuda.selected():
             lane = Lane(self.cuda)
+        (<Lane>lane).ctas = self.ctas
         self._connect(lane, len(self.lanes), look, look)
         self.launches.tickets.add((<Lane>lane).ticket)
         self.lanes.append(lane)

@@ -2,9 +2,11 @@
 """Tensors in memory that NCCL has allocated and registered, so that it can reduce them in place,
 without copies to buffers of its own.
 
-Owns the allocations. The memory of a dropped tensor is freed at the next allocation. Freeing waits
-for the device: the garbage collector must not do that, and it is forbidden while a CUDA graph is
-being captured.
+Owns the allocations. Each takes at least 2 MiB of the device, NCCL's granule, also for a small
+tensor: tensors do not share one, as memory is registered, made a window and freed by the whole
+allocation, and a window must lie alike on all ranks, of which empty() asks none. The memory of a
+dropped tensor is freed at the next allocation. Freeing waits for the device: the garbage collector
+must not do that, and it is forbidden while a CUDA graph is being captured.
 """
 
 import contextlib

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 
+import fastcomm
 from fastcomm import (
     FastcommError,
     InitError,
@@ -19,7 +20,8 @@ from fastcomm import (
 )
 from fastcomm.nccl import link as nccl_link
 from tests.nccl import CODES, communicator, outcomes_of
-from tests.support.bodies import raised
+from tests.support.bodies import finish_together, raised
+from tests.support.models import SMALL_BUCKETS, mlp
 from tests.support.outcomes import values_of
 from tests.support.ranks import torchrun_env
 from tests.support.stand_ins import (
@@ -126,3 +128,67 @@ def _die_before_anybody_watches(place):
 def test_a_rank_that_dies_before_it_is_watched_is_named():
     (message,) = values_of(outcomes_of(2, _die_before_anybody_watches)[:1])
     assert "rank 1" in message and "died" in message
+
+
+# NCCL's thread blocks
+
+
+def _configs():
+    return [line for line in log_of(loaded("nccl")) if line.startswith("config")]
+
+
+def _limit_thread_blocks(place, options):
+    comm = communicator(place, **options)
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
+    finish_together(comm)
+    comm.abandon()
+    comm.barrier()
+    return _configs()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, []),
+        ({"max_ctas": 4}, ["config max_ctas=4"]),
+        ({"cta_policy": "efficiency"}, ["config cta_policy=1"]),
+        ({"max_ctas": 1, "cta_policy": "zero"}, ["config max_ctas=1", "config cta_policy=2"]),
+    ],
+)
+def test_nccl_is_told_how_many_thread_blocks_to_take_whenever_ranks_meet(options, expected):
+    # both lanes, at the beginning and after an abandoned round
+    assert values_of(outcomes_of(1, _limit_thread_blocks, options)) == [expected * 4]
+
+
+def _disagree_about_thread_blocks(place):
+    return raised(InitError, lambda: communicator(place, max_ctas=4 + place.rank))[0]
+
+
+def test_ranks_that_were_given_different_options_all_hear_which():
+    for message in values_of(outcomes_of(2, _disagree_about_thread_blocks)):
+        assert "rank 0: max_ctas=4, cta_policy=None; rank 1: max_ctas=5" in message
+
+
+def _ask_for_a_policy(place):
+    return raised(InitError, lambda: communicator(place, cta_policy="zero"))[0]
+
+
+def test_a_policy_that_nccl_does_not_have_is_an_error():
+    env = {"FASTCOMM_STAND_IN_NCCL_VERSION": "22605"}
+    (message,) = values_of(outcomes_of(1, _ask_for_a_policy, env=env))
+    assert "cta_policy needs NCCL 2.27 or newer; this is 2.26.5" in message
+
+
+@pytest.mark.parametrize(
+    "error, backend, options",
+    [
+        (ValueError, "shm", {"max_ctas": 4}),
+        (ValueError, "nccl", {"max_ctas": 0}),
+        (TypeError, "nccl", {"max_ctas": 1.5}),
+        (TypeError, "nccl", {"max_ctas": True}),
+        (ValueError, "nccl", {"cta_policy": "all"}),
+    ],
+)
+def test_options_for_nccl_are_checked_at_the_call(error, backend, options):
+    with pytest.raises(error, match=next(iter(options))):
+        fastcomm.init(backend, world_size=1, device="cpu", **options)

@@ -70,7 +70,7 @@ def _init_on_cuda(monkeypatch, n_visible, local_rank, **options):
     monkeypatch.setattr(
         rendezvous,
         "_connect_on_cuda",
-        lambda bootstrap, timeout, device, *others: _Connected(device),
+        lambda bootstrap, timeout, device, *_: _Connected(device),
     )
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)

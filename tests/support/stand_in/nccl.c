@@ -7,6 +7,7 @@
  * of a communicator that is gone, and two threads in one communicator. A communicator that asks not
  * to block forms by itself: ncclCommGetAsyncError says when. Its collectives block all the same. */
 #define _GNU_SOURCE
+#include <limits.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,12 +28,17 @@
 typedef struct {
     size_t size;
     unsigned magic, version;
-    int blocking;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char *net_name;
+    int split_share, traffic_class;
+    const char *name; /* from here on: since 2.27 */
+    int collnet_enable, cta_policy;
 } ncclConfig_t;
 
 enum {
     CONFIG_BYTES = 48, /* of 2.18, the first version with ncclCommSplit */
     CONFIG_MAGIC = 0xcafebeef,
+    UNDEFINED = INT_MIN,
     NO_COLOR = -1,
 };
 
@@ -139,6 +145,19 @@ static ncclResult_t check_config(const ncclConfig_t *config, int n_ranks, int ra
                                : fail(ncclInvalidArgument, function, "the config has no version");
 }
 
+/* What a config asks for notes itself in the log. */
+static void note_config(const ncclConfig_t *config) {
+    if (config == NULL || config->size < CONFIG_BYTES) {
+        return;
+    }
+    if (config->max_ctas != UNDEFINED) {
+        stand_in_called("config max_ctas=%d", config->max_ctas);
+    }
+    if (config->size >= sizeof *config && config->cta_policy != UNDEFINED) {
+        stand_in_called("config cta_policy=%d", config->cta_policy);
+    }
+}
+
 /* In a group it is executed at once all the same: groups that make communicators are for several
  * devices of one process. */
 SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, ncclUniqueId id,
@@ -147,6 +166,7 @@ SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, nc
     int fault = stand_in_called("ncclCommInitRankConfig rank=%d world_size=%d", rank, n_ranks);
     ncclResult_t result = begin_without_comm(function, fault);
     bool is_stuck = result == ncclInProgress;
+    note_config(config);
     *comm = NULL;
     if (result == ncclSuccess || is_stuck) {
         result = check_config(config, n_ranks, rank);
@@ -207,7 +227,7 @@ static ncclComm_t arrive_in_part(ncclComm_t parent, const struct split *ours) {
 
 SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *comm,
                                       ncclConfig_t *config) {
-    (void)config;
+    note_config(config);
     *comm = NULL;
     ncclResult_t result = begin_round(parent, "ncclCommSplit",
                                       stand_in_called("ncclCommSplit color=%d key=%d", color, key));
