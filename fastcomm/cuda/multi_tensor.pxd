@@ -38,14 +38,14 @@ cdef class MultiTensor:
     cdef readonly Device device
     cdef readonly object dtype, flat_dtype
     cdef readonly list numels, offsets
-    cdef list tables  # of tiles, by part, on the device
+    cdef readonly list tables  # of tiles, by part, on the device
     # float64 [parts, 1 + blocks, 2]: as struct mt_stats; the first row of each part is the result
     cdef object stats
     cdef object tickets
     cdef Part *parts
     cdef size_t n_parts
     cdef void **addresses  # by tensor, with room to the end of the last part's parameter
-    cdef _make_part(self, size_t i, size_t first, size_t end)
+    cdef _make_part(self, size_t i, size_t first, size_t end, table)
     cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *
     cdef _make_stats(self)
     cdef void *_flat_data(self, flat) except? NULL

@@ -15,6 +15,7 @@ class MultiTensor:
     flat_dtype: torch.dtype
     numels: list[int]
     offsets: list[int]
+    tables: list[Tensor]
     square_sum: Tensor
     n_nonfinite: Tensor
     def __init__(
@@ -24,6 +25,7 @@ class MultiTensor:
         dtype: torch.dtype,
         flat_dtype: torch.dtype,
         device: Device,
+        longer: MultiTensor | None = None,
     ) -> None: ...
     def flatten(self, tensors: list[Tensor], flat: Tensor, scale: float = 1.0) -> None: ...
     def unflatten(

@@ -46,12 +46,17 @@ cdef class MultiTensor:
 
     numels, offsets: n integers each. dtype: of the tensors. flat_dtype: of the flat buffer; see
     WIRE_DTYPES for the supported pairs.
+    longer: one with the same tensors at the same offsets, and more behind them: its tables of tiles
+        do for both.
     device: a fastcomm.cuda.driver.Device. One launch moves up to 4000 tensors; more take a launch
     per 4000. Raises TypeError for a pair of dtypes without a kernel, InitError if there are no
     kernels for the device.
     """
 
-    def __cinit__(self, list numels, list offsets, dtype, flat_dtype, Device device):
+    def __cinit__(
+        self, list numels, list offsets, dtype, flat_dtype, Device device,
+        MultiTensor longer=None,
+    ):
         if flat_dtype not in WIRE_DTYPES.get(dtype, ()):
             raise TypeError(f"{dtype} gradients cannot travel as {flat_dtype}: no kernel for this "
                             "pair")
@@ -68,21 +73,24 @@ cdef class MultiTensor:
         self.tables = []
         with device.selected():
             for i in range(self.n_parts):
-                self._make_part(i, i * MT_LARGE, min(n, (i + 1) * MT_LARGE))
+                table = None if longer is None else longer.tables[i]
+                self._make_part(i, i * MT_LARGE, min(n, (i + 1) * MT_LARGE), table)
         self._make_stats()
 
     def __dealloc__(self):
         free(self.parts)
         free(self.addresses)
 
-    cdef _make_part(self, size_t i, size_t first, size_t end):
-        tiles = tiles_of(self.numels[first:end], self.offsets[first:end])
-        table = torch.from_numpy(tiles.view(numpy.uint8)).to(self.device.device)
+    cdef _make_part(self, size_t i, size_t first, size_t end, table):
+        numels = self.numels[first:end]
+        if table is None:
+            tiles = tiles_of(numels, self.offsets[first:end])
+            table = torch.from_numpy(tiles.view(numpy.uint8)).to(self.device.device)
         self.tables.append(table)
         cdef Part *part = &self.parts[i]
         part.first = first
         part.tiles = <const void *><size_t>table.data_ptr()
-        part.n_tiles = len(tiles)
+        part.n_tiles = sum([(numel + MT_TILE - 1) // MT_TILE for numel in numels])
         capacity = MT_SMALL if <int>(end - first) <= MT_SMALL else MT_LARGE
         grad, wire = NAMES[self.dtype], NAMES[self.flat_dtype]
         names = (f"flatten_{grad}_{wire}", f"unflatten_{wire}_{grad}", f"norm_{grad}")

@@ -89,8 +89,12 @@ cdef class NcclBucket:
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
         )
         if wire is not flat:
-            self.scattering = MultiTensor(numels, offsets, flat.dtype, wire.dtype, link.cuda)
-        self.measuring = MultiTensor(numels, offsets, flat.dtype, flat.dtype, link.cuda)
+            self.scattering = MultiTensor(
+                numels, offsets, flat.dtype, wire.dtype, link.cuda, self.gathering
+            )
+        self.measuring = MultiTensor(
+            numels, offsets, flat.dtype, flat.dtype, link.cuda, self.gathering
+        )
         for i in range(n):
             self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
             self.measuring.addresses[i] = self.gathering.addresses[i]

@@ -51,3 +51,25 @@ def _move_large(place):
 
 def test_large_tensors_are_moved_whole():
     stand_in_values(1, _move_large)
+
+
+def _share_tables(place, n):
+    comm = communicator(place)
+    numels, offsets = [2] * n, [2 * i for i in range(n)]
+    pair = torch.float32, torch.float32, comm.cuda
+    longer = MultiTensor([*numels, 5000], [*offsets, 2 * n], *pair)
+    shorter = MultiTensor(numels, offsets, *pair, longer)
+    tensors = [torch.full((2,), float(i)) for i in range(n)]
+    flat = torch.full((2 * n + 5000,), -1.0)
+    shorter.flatten(tensors, flat)
+    assert torch.equal(flat[: 2 * n], torch.cat(tensors))
+    assert bool((flat[2 * n :] == -1).all())
+    longer.flatten([*tensors, torch.ones(5000)], flat)
+    assert bool((flat[2 * n :] == 1).all())
+    return [mine is its for mine, its in zip(shorter.tables, longer.tables, strict=False)]
+
+
+def test_what_is_the_beginning_of_more_takes_its_tables():
+    assert stand_in_values(1, _share_tables, 3) == [[True]]
+    assert stand_in_values(1, _share_tables, N - 1) == [[True]]
+    assert stand_in_values(1, _share_tables, N) == [[True, True]]
