@@ -18,9 +18,10 @@ MINUTES ?= 10
 SEED ?= random
 WORKERS ?= 4
 python := $(VENV)/bin/python
-# Without bytecode, which takes half of pip's time: a tenth of the modules is ever imported.
-pip_install := $(python) -m pip --disable-pip-version-check install --quiet --no-compile \
+pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
     --constraint $(CONSTRAINTS)
+# Without bytecode each rank would compile what it imports, and each worker rewrite all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Always run: setup.py knows which extensions are older than their sources, for this interpreter.
 # Takes a second if nothing changed.
@@ -82,8 +83,7 @@ clean:
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pip
 	$(pip_install) setuptools Cython
-	$(pip_install) --no-build-isolation --editable '.[$*]'
-	$(python) -c 'import torch._dynamo'  # compiled once here, not in each rank's first import
+	FASTCOMM_BUILD=later $(pip_install) --no-build-isolation --editable '.[$*]'
 	touch $@
 
 # pip is installed last into a new environment: an environment without it is incomplete.

@@ -5,6 +5,7 @@ Everything else about the package is in pyproject.toml.
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
@@ -77,25 +78,27 @@ class BuildExtensionsAndKernels(build_ext):
         self.parallel = self.parallel or os.cpu_count()
 
     def run(self) -> None:
-        super().run()
-        nvcc = find_nvcc()
-        if nvcc is None:
-            return
+        if self.editable_mode and os.environ.get("FASTCOMM_BUILD") == "later":
+            return  # as make asks pip: it builds in place next, and pip would build all beside it
         folder = (
             "kernels/cuda"
             if self.inplace or self.editable_mode
             else os.path.join(self.build_lib, "fastcomm/kernels/cuda")
         )
         os.makedirs(folder, exist_ok=True)
-        for family in ("flatten", "unflatten"):
-            self.compile_kernels(
-                nvcc, f"kernels/cuda/{family}.cu", os.path.join(folder, f"{family}.fatbin")
-            )
+        nvcc = find_nvcc()
+        with ThreadPoolExecutor() as pool:  # beside the extensions: each is one process
+            families = ("flatten", "unflatten") if nvcc is not None else ()
+            compiling = [pool.submit(self.compile_kernels, nvcc, one, folder) for one in families]
+            super().run()
+            for compiled in compiling:
+                compiled.result()
 
-    def compile_kernels(self, nvcc: str, source: str, fatbin: str) -> None:
+    def compile_kernels(self, nvcc: str, family: str, folder: str) -> None:
         """Compiles a fatbin that is missing or older than its sources. fastcomm works without it,
         too: CuPy then compiles the kernels at first use.
         """
+        source, fatbin = f"kernels/cuda/{family}.cu", f"{folder}/{family}.fatbin"
         ingredients = (
             source,
             *(
