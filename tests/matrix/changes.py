@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 from tests.matrix.modules import Adapter
 from tests.matrix.row import error, reduced
+from tests.support.bodies import finish_together
 from tests.support.models import backward, batch, mlp
 
 REFRESH = "`reducer.refresh()` on every rank, and an optimizer that has the new parameters"
@@ -20,6 +21,7 @@ REFRESH = "`reducer.refresh()` on every rank, and an optimizer that has the new 
 def refused_until_refresh(case, training, run=backward):
     """Backward refuses what is not reduced, as often as one tries; refresh() mends it."""
     for _ in range(2):
+        finish_together(case.comm)
         training.zero_grad()
         # Over NCCL, a rank may hear of another's refusal before it comes to its own.
         with case.refused(may_hear=case.comm.backend == "nccl"):

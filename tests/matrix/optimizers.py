@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.matrix.row import Training, error, reduced, sgd
-from tests.support.bodies import finish_together
 from tests.support.models import Fail, backward, batch, loss_of, mlp
 
 
@@ -218,7 +217,6 @@ def exception_in_backward(case):
 )
 def exception_in_forward(case):
     training = case.train(mlp, backward)
-    finish_together(case.comm)
     training.zero_grad()
     if case.rank == 1:
         with case.refused(ValueError, "bad batch"):

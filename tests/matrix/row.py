@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fastcomm
+from tests.support.bodies import finish_together
 from tests.support.models import mean_of
 
 Body = Callable[["Case"], None]
@@ -135,6 +136,8 @@ class Case:
         training = Training(self, make, **options)
         for _ in range(steps):
             training.step(run)
+        if not self.row.is_reduced:
+            finish_together(self.comm)  # rank 0 has computed the oracle: the others are ahead of it
         return training
 
     @contextlib.contextmanager
