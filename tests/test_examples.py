@@ -124,5 +124,5 @@ def test_fabric_trains_alike_over_the_backend_and_the_hook() -> None:
 
 def test_the_trainer_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("transformers")
-    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "10")
-    assert loss < 5
+    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "30")
+    assert loss < 4.5
