@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -265,29 +264,6 @@ def test_a_backward_in_a_foreign_thread_is_reduced_though_a_parameter_is_not_use
     _thread.start_new_thread(run, ())
     with done:
         assert_gradients(model, expected)
-
-
-# Clocks
-
-
-def _stage_slowly(place):
-    """The transfer takes longer than the deadline; nothing stands still for so long."""
-    comm = fastcomm.init(
-        "shm",
-        init_method=place.init_method,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=0.3),
-    )
-    tensor = torch.ones(200_000_000)
-    comm.all_reduce(tensor)
-    assert tensor[::1_000_000].tolist() == [place.world_size] * 200
-
-
-def test_a_deadline_is_for_what_does_not_move(transport):
-    if transport != "shm":
-        pytest.skip("the others have tests of their own")
-    values_of(fresh_ranks(2, _stage_slowly))
 
 
 # Warnings
