@@ -52,7 +52,7 @@ def _threads_of_queues():
 
 def _wait_for_one_who_stays_away_from_shared_memory(place):
     watchdog.ANSWER_S = 0.2
-    comm = communicator(place, timeout=timedelta(seconds=0.3))
+    comm = communicator(place, timeout=timedelta(seconds=1))
     comm.barrier()
     if place.rank == 1:
         is_over = threading.Event()
