@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from tests.matrix.modules import Adapter
 from tests.matrix.row import error, reduced
 from tests.support.bodies import finish_together
-from tests.support.models import backward, batch, mlp
+from tests.support.models import backward, batch, mlp, seed
 
 REFRESH = "`reducer.refresh()` on every rank, and an optimizer that has the new parameters"
 
@@ -33,12 +33,12 @@ def refused_until_refresh(case, training, run=backward):
 
 
 def _two_parts():
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(OrderedDict(trunk=nn.Linear(8, 8), act=nn.Tanh(), head=nn.Linear(8, 4)))
 
 
 def _new_head(model):
-    torch.manual_seed(1)
+    seed(1)
     model.head = nn.Linear(8, 4)
 
 
@@ -170,7 +170,7 @@ def replaced_head_with_refresh(case):
 )
 def added_module(case):
     def add(model):
-        torch.manual_seed(1)
+        seed(1)
         model.extra = nn.Linear(4, 4)
 
     training = case.train(_two_parts, backward)
@@ -203,7 +203,7 @@ def added_weight_norm(case):
 @reduced("`spectral_norm` applied without refresh(): it keeps the parameter")
 def added_spectral_norm(case):
     def add(model):
-        torch.manual_seed(1)
+        seed(1)
         parametrizations.spectral_norm(model.trunk)
 
     training = case.train(_two_parts, backward)
@@ -261,7 +261,7 @@ def converted_with_refresh(case):
 
 def _resized(n):
     def resize(model):
-        torch.manual_seed(1)
+        seed(1)
         for p, shape in (
             (model[0].weight, (n, 8)),
             (model[0].bias, (n,)),

@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.matrix.row import Training, error, reduced
-from tests.support.models import batch
+from tests.support.models import batch, seed
 
 slow_reduced = functools.partial(reduced, is_slow=True)
 slow_error = functools.partial(error, is_slow=True)
 
 
 def _tiny():
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4))
 
 

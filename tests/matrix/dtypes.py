@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.matrix.row import Training, reduced
-from tests.support.models import backward, batch, loss_of, mlp
+from tests.support.models import backward, batch, loss_of, mlp, seed
 
 
 class _Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
+        seed(0)
         dtypes = (torch.float32, torch.float64, torch.bfloat16)
         self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for dtype in dtypes)
         self.head = nn.Linear(8, 4)

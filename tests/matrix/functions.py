@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from tests.matrix.row import Training, error, reduced
-from tests.support.models import Fail, backward, batch, loss_of, mlp
+from tests.support.models import Fail, backward, batch, loss_of, mlp, seed
 
 
 class _Scale(torch.autograd.Function):
@@ -52,7 +52,7 @@ def function_returns_none_on_a_rank(case):
 
 
 def _two_layers():
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False))
 
 

@@ -20,6 +20,7 @@ from tests.support.models import (
     image_backward,
     loss_of,
     mlp,
+    seed,
     text_backward,
 )
 
@@ -28,7 +29,7 @@ def layers(*modules):
     """Makes a model of modules of 8 features that ends in 4, always the same."""
 
     def make():
-        torch.manual_seed(0)
+        seed(0)
         return nn.Sequential(*(module() for module in modules), nn.Linear(8, 4))
 
     return make
@@ -85,7 +86,7 @@ def tied_weights(case):
 @reduced("an LSTM")
 def lstm(case):
     def make():
-        torch.manual_seed(0)
+        seed(0)
         return nn.LSTM(8, 4, num_layers=2, batch_first=True)
 
     def run(model, rank, i):
@@ -166,7 +167,7 @@ def parameter_subclass(case):
 class _Shapes(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
+        seed(0)
         self.scalar = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.sliced = nn.Parameter(torch.randn(8, 8)[:, ::2])
@@ -183,7 +184,7 @@ def odd_shapes(case):
 @reduced("dropout (every rank draws its own)")
 def dropout(case):
     def run(model, rank, i):
-        torch.manual_seed(100 * i + rank)
+        seed(100 * i + rank)
         backward(model, rank, i)
 
     case.train(layers(lambda: nn.Linear(8, 8), lambda: nn.Dropout(0.5)), run)
@@ -385,7 +386,7 @@ def attached_in_inference_mode(case):
 @error("`nn.Embedding(sparse=True)`", match=r"(?s)0\.weight.*sparse", instead="`sparse=False`")
 def sparse_gradients(case):
     def make(sparse=True):
-        torch.manual_seed(0)
+        seed(0)
         return nn.Sequential(nn.Embedding(16, 8, sparse=sparse), nn.Linear(8, 4))
 
     def run(model, rank, i):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.matrix.row import Training, error, reduced, sgd
-from tests.support.models import Fail, backward, batch, loss_of, mlp
+from tests.support.models import Fail, backward, batch, loss_of, mlp, seed
 
 
 @reduced("one optimizer with several param groups, gradients accumulated over two backwards")
@@ -135,7 +135,7 @@ def step_in_backward_before_attach(case):
 
 
 def _with_a_local_part():
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(nn.Linear(8, 8), mlp())
 
 

@@ -18,6 +18,7 @@ from tests.support.models import (
     backward,
     loss_of,
     mlp,
+    seed,
 )
 from tests.support.ranks import on_ranks
 
@@ -46,7 +47,7 @@ def _flat_buffers(model):
 
 
 def _layers(number, size=32):
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(number)))
 
 

@@ -23,13 +23,14 @@ from tests.support.models import (
     image_backward,
     loss_of,
     mlp,
+    seed,
     text_backward,
 )
 from tests.support.ranks import on_ranks
 
 
 def _wide_mlp():
-    torch.manual_seed(0)
+    seed(0)
     return nn.Sequential(
         nn.Linear(8, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 4)
     )

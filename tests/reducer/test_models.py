@@ -21,6 +21,7 @@ from tests.support.models import (
     image_backward,
     mean_gradients,
     mlp,
+    seed,
 )
 from tests.support.ranks import on_ranks
 
@@ -95,7 +96,7 @@ def test_channels_last_gradients_keep_their_strides(comm, buckets):
 class _Dtypes(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
+        seed(0)
         self.layers = nn.ModuleList(
             nn.Linear(8, 8, dtype=dtype)
             for dtype in (torch.float32, torch.float64, torch.bfloat16) * 2
@@ -120,7 +121,7 @@ class _OddShapes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
+        seed(0)
         self.scalar = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.sliced = nn.Parameter(torch.randn(8, 8)[:, ::2])
@@ -150,7 +151,7 @@ def test_a_model_of_two_thousand_tiny_parameters_is_reduced(comm):
 
 class _Gan(nn.ModuleDict):
     def __init__(self):
-        torch.manual_seed(0)
+        seed(0)
         super().__init__({"generator": nn.Linear(8, 8), "discriminator": mlp()})
 
     def fake(self, rank, step):
