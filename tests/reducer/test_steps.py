@@ -81,6 +81,21 @@ def test_ranks_that_made_different_numbers_of_steps_all_hear_of_it(comm, differ)
     assert_gradients(model, expected)
 
 
+@on_ranks(2)
+def test_ranks_that_reduce_different_backwards_are_told_of_no_sync(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 1:
+        with reducer.no_sync():
+            backward(model, comm.rank)
+        with pytest.raises(MismatchError, match="rank 0: .*bucket 0.*rank 1: barrier"):
+            comm.barrier()
+        comm.abandon()
+    else:
+        with pytest.raises(MismatchError, match=r"inside no_sync\(\) on all ranks or on none"):
+            backward(model, comm.rank)
+
+
 @on_ranks(3)
 def test_several_optimizers_and_local_steps_count_alike_on_all_ranks(comm):
     model = mlp()
