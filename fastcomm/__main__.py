@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch
 
 import fastcomm
+from fastcomm import launchers
 from fastcomm.cuda import driver as cuda_driver
 from fastcomm.cuda import multi_tensor
 from fastcomm.nccl import library as nccl_library
@@ -32,12 +33,10 @@ BENCHMARKS = {
     "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
 }
-# What launchers call the number of a process among all of them.
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def main() -> int:
-    if not {"-h", "--help", "--version"}.isdisjoint(sys.argv) and not is_first_rank():
+    if not {"-h", "--help", "--version"}.isdisjoint(sys.argv) and not launchers.is_first_rank():
         return 0  # the first one says it
     parser = make_parser()
     options, rest = parser.parse_known_args()
@@ -75,11 +74,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name, says in BENCHMARKS.items():
         names.add_parser(name, help=says, add_help=False, allow_abbrev=False)
     return parser
-
-
-def is_first_rank() -> bool:
-    """Or not one of several processes that a launcher has started."""
-    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 def demo(arguments: list[str]) -> NoReturn:

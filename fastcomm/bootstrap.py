@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from fastcomm import launchers
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
@@ -247,20 +247,25 @@ def meet(
     if is_alone:  # there is nobody to meet, so no launcher is needed
         rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     elif place.scheme == "env":
-        rank = int(_environment("RANK")) if rank is None else rank
-        world_size = int(_environment("WORLD_SIZE")) if world_size is None else world_size
+        is_told = rank is not None and world_size is not None
+        by = launchers.TORCHRUN if is_told else launchers.launcher()
+        rank = launchers.number(by.rank) if rank is None else rank
+        world_size = launchers.number(by.world_size) if world_size is None else world_size
+        place = urlparse(launchers.meeting_point(by, world_size))
     if rank is None or world_size is None:
         raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
     if world_size < 1 or not 0 <= rank < world_size:
         raise InitError(
             f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
         )
+    is_server = rank == 0 and not (init_method == "env://" and launchers.serves_store())
     try:
-        store = HashStore() if is_alone else _open_store(place, rank, world_size, timeout)
+        store = HashStore() if is_alone else _open_store(place, world_size, timeout, is_server)
     except (RuntimeError, OSError) as error:
         reason = str(error).partition("\nException raised from")[0]  # less torch's C++ frames
+        where = place.geturl()
         raise InitError(
-            f"rank {rank} of {world_size} cannot open the meeting point {init_method!r}: {reason}"
+            f"rank {rank} of {world_size} cannot open the meeting point {where!r}: {reason}"
         ) from error
     return StoreBootstrap(own_part(store, init_method), rank, world_size, timeout)
 
@@ -282,29 +287,27 @@ def own_connection(store: Store) -> Store:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def _open_store(place: ParseResult, rank: int, world_size: int, timeout: timedelta) -> Store:
+def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_server: bool) -> Store:
     if place.scheme == "file" and place.path:
         if not os.access(os.path.dirname(place.path), os.W_OK):  # the store would wait for ever
             raise FileNotFoundError(
                 f"{os.path.dirname(place.path)} is not a folder this process can write to"
             )
         return FileStore(place.path, world_size)
-    if place.scheme == "env":
-        host, port = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
-        is_server = (
-            rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        )  # else torchrun serves the store itself
-    elif place.scheme == "tcp" and place.hostname and place.port:
-        host, port, is_server = place.hostname, place.port, rank == 0
-    else:
+    if place.scheme != "tcp" or not place.hostname or not place.port:
         raise ValueError(
             f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}"
         )
     if not is_server:
-        _await_server(host, port, timeout.total_seconds())
+        _await_server(place.hostname, place.port, timeout.total_seconds())
     # The store must not wait for the ranks: it could not say which one is missing.
     return TCPStore(
-        host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        place.hostname,
+        place.port,
+        is_master=is_server,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
     )
 
 
@@ -339,18 +342,3 @@ def count_as_finished(store: Store) -> None:
         store = store.underlying_store
     if isinstance(store, FileStore):
         FileStore(store.path)  # type: ignore[attr-defined]  # counts as finished, removes nothing
-
-
-def _environment(name: str) -> str:
-    value = os.environ.get(name)
-    if value is None:
-        raise InitError(
-            f"{name} is not set: start the script with `torchrun --nproc-per-node=2 "
-            f"{os.path.basename(sys.argv[0]) or 'train.py'}`, "
-            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as docs/launching.md says, or "
-            "pass init_method='tcp://host:port' with rank= and world_size=, or, for one rank "
-            "alone, world_size=1"
-        )
-    if name != "MASTER_ADDR" and not value.isdecimal():
-        raise InitError(f"the environment variable {name} must be a number; it is {value!r}")
-    return value

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fastcomm import launchers
 from fastcomm.bootstrap import (
     Bootstrap,
     Caller,
@@ -57,8 +58,9 @@ def init(
         `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all ranks share a
         host, hierarchical where they do not, and group where a host has more than the 64 ranks that
         can share memory. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
-    init_method: "env://" (torchrun sets it up), "tcp://host:port" or "file:///path", the latter two
-        with rank= and world_size=. With world_size=1 alone, nothing is met: for debugging.
+    init_method: "env://" (torchrun, mpirun, mpiexec or srun has started the ranks: what they say is
+        in their environment), "tcp://host:port" or "file:///path", the latter two with rank= and
+        world_size=. With world_size=1 alone, nothing is met: for debugging.
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
         world_size are then not needed.
     device: where the gradients are. None means this rank's CUDA device, for "nccl" and, where there
@@ -179,7 +181,8 @@ def _cuda_index() -> int:
     """Which of the CUDA devices that this process sees is its own."""
     if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
         return 0
-    return int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    mine = launchers.local_rank()
+    return torch.cuda.current_device() if mine is None else mine
 
 
 class _Neighbours(NamedTuple):
@@ -249,10 +252,11 @@ def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
 
 
 def _local_rank(place: int) -> int:
-    """The rank's number on its host: torchrun's LOCAL_RANK, else its index among the ranks that
+    """The rank's number on its host: what the launcher says, else its index among the ranks that
     share the host.
     """
-    return int(os.environ.get("LOCAL_RANK", place))
+    mine = launchers.local_rank()
+    return place if mine is None else mine
 
 
 def _host_identity() -> str:

@@ -28,6 +28,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 NEIGHBOURS = {
     "lifetime": {"errors"},
     "group.hierarchical": {"shm"},
+    "bootstrap": {"launchers"},
     "rendezvous": {"bootstrap", "launchers"},
     "__main__": {"__init__"},
 }

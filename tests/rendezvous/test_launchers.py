@@ -1,0 +1,181 @@
+"""Ranks that other launchers than torchrun start. Their environments are put up here, SLURM's and
+all; ci/launchers.sh runs the real mpiexecs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import fastcomm
+from fastcomm import InitError, launchers
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, torchrun_env
+from tests.support.reference import check_all_reduce
+
+SLURM = {
+    "SLURM_PROCID": "{rank}",
+    "SLURM_NTASKS": "{n}",
+    "SLURM_LOCALID": "{rank}",
+    "SLURM_JOB_ID": "{job}",
+    "SLURM_NODELIST": "localhost,node[07-12]",
+}
+
+
+def _of_mpi(prefix):
+    return {
+        f"{prefix}_RANK": "{rank}",
+        f"{prefix}_SIZE": "{n}",
+        f"{prefix}_LOCAL_RANK": "{rank}",
+        f"{prefix}_LOCAL_SIZE": "{n}",
+    }
+
+
+PALS = {
+    "PALS_RANKID": "{rank}",
+    "PALS_LOCAL_RANKID": "{rank}",
+    "PMI_RANK": "{rank}",
+    "PMI_SIZE": "{n}",
+    "PMI_LOCAL_SIZE": "{n}",
+}
+MPICH = {
+    "PMI_RANK": "{rank}",
+    "PMI_SIZE": "{n}",
+    "MPI_LOCALRANKID": "{rank}",
+    "MPI_LOCALNRANKS": "{n}",
+}
+ENVIRONMENTS = {
+    "srun": SLURM,
+    "OpenMPI": _of_mpi("OMPI_COMM_WORLD"),
+    "MVAPICH": _of_mpi("MV2_COMM_WORLD"),
+    "jsrun": _of_mpi("JSM_NAMESPACE"),
+    "PALS": PALS,
+    "mpiexec": MPICH,
+    # An MPI that srun, or a batch script of SLURM's, has started.
+    "mpiexec in SLURM": {**SLURM, **MPICH, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+}
+VARIABLES = {name for environment in ENVIRONMENTS.values() for name in environment}
+
+
+def environments(names, n):
+    """By rank. The job's number leads to a port that is free."""
+    job = int(torchrun_env(1)[0]["MASTER_PORT"]) - 15000
+    return [
+        {key: value.format(rank=rank, n=n, job=job) for key, value in names.items()}
+        for rank in range(n)
+    ]
+
+
+def _describe(place):
+    with fastcomm.init() as comm:
+        check_all_reduce(comm, where="comm.empty")
+        return comm.rank, comm.world_size, comm.local_rank, comm.backend
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_init_under_a_launcher_needs_no_configuration(name):
+    outcomes = fresh_ranks(2, _describe, env=environments(ENVIRONMENTS[name], 2))
+    assert values_of(outcomes) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
+
+
+def test_what_torchrun_sets_comes_first():
+    env = [
+        {**theirs, **its, "OMPI_COMM_WORLD_SIZE": "7", "LOCAL_RANK": str(5 + rank)}
+        for rank, (theirs, its) in enumerate(
+            zip(environments(_of_mpi("OMPI_COMM_WORLD"), 2), torchrun_env(2), strict=True)
+        )
+    ]
+    outcomes = fresh_ranks(2, _describe, env=env)
+    assert values_of(outcomes) == [(0, 2, 5, "shm"), (1, 2, 6, "shm")]
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """An environment that no launcher has been in."""
+    for name in (*VARIABLES, *torchrun_env(1)[0]):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def put_up(monkeypatch, names, **others):
+    for name, value in {**environments(names, 2)[0], **others}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
+    put_up(bare, MPICH, MPI_LOCALNRANKS="1")
+    with pytest.raises(InitError, match="several hosts, and mpiexec does not say.*MASTER_ADDR"):
+        fastcomm.init()
+    bare.setenv("MASTER_ADDR", "node1")
+    assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:29500"
+    bare.setenv("MASTER_PORT", "4321")
+    assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:4321"
+
+
+def test_an_address_of_version_6_is_put_in_brackets(bare):
+    put_up(bare, MPICH, MASTER_ADDR="::1", MASTER_PORT="4321")
+    assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://[::1]:4321"
+
+
+@pytest.mark.parametrize("job", ["bash", "interactive"])
+def test_a_shell_that_srun_has_started_is_no_rank(bare, job):
+    put_up(bare, SLURM, SLURM_JOB_NAME=job)
+    with pytest.raises(InitError, match="RANK is not set.*torchrun.*mpirun"):
+        fastcomm.init()
+
+
+def test_a_step_of_slurm_meets_on_its_own_first_host(bare):
+    put_up(bare, SLURM, SLURM_STEP_NODELIST="gpu[3,5]-ib", SLURM_JOB_ID="1234567")
+    assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://gpu3-ib:19567"
+
+
+@pytest.mark.parametrize(
+    "hosts, first",
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[03-07,9],login", "node03"),
+        ("node[7],x", "node7"),
+        ("gpu[12,14]-ib", "gpu12-ib"),
+        ("rack[1-2]n[03-4]", "rack1n03"),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurms(hosts, first):
+    assert launchers.first_host(hosts) == first
+
+
+SAY_WHERE = "from fastcomm import launchers as l; print(l.meeting_point(l.launcher(), 2))"
+
+
+def _places_of_ranks(*start):
+    """Where two ranks of one launcher, this process, would meet."""
+    return [
+        subprocess.run(
+            [*start, sys.executable, "-c", SAY_WHERE],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for environment in environments(MPICH, 2)
+    ]
+
+
+def test_ranks_meet_by_the_process_that_started_them_also_through_a_script(bare, tmp_path):
+    script = tmp_path / "wrap.sh"
+    script.write_text('"$@"\nexit $?\n')  # the shell stays, as one process per rank
+    one, other = _places_of_ranks("bash", str(script))
+    assert one == other == _places_of_ranks()[0]
+    assert one.startswith("file:///") and f"-{os.getpid()}-" in one
+
+
+def test_the_folder_of_another_user_is_refused(bare, tmp_path):
+    put_up(bare, MPICH)
+    bare.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    bare.setattr("os.getuid", lambda: 12345)
+    (tmp_path / "fastcomm-12345").mkdir()
+    with pytest.raises(InitError, match="fastcomm-12345 belongs to another user"):
+        fastcomm.init()
