@@ -9,6 +9,7 @@ from tests.mutations.mutation import Mutation
 WATCHDOG = "fastcomm/watchdog.py"
 RENDEZVOUS = "fastcomm/rendezvous.py"
 BOOTSTRAP = "fastcomm/bootstrap.py"
+LAUNCHERS = "fastcomm/launchers.py"
 
 WATCHDOG_TESTS = ("tests/test_watchdog.py",)
 
@@ -127,5 +128,26 @@ MUTATIONS = (
         old="            self._is_over = True  # all ranks see it",
         new="            pass  # all ranks see it",
         tests=("tests/rendezvous/test_init.py",),
+    ),
+    Mutation(
+        name="launchers: what an interactive shell starts is a rank",
+        file=LAUNCHERS,
+        old=" and not (one is SRUN and _is_interactive())",
+        new="",
+        tests=("tests/rendezvous/test_launchers.py",),
+    ),
+    Mutation(
+        name="launchers: ranks meet by their parent, a script of each rank's own included",
+        file=LAUNCHERS,
+        old="if not _is_set_for(pid, rank_variable):",
+        new="if True:",
+        tests=("tests/rendezvous/test_launchers.py",),
+    ),
+    Mutation(
+        name="launchers: ranks of several hosts meet at a file",
+        file=LAUNCHERS,
+        old="if _first_number(started_by.local_size) == world_size:",
+        new="if _first_number(started_by.local_size):",
+        tests=("tests/rendezvous/test_launchers.py",),
     ),
 )
