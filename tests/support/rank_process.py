@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.support.bodies import Place, communicator, stand_at
 from tests.support.outcomes import described
+from tests.support.stand_ins import refusing_races
 
 Environment = Mapping[str, "str | None"]
 
@@ -47,7 +48,8 @@ def serve(
             body, args = pickle.loads(work)
             if pass_comm and comm is None:
                 comm = _communicator(place)
-            value = body(place if comm is None else comm, *args)
+            with refusing_races():
+                value = body(place if comm is None else comm, *args)
             answer = pickle.dumps(("returned", value))
             del value
         except SystemExit:

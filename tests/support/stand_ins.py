@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _SUPPORT = _ROOT / "tests" / "support"
@@ -33,6 +34,7 @@ _C = (
     "-ftree-vectorize",
     "-ffp-contract=off",
     "-fvisibility=hidden",
+    f"-I{_KERNELS}",
     *_SHARED,
 )
 _AS_NCCL = "-Wl,-soname,libnccl.so.2"  # what a process that has loaded it finds under NCCL's name
@@ -107,8 +109,43 @@ def loaded(name: str) -> ctypes.CDLL:
 
 def log_of(library: ctypes.CDLL) -> list[str]:
     """The calls a stand-in has noted, the oldest first."""
-    text = ctypes.create_string_buffer(library.stand_in_log(None, ctypes.c_size_t(0)) + 1)
-    library.stand_in_log(text, ctypes.c_size_t(len(text)))
+    return _lines(library.stand_in_log)
+
+
+def races_of(cuda: ctypes.CDLL) -> list[str]:
+    """Reads and writes that nothing has ordered since the last look, and forgets all accesses: see
+    stand_in/cuda_order.h.
+    """
+    races = _lines(cuda.stand_in_races)
+    cuda.stand_in_forget_accesses()
+    return races
+
+
+@contextlib.contextmanager
+def refusing_races() -> Iterator[None]:
+    """In a rank: raises AssertionError if the block has left its streams without order. Where it
+    raises an error of its own, that is what matters.
+    """
+    is_whole = False
+    try:
+        yield
+        is_whole = True
+    finally:
+        races = _races_here()
+        assert not (is_whole and races), "\n".join(["nothing orders the streams:", *races])
+
+
+def _races_here() -> list[str]:
+    """Those in this process, which may not have loaded a stand-in."""
+    with contextlib.suppress(KeyError, OSError):
+        cuda = ctypes.CDLL(os.environ["FASTCOMM_CUDA_LIBRARY"], os.RTLD_NOLOAD)
+        return races_of(cuda) if hasattr(cuda, "stand_in_races") else []
+    return []
+
+
+def _lines(text_of: Any) -> list[str]:
+    text = ctypes.create_string_buffer(text_of(None, ctypes.c_size_t(0)) + 1)
+    text_of(text, ctypes.c_size_t(len(text)))
     return text.value.decode().splitlines()
 
 

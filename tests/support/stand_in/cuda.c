@@ -1,6 +1,7 @@
 /* A stand-in for libcuda.so.1, which tests load through FASTCOMM_CUDA_LIBRARY: host memory plays
  * device memory, and a stream is done with a call when the call returns. It checks what the driver
- * checks (handles, contexts, what a capture forbids), keeps a log, fails on order, and runs the
+ * checks (handles, contexts, what a capture forbids) and what nothing else would see, the order of
+ * streams (cuda_order.h); keeps a log, fails on order, and runs the
  * kernels that the host shim exports (FASTCOMM_STAND_IN_KERNELS). It records no graphs: what is
  * captured runs at once. */
 #define _GNU_SOURCE
@@ -13,6 +14,7 @@
 #include <string.h>
 
 #include "cuda_driver.h"
+#include "cuda_order.h"
 
 enum {
     DRIVER_VERSION = 13000,
@@ -262,6 +264,7 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
     }
     result = put_work_into(stream);
     if (result == CUDA_SUCCESS) {
+        order_kernel(number_of(stream), function->name, grid_x, parameters);
         function->run(grid_x, block_x, parameters);
     }
     return wait_for_room("cuLaunchKernel", result);
@@ -279,8 +282,10 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
     if (result != CUDA_SUCCESS || nbytes == 0) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
     }
-    *address = (CUdeviceptr)(uintptr_t)stand_in_allocate(nbytes, ALIGNMENT);
-    return *address != 0 ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    void *memory = stand_in_allocate(nbytes, ALIGNMENT);
+    *address = (CUdeviceptr)(uintptr_t)memory;
+    stand_in_hand_out(memory, memory != NULL ? nbytes : 0);
+    return memory != NULL ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
@@ -288,16 +293,18 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
     if (result != CUDA_SUCCESS || address == 0) {
         return result;
     }
+    order_reach_all(); /* as the driver does, which waits for the device */
     return stand_in_release((void *)(uintptr_t)address) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-static CUresult copy(void *to, const void *from, size_t nbytes, CUstream stream, int fault) {
+/* A piece of work that reads or writes device memory may begin. */
+static CUresult begin_use(CUstream stream, const char *name, const struct range range, int fault) {
     CUresult result = ready(DRIVER, fault);
     if (result == CUDA_SUCCESS) {
         result = put_work_into(stream);
     }
-    if (result == CUDA_SUCCESS && nbytes > 0) {
-        memcpy(to, from, nbytes);
+    if (result == CUDA_SUCCESS) {
+        stand_in_use(number_of(stream), name, &range, 1);
     }
     return result;
 }
@@ -306,25 +313,36 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t nb
                                      CUstream stream) {
     int fault =
         stand_in_called("cuMemcpyHtoDAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
-    return copy((void *)(uintptr_t)to, from, nbytes, stream, fault);
+    void *address = (void *)(uintptr_t)to;
+    CUresult result =
+        begin_use(stream, "cuMemcpyHtoDAsync", (struct range){address, nbytes, true}, fault);
+    if (result == CUDA_SUCCESS && nbytes > 0) {
+        memcpy(address, from, nbytes);
+    }
+    return result;
 }
 
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
     int fault =
         stand_in_called("cuMemcpyDtoHAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
-    return copy(to, (const void *)(uintptr_t)from, nbytes, stream, fault);
+    const void *address = (const void *)(uintptr_t)from;
+    CUresult result =
+        begin_use(stream, "cuMemcpyDtoHAsync", (struct range){address, nbytes, false}, fault);
+    if (result == CUDA_SUCCESS && nbytes > 0) {
+        memcpy(to, address, nbytes);
+    }
+    return result;
 }
 
 EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes,
                                 CUstream stream) {
     int fault =
         stand_in_called("cuMemsetD8Async nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
-    CUresult result = ready(DRIVER, fault);
+    void *address = (void *)(uintptr_t)to;
+    CUresult result =
+        begin_use(stream, "cuMemsetD8Async", (struct range){address, nbytes, true}, fault);
     if (result == CUDA_SUCCESS) {
-        result = put_work_into(stream);
-    }
-    if (result == CUDA_SUCCESS) {
-        memset((void *)(uintptr_t)to, value, nbytes);
+        memset(address, value, nbytes);
     }
     return result;
 }

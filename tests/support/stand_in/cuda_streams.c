@@ -1,10 +1,13 @@
 /* Streams and events of the stand-in for the CUDA driver, and what a capture forbids. A stream has
- * nothing to do, so all that is kept is who waits for whom. None of their numbers is used twice, so
+ * nothing to do, so all that is kept is who waits for whom; what that means for memory,
+ * cuda_order.c keeps. None of their numbers is used twice, so
  * that the use of a destroyed one is found. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdlib.h>
 
 #include "cuda_driver.h"
+#include "cuda_order.h"
 
 enum {
     DEFAULT_STREAMS = 3,  /* 0, and the legacy and the per-thread one, whose handles are 1 and 2 */
@@ -26,6 +29,7 @@ struct event {
     unsigned capture; /* the number of the capture in which it was last recorded, or 0 */
     unsigned work;    /* of its stream at that time */
     size_t stream;
+    struct clock *clock; /* what is over when it is reached; NULL before the first record */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -115,6 +119,7 @@ static CUresult put_into(struct stream *stream) {
         return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     }
     stream->work++;
+    order_submit((size_t)(stream - streams));
     return CUDA_SUCCESS;
 }
 
@@ -133,6 +138,7 @@ static CUresult end_capture(void) {
         }
     }
     capture.mode = NO_CAPTURE;
+    order_for_everyone();
     return result;
 }
 
@@ -141,6 +147,7 @@ static CUresult begin_capture(enum capture_mode mode) {
     capture.number++;
     capture.thread = pthread_self();
     capture.invalidated = false;
+    order_for_everyone();
     for (size_t i = 0; i < DEFAULT_STREAMS; i++) {
         streams[i].capture = capture.number;
     }
@@ -230,6 +237,7 @@ EXPORT CUresult cuStreamSynchronize(CUstream handle) {
     }
     if (result == CUDA_SUCCESS) {
         wait_while_events_are_held();
+        stand_in_wait_for_stream(number_of(handle));
     }
     pthread_mutex_unlock(&mutex);
     return result;
@@ -244,6 +252,7 @@ EXPORT CUresult cuCtxSynchronize(void) {
     result = allowed_during_capture();
     if (result == CUDA_SUCCESS) {
         wait_while_events_are_held();
+        order_reach_all();
     }
     pthread_mutex_unlock(&mutex);
     return result;
@@ -330,6 +339,8 @@ EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
     struct event *event = event_of(handle);
     if (event != NULL) {
         event->live = false;
+        free(event->clock);
+        event->clock = NULL;
     }
     pthread_mutex_unlock(&mutex);
     return event != NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
@@ -347,6 +358,7 @@ static CUresult record(struct event *event, CUstream handle) {
     event->stream = number_of(handle);
     event->work = stream->work;
     event->capture = is_capturing(stream) ? capture.number : 0;
+    order_record(event->stream, &event->clock);
     return CUDA_SUCCESS;
 }
 
@@ -385,6 +397,7 @@ static CUresult wait_for_event(struct stream *stream, const struct event *event)
     if (stream != &streams[event->stream]) {
         streams[event->stream].awaited = event->work;
     }
+    order_wait((size_t)(stream - streams), event->clock);
     return put_into(stream);
 }
 
@@ -423,6 +436,9 @@ EXPORT CUresult cuEventQuery(CUevent handle) {
     if (result == CUDA_SUCCESS && event->recorded && events_held) {
         result = CUDA_ERROR_NOT_READY;
     }
+    if (result == CUDA_SUCCESS) {
+        order_reach(event->clock);
+    }
     pthread_mutex_unlock(&mutex);
     return result;
 }
@@ -438,6 +454,7 @@ EXPORT CUresult cuEventSynchronize(CUevent handle) {
     result = observable(event);
     if (result == CUDA_SUCCESS && event->recorded) {
         wait_while_events_are_held();
+        order_reach(event->clock);
     }
     pthread_mutex_unlock(&mutex);
     return result;

@@ -267,6 +267,7 @@ EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     }
     ncclResult_t result = begin(comm, "ncclCommDestroy", fault);
     if (result == ncclSuccess) {
+        order_end(comm);
         leave(comm);
         result =
             dispose(comm) ? ncclSuccess : fail(ncclInternalError, "ncclCommDestroy", "aborted");
@@ -282,6 +283,7 @@ EXPORT ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     if (result == ncclSuccess) {
         world_abandon(comm->world);
         wait_as_revoked(comm);
+        order_end(comm);
         leave(comm);
     }
     return result;
@@ -296,6 +298,7 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (result == ncclSuccess) {
         note_abort(comm);
         world_abandon(comm->world);
+        order_end(comm);
         leave(comm);
         dispose(comm);
     }

@@ -1,6 +1,6 @@
 /* The stand-in for NCCL in its parts: the library and its communicators (nccl.c), the orders and
  * checks that every call begins with (nccl_calls.c), collectives and groups (nccl_collectives.c),
- * memory (nccl_memory.c). */
+ * memory (nccl_memory.c), and what the driver's stand-in hears of it (nccl_order.c). */
 #ifndef FASTCOMM_STAND_IN_NCCL_CALLS_H
 #define FASTCOMM_STAND_IN_NCCL_CALLS_H
 
@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "cuda_order.h"
 #include "nccl_world.h"
 #include "stand_in.h"
 
@@ -74,6 +75,8 @@ struct ncclComm {
     bool is_in_round;
     bool is_stuck; /* by stand_in_in_progress */
     bool is_being_revoked;
+    bool has_stream; /* a collective was launched, on */
+    size_t stream;
     ncclResult_t failure;
 };
 
@@ -113,5 +116,14 @@ void note_abort(ncclComm_t comm);
 
 /* What is registered with a communicator goes with it. */
 void forget_registrations(ncclComm_t comm);
+
+/* What the stand-in for the CUDA driver hears of (nccl_order.c), where this process has loaded it.
+ * See cuda_order.h. */
+void order_collective(ncclComm_t comm, size_t stream, const char *function,
+                      const struct range *ranges, size_t n);
+/* The communicator's collectives leave the device. */
+void order_end(ncclComm_t comm);
+void order_hand_out(const void *address, size_t nbytes);
+void order_free(const void *address, size_t nbytes);
 
 #endif

@@ -14,6 +14,7 @@ struct operation {
     size_t count;
     int dtype, op, root;
     ncclComm_t comm;
+    cudaStream_t stream;
 };
 
 static _Thread_local int group_depth;
@@ -101,12 +102,30 @@ static const struct {
     [REDUCE_SCATTER] = {"ncclReduceScatter", reduce_scatter_part},
 };
 
+/* What a rank reads and writes of its own memory. The root of a broadcast in place only reads. */
+static void note_ranges(const struct operation *o) {
+    const size_t nbytes = o->count * dtype_nbytes(o->dtype), n_ranks = (size_t)o->comm->n_ranks;
+    const bool is_root = o->comm->rank == o->root;
+    struct range ranges[2];
+    size_t n = 0;
+    if (o->kind != BROADCAST || is_root) {
+        ranges[n++] =
+            (struct range){o->input, o->kind == REDUCE_SCATTER ? n_ranks * nbytes : nbytes, false};
+    }
+    if (o->kind != BROADCAST || !is_root || o->input != o->output) {
+        ranges[n++] =
+            (struct range){o->output, o->kind == ALL_GATHER ? n_ranks * nbytes : nbytes, true};
+    }
+    order_collective(o->comm, (size_t)o->stream, collectives[o->kind].function, ranges, n);
+}
+
 static ncclResult_t run(const struct operation *o) {
     const char *function = collectives[o->kind].function;
     ncclResult_t result = begin_round(o->comm, function, 0);
     if (result != ncclSuccess) {
         return result;
     }
+    note_ranges(o);
     const struct intent intent = {.kind = (int32_t)o->kind,
                                   .count = o->count,
                                   .dtype = o->dtype,
@@ -153,7 +172,8 @@ EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
                                   cudaStream_t stream) {
     int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype,
                                 op, (size_t)stream);
-    return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm}, fault);
+    return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm, stream},
+                  fault);
 }
 
 EXPORT ncclResult_t ncclBroadcast(const void *input, void *output, size_t count,
@@ -161,15 +181,16 @@ EXPORT ncclResult_t ncclBroadcast(const void *input, void *output, size_t count,
                                   cudaStream_t stream) {
     int fault = stand_in_called("ncclBroadcast numel=%zu dtype=%d root=%d stream=0x%zx", count,
                                 dtype, root, (size_t)stream);
-    return launch((struct operation){BROADCAST, input, output, count, dtype, SUM, root, comm},
-                  fault);
+    return launch(
+        (struct operation){BROADCAST, input, output, count, dtype, SUM, root, comm, stream}, fault);
 }
 
 EXPORT ncclResult_t ncclAllGather(const void *input, void *output, size_t count,
                                   ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream) {
     int fault = stand_in_called("ncclAllGather numel=%zu dtype=%d stream=0x%zx", count, dtype,
                                 (size_t)stream);
-    return launch((struct operation){ALL_GATHER, input, output, count, dtype, SUM, 0, comm}, fault);
+    return launch((struct operation){ALL_GATHER, input, output, count, dtype, SUM, 0, comm, stream},
+                  fault);
 }
 
 EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t count,
@@ -177,8 +198,9 @@ EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t co
                                       cudaStream_t stream) {
     int fault = stand_in_called("ncclReduceScatter numel=%zu dtype=%d op=%d stream=0x%zx", count,
                                 dtype, op, (size_t)stream);
-    return launch((struct operation){REDUCE_SCATTER, input, output, count, dtype, op, 0, comm},
-                  fault);
+    return launch(
+        (struct operation){REDUCE_SCATTER, input, output, count, dtype, op, 0, comm, stream},
+        fault);
 }
 
 /* ---- groups ---- */

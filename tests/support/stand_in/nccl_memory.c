@@ -31,6 +31,7 @@ EXPORT ncclResult_t ncclMemAlloc(void **address, size_t nbytes) {
         return result;
     }
     *address = stand_in_allocate(nbytes, ALIGNMENT);
+    order_hand_out(*address, *address != NULL ? nbytes : 0);
     return *address != NULL ? ncclSuccess
                             : fail(ncclUnhandledCudaError, "ncclMemAlloc", "out of memory");
 }
@@ -53,6 +54,7 @@ EXPORT ncclResult_t ncclMemFree(void *address) {
     if (is_registered(address)) {
         return fail(ncclInvalidUsage, "ncclMemFree", "the memory is still registered");
     }
+    order_free(address, stand_in_nbytes_at(address));
     return stand_in_release(address)
                ? ncclSuccess
                : fail(ncclInvalidArgument, "ncclMemFree", "not memory of ncclMemAlloc");

@@ -179,6 +179,17 @@ void *stand_in_allocate(size_t nbytes, size_t alignment) {
     return address;
 }
 
+size_t stand_in_nbytes_at(const void *address) {
+    pthread_mutex_lock(&mutex);
+    const struct allocation *one = allocations;
+    while (one != NULL && one->address != address) {
+        one = one->next;
+    }
+    size_t nbytes = one != NULL ? one->nbytes : 0;
+    pthread_mutex_unlock(&mutex);
+    return nbytes;
+}
+
 bool stand_in_release(void *address) {
     pthread_mutex_lock(&mutex);
     struct allocation **link = &allocations;

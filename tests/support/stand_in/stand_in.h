@@ -42,6 +42,8 @@ int stand_in_asked(const char *function);
 bool stand_in_has(const char *function);
 
 void *stand_in_allocate(size_t nbytes, size_t alignment);
+/* How much was allocated at this address: 0 if nothing. */
+size_t stand_in_nbytes_at(const void *address);
 /* False if `address` is not the beginning of an allocation. */
 bool stand_in_release(void *address);
 
