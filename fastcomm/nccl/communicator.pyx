@@ -21,7 +21,7 @@ cimport cython
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free, malloc
 
-from fastcomm.cuda.driver cimport CUcontext, CUstream, Device, check, driver
+from fastcomm.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
 from fastcomm.nccl.lane cimport (
     ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket,
 )
@@ -53,7 +53,8 @@ cdef class NcclWork:
 
     cdef Link link
     cdef Ticket ticket
-    cdef object tensors, divide_by, divided
+    cdef object tensors, divide_by
+    cdef Event divided  # recorded after the division, where one is made
     cdef int epoch
     cdef CUstream launched_on  # the stream that was current then
     cdef bint is_barrier, has_own_ticket
@@ -69,7 +70,7 @@ cdef class NcclWork:
         if self.tensors is None:  # waited for already, perhaps on another stream
             self.link.cuda.order_current_after(self.ticket.done)
             if self.divided is not None:
-                torch.cuda.current_stream(self.link.cuda.device).wait_event(self.divided)
+                self.link.cuda.order_current_after(self.divided)
             return
         cdef CUstream current
         self.link.check_work(self.epoch)
@@ -77,20 +78,27 @@ cdef class NcclWork:
         if self.is_barrier:
             self.link.wait_for(self.ticket)
         if self.divide_by is not None:
-            self._divide()
+            self._divide(current)
         self.tensors = None
         if current == self.launched_on:  # else that stream could use their memory too early
             self.ticket.tensors = None
 
-    cdef _divide(self):
+    cdef _divide(self, CUstream current):
         """Makes means of sums, on the current stream."""
+        cdef Device cuda = self.link.cuda
         out, total, _ = self.tensors
         if total is out:
             out.mul_(1.0 / self.divide_by)
         else:
             out.copy_(mean_of_addends(total, self.divide_by).view(out.shape))
-        if out.is_cuda:
-            self.divided = torch.cuda.current_stream(self.link.cuda.device).record_event()
+            # The ticket lets go of `total` when the sum is there, perhaps before it is divided.
+            if current != self.launched_on and cuda.record_stream is not None:
+                cuda.record_stream(total)
+        if self.has_own_ticket:  # else nobody waits again
+            with cuda.selected():
+                self.divided = Event()
+                with nogil:  # may wait for room in the device's queue
+                    check(driver.record_event(self.divided.handle, current), b"cuEventRecord")
 
     def is_completed(self):
         """Whether the result is in place."""
