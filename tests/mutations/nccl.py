@@ -1,4 +1,4 @@
-"""fastcomm/nccl and fastcomm/cuda: streams and events, epochs, and registered memory."""
+"""fastcomm/nccl and fastcomm/cuda: epochs, and registered memory; ordering.py has the streams."""
 
 from __future__ import annotations
 
@@ -17,52 +17,6 @@ LAUNCH_TESTS = "tests/nccl/test_launches.py"
 ABANDON_TESTS = "tests/nccl/test_abandon.py"
 
 MUTATIONS = (
-    Mutation(
-        name="nccl: a collective does not wait for the caller's stream",
-        file=COMMUNICATOR,
-        old='    check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")\n',
-        new="",
-        tests=(
-            f"{LAUNCH_TESTS}::test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it",
-        ),
-    ),
-    Mutation(
-        name="nccl: the caller's stream does not wait for tensors that were broadcast",
-        file=COMMUNICATOR,
-        old="        self.cuda.order_current_after(ticket.done)\n\n    def all_gather_single",
-        new="\n    def all_gather_single",
-        tests=(
-            f"{LAUNCH_TESTS}::test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it",
-        ),
-    ),
-    Mutation(
-        name="nccl: a bucket is gathered before its last round is over elsewhere",
-        file=BUCKET,
-        old="is_known = last.is_awaited and current == last.awaited_on",
-        new="is_known = last.is_awaited",
-        tests=(
-            f"{LAUNCH_TESTS}::test_a_bucket_waits_for_its_last_round_where_that_was_awaited_on"
-            "_another_stream",
-        ),
-    ),
-    Mutation(
-        name="nccl: a bucket does not wait for the streams its gradients come from",
-        file=BUCKET,
-        old="            self.producers.order_before(current)\n",
-        new="",
-        tests=(
-            f"{LAUNCH_TESTS}::test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on",
-        ),
-    ),
-    Mutation(
-        name="nccl: a lane does not wait until a bucket is flattened",
-        file=BUCKET,
-        old="""\
-            check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
-            code""",
-        new="            code",
-        tests=(f"{LAUNCH_TESTS}::test_a_bucket_is_one_launch_ordered_by_events",),
-    ),
     Mutation(
         name="nccl: a mean is scaled twice where the wire has another dtype",
         file=BUCKET,
@@ -147,13 +101,6 @@ MUTATIONS = (
         old="        if not self.is_given_up:\n",
         new="        if True:\n",
         tests=("tests/nccl/test_ending.py",),
-    ),
-    Mutation(
-        name="nccl: memory goes while the device still reads it",
-        file=MEMORY,
-        old="            self.device.synchronize()\n",
-        new="",
-        tests=("tests/nccl/test_memory.py",),
     ),
     Mutation(
         name="nccl: memory of an aborted communicator stays registered",

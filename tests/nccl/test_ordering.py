@@ -5,7 +5,9 @@ tests/support/torch_streams.py.
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tests.support.models import (
     mean_gradients,
     mlp,
 )
-from tests.support.stand_ins import loaded
+from tests.support.stand_ins import loaded, log_of
 from tests.support.torch_streams import TorchStreams
 
 # Whole training steps, on one stream.
@@ -103,55 +105,62 @@ def test_a_bucket_is_ordered_after_gradients_of_another_stream(make, wire_dtype)
     stand_in_values(2, _gradients_of_another_stream, make, wire_dtype)
 
 
-def _results_on_other_streams(place, wire_dtype):
-    """The bucket is launched, waited for and gathered on one stream after the other."""
+def _rounds_on_other_streams(place, wire_dtype):
+    """Each round is launched on a stream that has not waited for the one before."""
     comm = communicator(place)
     with TorchStreams(comm, 3) as streams:
         flat = comm.empty(101, dtype=torch.float32).fill_(1)
         bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=wire_dtype, label=1)
         parameter = torch.nn.Parameter(torch.zeros(100))
         parameter.grad = flat[:100]
-        for i in range(4):
-            for other in streams.streams if i == 0 else ():
-                with streams.on(other):
-                    streams.wait_for(streams.streams[0])
-            with streams.on(streams.streams[i % 3]):
+        for stream in streams.streams:
+            with streams.on(stream):
+                streams.wait_for(streams.streams[0])
+        for i in (0, 2, 1, 0):
+            with streams.on(streams.streams[i]):
                 bucket.gather([parameter])
-                work = bucket.launch("sum", [])
+                work = bucket.launch("mean", [])
             with streams.on(streams.streams[(i + 1) % 3]):
                 work.wait()
-                assert parameter.grad.sum().item() == 100 * 2 ** (i + 1)
+        with streams.on(streams.streams[1]):
+            assert parameter.grad.sum().item() == 100
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
 def test_a_bucket_is_ordered_after_its_last_round_on_whatever_streams(wire_dtype):
-    stand_in_values(2, _results_on_other_streams, wire_dtype)
+    stand_in_values(2, _rounds_on_other_streams, wire_dtype)
 
 
-def _sum(comm, bucket):
-    return _Done(comm.all_reduce(bucket.buffer(), async_op=True), bucket.buffer())
+def _sum(state, bucket):
+    """A hook that goes on with the sum on a stream of its own, which is to be waited for."""
+    streams = state.streams
+    work = state.comm.all_reduce(bucket.buffer(), async_op=True)
+    with streams.on(streams.streams[2]):
+        work.wait()
+        bucket.buffer().mul_(1)
+    return _Done(streams, bucket.buffer())
 
 
 class _Done:
-    def __init__(self, work, tensor):
-        self._work, self._tensor = work, tensor
+    def __init__(self, streams, tensor):
+        self._streams, self._tensor = streams, tensor
 
     def done(self):
-        return self._work.is_completed()
+        return True
 
     def wait(self):
-        self._work.wait()
+        self._streams.wait_for(self._streams.streams[2])
         return self._tensor
 
 
 def _train_on_two_streams(place, options, is_hooked):
     """The weights' gradients come from another stream, as if the forward had used it for them."""
     comm = communicator(place)
-    if is_hooked:
-        options = {**options, "hook": (comm, _sum)}
-    with TorchStreams(comm, 2) as streams:
-        model = mlp()
-        one, other = streams.streams
+    with TorchStreams(comm, 3) as streams:
+        if is_hooked:
+            options = {**options, "hook": (SimpleNamespace(comm=comm, streams=streams), _sum)}
+        model = Heads()  # one is not used, so that ranks have to hear who has its gradient
+        one, other, _ = streams.streams
         for parameter in list(model.parameters())[::2]:
             parameter.register_hook(lambda gradient: _produced_on(streams, other, gradient))
         fastcomm.Reducer(comm, **options).attach(model)
@@ -161,9 +170,9 @@ def _train_on_two_streams(place, options, is_hooked):
             )
         for step in range(3):
             model.zero_grad()
-            backward(model, place.rank, step)
+            loss_of(model, place.rank, step, 0).backward()
             streams.wait_for(other)  # as autograd does at the end of a backward
-            for parameter in model.parameters():
+            for parameter in model.heads[0].parameters():
                 parameter.grad.sum()
 
 
@@ -245,11 +254,14 @@ def test_a_collective_is_ordered_with_all_streams_that_wait_for_it():
 
 def _wait_for_nothing(place):
     comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
     with TorchStreams(comm):
         for call in COLLECTIVES.values():
             for _ in range(2):
                 call(comm, torch.ones(8), async_op=True)
-        time.sleep(0.3)  # the watchdog finds them over, and lets go of their tensors
+        for is_held in (1, 0):  # the watchdog lets go of their tensors only when they are over
+            loaded("cuda").stand_in_hold_events(is_held)
+            time.sleep(0.3)
 
 
 def test_tensors_that_nobody_waits_for_live_until_they_are_reduced():
@@ -271,6 +283,54 @@ def _drop_memory(place):
 
 def test_memory_is_freed_when_the_device_is_done_with_it():
     stand_in_values(2, _drop_memory)
+
+
+# What the host waits for.
+
+
+def _split_while_busy(place):
+    comm = communicator(place)
+    comm.all_reduce(torch.ones(8))
+    flat = comm.empty(9, dtype=torch.float32)
+    loaded("cuda").stand_in_hold_events(1)
+    binding = threading.Thread(
+        target=comm.bind_bucket,
+        args=(flat, [flat[:8]], [0]),
+        kwargs={"wire_dtype": None, "label": 1, "lane": 1},
+    )
+    binding.start()
+    time.sleep(0.3)
+    at_once = any("ncclCommSplit" in line for line in log_of(loaded("nccl")))
+    loaded("cuda").stand_in_hold_events(0)
+    binding.join()
+    return at_once, any("ncclCommSplit" in line for line in log_of(loaded("nccl")))
+
+
+def test_a_lane_is_split_off_when_the_first_is_idle():
+    assert stand_in_values(2, _split_while_busy) == [(False, True)] * 2
+
+
+def _barrier_while_busy(place, async_op):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    returned = []
+    calling = threading.Thread(target=lambda: returned.append(_barrier(comm, async_op)))
+    calling.start()
+    time.sleep(0.3)
+    at_once = bool(returned)
+    loaded("cuda").stand_in_hold_events(0)
+    calling.join()
+    return at_once, bool(returned)
+
+
+def _barrier(comm, async_op):
+    work = comm.barrier(async_op=async_op)
+    return work is None or work.wait() is None
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_barrier_waits_for_the_device(async_op):
+    assert stand_in_values(2, _barrier_while_busy, async_op) == [(False, True)] * 2
 
 
 # That the bodies would see what is not ordered.

@@ -4,8 +4,8 @@ Torch runs its operations on the host here, where the stand-in for the driver do
 the block of a TorchStreams, each operation counts as work of the stream that is current, which
 reads and writes the bytes of its tensors, and each new tensor lies in a block of the stand-in's
 caching allocator, which belongs to that stream. What is not ordered then is a race, and fails the
-test: see stand_in/cuda_order.h. What the host does to tensors without torch's operations, such as
-tolist(), is not seen.
+test: see stand_in/cuda_order.h. What the host does to tensors by other ways than torch's operations
+and tolist() is not seen.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ class TorchStreams(TorchDispatchMode):
         self.current = self.streams[0]
         comm.cuda.raw_stream = lambda index: self.current
         comm.cuda.record_stream = self.record
+
+    def __enter__(self) -> TorchStreams:
+        super().__enter__()
+        Tensor.tolist = lambda tensor: self._list_of(tensor)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        del Tensor.tolist  # that of the base class is back
+        super().__exit__(*error)
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -86,8 +95,11 @@ class TorchStreams(TorchDispatchMode):
         for one in written:
             self._touch(name, one, True)
         if packet in _WAITING:
-            self._cuda.stand_in_wait_for_stream(c_size_t(self.current))
+            self._wait()
         return tree_map(lambda one: self._moved(name, one) if id(one) in made else one, out)
+
+    def _wait(self) -> None:
+        self._cuda.stand_in_wait_for_stream(c_size_t(self.current))
 
     def _moved(self, name: str, tensor: Tensor) -> Tensor:
         """A new tensor in a block of the current stream's, and so with an end that is noticed."""
@@ -119,6 +131,13 @@ class TorchStreams(TorchDispatchMode):
             c_size_t(extent * tensor.itemsize),
             c_int(is_write),
         )
+
+    def _list_of(self, tensor: Tensor) -> Any:
+        """tolist(), which is no operation of torch's, with what it does on a device."""
+        for one in _tensors(tensor):
+            self._touch("tolist", one, False)
+            self._wait()
+        return super(Tensor, tensor).tolist()
 
     def record(self, tensor: Tensor) -> None:
         """Notes that the current stream uses the tensor, as its record_stream does."""

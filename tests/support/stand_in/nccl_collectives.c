@@ -137,6 +137,9 @@ static ncclResult_t run(const struct operation *o) {
     for (size_t done = 0; done < o->count && is_done; done += most) {
         is_done = collectives[o->kind].part(o, &intent, done, least(o->count - done, most));
     }
+    if (!is_done) {
+        order_end(o->comm); /* what was aborted inside the call is not on the device any more */
+    }
     return end_round(o->comm, function, is_done);
 }
 
