@@ -4,7 +4,7 @@
 # make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
 # make bench     the benchmarks, with their defaults
-# make sanitize  the C core and the kernels under ASan and UBSan, the core under TSan, too
+# make sanitize  the C core and the kernels under ASan, UBSan and TSan
 # make format    rewrite the sources the way `make lint` wants them
 # make clean     remove what was built, but not the virtual environment
 #

@@ -335,7 +335,7 @@ struct mt_tile_walk {
 
 /* ---- the frame around the lanes ---- */
 
-#ifndef FASTCOMM_HOST
+#ifndef MT_KERNEL /* else in host_shim.h */
 
 MT_INLINE mt_place mt_here() {
     const unsigned warps_of_block = blockDim.x / 32;

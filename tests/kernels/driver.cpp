@@ -1,11 +1,14 @@
 /* Drives the kernels (kernels/cuda/flatten.cu, unflatten.cu), compiled for the host, without
- * Python, so that they can run under the sanitizers.
+ * Python, so that they can run under the sanitizers: lane by lane, or with -DFASTCOMM_EMULATED with
+ * their own frames.
+ *
+ *     driver [<blocks> <threads of a block>]
  *
  * Every pair of dtypes in both directions and norm, with odd sizes and all alignments of tensors
  * and flat buffer to each other; a tensor ends where its memory ends, so that AddressSanitizer sees
  * an access behind it. Results are compared with a reference that decodes and rounds numbers by
  * arithmetic in double, not by their bits. Exits with 1 at the first difference. */
-#include "cuda/multi_tensor.cuh"
+#include "pairs.h"
 
 #include <algorithm>
 #include <cmath>
@@ -29,22 +32,22 @@ struct format {
 };
 
 template <class T> format format_of();
-template <> format format_of<f64>() {
+template <> inline format format_of<f64>() {
     return {8, 52, -1022, 0, false};
 }
-template <> format format_of<f32>() {
+template <> inline format format_of<f32>() {
     return {4, 23, -126, 0x1.fffffep127, false};
 }
-template <> format format_of<f16>() {
+template <> inline format format_of<f16>() {
     return {2, 10, -14, 65504, false};
 }
-template <> format format_of<bf16>() {
+template <> inline format format_of<bf16>() {
     return {2, 7, -126, 0x1.fep127, false};
 }
-template <> format format_of<e4m3>() {
+template <> inline format format_of<e4m3>() {
     return {1, 3, -6, 448, true};
 }
-template <> format format_of<e5m2>() {
+template <> inline format format_of<e5m2>() {
     return {1, 2, -14, 57344, false};
 }
 
@@ -138,8 +141,15 @@ struct array {
 
 /* ---- one bucket: there, back, norm ---- */
 
-const size_t SIZES[] = {1, 2, 7, 15, 33, 2047, 2048, 2049, 4500};
-const unsigned N_BLOCKS = 3, N_THREADS = 32 * MT_WARPS;
+const size_t SIZES[] = {1, 2, 0, 7, 15, 33, 2047, 2048, 2049, 4500};
+#ifdef FEW_PAIRS /* and few launches */
+const size_t PASTS[] = {3};
+const double SCALES[] = {1.0};
+#else
+const size_t PASTS[] = {0, 1, 3, 6};
+const double SCALES[] = {1.0, 0.1};
+#endif
+unsigned n_blocks = 3, n_threads = 32 * MT_WARPS;
 
 typedef void kernel(unsigned n_blocks, unsigned n_threads, void **parameters);
 
@@ -169,7 +179,13 @@ struct bucket {
         mt_tile *table = tiles.data();
         uint32_t n_tiles = (uint32_t)tiles.size();
         arguments.insert(arguments.begin(), {(void *)pointers, (void *)&table, (void *)&n_tiles});
-        call(N_BLOCKS, N_THREADS, arguments.data());
+        call(n_blocks, n_threads, arguments.data());
+#ifdef FASTCOMM_EMULATED
+        if (emulator_error()) {
+            fprintf(stderr, "%s\n", emulator_error());
+            exit(1);
+        }
+#endif
     }
 };
 
@@ -213,7 +229,7 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
         }
     }
 
-    std::vector<mt_stats> stats(1 + N_BLOCKS);
+    std::vector<mt_stats> stats(1 + n_blocks);
     mt_stats *stats_begin = stats.data();
     uint32_t ticket = 0, *ticket_pointer = &ticket;
     flat.fill(state);
@@ -235,22 +251,28 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
 } // namespace
 
 #define DECLARE_PAIR(GRAD, WIRE, CAPACITY)                                                         \
-    extern "C" kernel flatten_##GRAD##_##WIRE##_##CAPACITY, unflatten_##WIRE##_##GRAD##_##CAPACITY;
+    extern "C" kernel MT_ON_HOST(flatten_##GRAD##_##WIRE##_##CAPACITY),                            \
+        MT_ON_HOST(unflatten_##WIRE##_##GRAD##_##CAPACITY);
 MT_PAIRS(DECLARE_PAIR)
-#define DECLARE_NORM(GRAD, CAPACITY) extern "C" kernel norm_##GRAD##_##CAPACITY;
+#define DECLARE_NORM(GRAD, CAPACITY) extern "C" kernel MT_ON_HOST(norm_##GRAD##_##CAPACITY);
 MT_GRADS(DECLARE_NORM)
 
-int main() {
+int main(int argc, char **argv) {
     uint64_t state = 1;
+    if (argc == 3) {
+        n_blocks = (unsigned)atoi(argv[1]);
+        n_threads = (unsigned)atoi(argv[2]);
+    }
     int n_kernels = 0;
 #define CHECK_PAIR(GRAD, WIRE, CAPACITY)                                                           \
     n_kernels++;                                                                                   \
-    for (size_t past : {0, 1, 3, 6}) {                                                             \
-        for (double scale : {1.0, 0.1}) {                                                          \
+    for (size_t past : PASTS) {                                                                    \
+        for (double scale : SCALES) {                                                              \
             check_pair(#GRAD " and " #WIRE ", " #CAPACITY, format_of<GRAD>(), format_of<WIRE>(),   \
-                       flatten_##GRAD##_##WIRE##_##CAPACITY,                                       \
-                       unflatten_##WIRE##_##GRAD##_##CAPACITY, norm_##GRAD##_##CAPACITY, past,     \
-                       past * (size_t)scale, scale, state);                                        \
+                       MT_ON_HOST(flatten_##GRAD##_##WIRE##_##CAPACITY),                           \
+                       MT_ON_HOST(unflatten_##WIRE##_##GRAD##_##CAPACITY),                         \
+                       MT_ON_HOST(norm_##GRAD##_##CAPACITY), past, past * (size_t)scale, scale,    \
+                       state);                                                                     \
         }                                                                                          \
     }
     MT_PAIRS(CHECK_PAIR)

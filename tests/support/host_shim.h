@@ -4,7 +4,7 @@
  *
  * A kernel becomes a function of the same name, (n_blocks, n_threads, parameters), with the
  * parameters as cuLaunchKernel takes them: the addresses of the arguments. It runs one lane after
- * the other. */
+ * the other. With -DFASTCOMM_EMULATED it is the device's own, for tests/kernels/emulator.h. */
 #ifndef FASTCOMM_HOST_SHIM_H
 #define FASTCOMM_HOST_SHIM_H
 
@@ -62,6 +62,13 @@ MT_INLINE uint16_t mt_brain_of_float(float value) {
     }
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
+
+#ifdef FASTCOMM_EMULATED
+#include "emulator.h"
+#else
+
+/* What a program that is compiled with either calls a kernel by. */
+#define MT_ON_HOST(NAME) NAME
 
 /* The lanes of all warps that have a tile, in order. */
 template <class Run>
@@ -153,4 +160,5 @@ void mt_launch(Share (*lane)(mt_place, Parameters...), unsigned n_blocks, unsign
     }
 #define MT_KERNEL_WITH_STATS MT_KERNEL
 
+#endif
 #endif
