@@ -12,6 +12,8 @@ MULTI_TENSOR = "kernels/cuda/multi_tensor.cuh"
 QUICK_DRIVER = ("tests/shm/test_core.py::test_driver[threads-quick]",)
 CORE = "tests/shm/test_core.py"
 KERNELS = "tests/kernels/test_kernels.py"
+FRAMES = "tests/kernels/test_frames.py"
+RACES = f"{FRAMES}::test_lanes_and_blocks_do_not_race"
 
 MUTATIONS = (
     Mutation(
@@ -173,5 +175,108 @@ MUTATIONS = (
         old="n_nonfinite += value * 0 != 0;",
         new="n_nonfinite += value != value;",
         tests=(KERNELS,),
+    ),
+    Mutation(
+        name="kernels: the packs after the last full round of a tile stay behind",
+        file=MULTI_TENSOR,
+        old="    mt_take_packs<WIDTH, N>(in, out, n_left, action);\n",
+        new="",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: a shuffle adds the lane next to it at every distance",
+        file=MULTI_TENSOR,
+        old="__shfl_down_sync(~0u, sum.square_sum, distance);",
+        new="__shfl_down_sync(~0u, sum.square_sum, 1);",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: the sum over a warp begins with its quarters",
+        file=MULTI_TENSOR,
+        old="for (int distance = 16; distance > 0;",
+        new="for (int distance = 8; distance > 0;",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: half of the warp shuffles under a mask that lacks it",
+        file=MULTI_TENSOR,
+        old="__shfl_down_sync(~0u, (unsigned long long)sum.n_nonfinite, distance);",
+        new="__shfl_down_sync(0xffffu, (unsigned long long)sum.n_nonfinite, distance);",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: warps' sums are read before they are all there",
+        file=MULTI_TENSOR,
+        old="    }\n    __syncthreads();\n    return mt_add_warp(",
+        new="    }\n    return mt_add_warp(",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: the barrier comes after the warps' sums are read",
+        file=MULTI_TENSOR,
+        old="""\
+    __syncthreads();
+    return mt_add_warp(lane < blockDim.x / 32 ? of_warp[lane] : mt_stats{0, 0});""",
+        new="""\
+    sum = lane < blockDim.x / 32 ? of_warp[lane] : mt_stats{0, 0};
+    __syncthreads();
+    return mt_add_warp(sum);""",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: sums of warps that a block does not have are added",
+        file=MULTI_TENSOR,
+        old="mt_add_warp(lane < blockDim.x / 32 ? of_warp[lane] : mt_stats{0, 0});",
+        new="mt_add_warp(of_warp[lane]);",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: lanes ask whether their block is the last before it knows",
+        file=MULTI_TENSOR,
+        old="    __syncthreads();\n    if (!is_last) {",
+        new="    if (!is_last) {",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: the first block to be done publishes",
+        file=MULTI_TENSOR,
+        old="atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;",
+        new="atomicInc(ticket, gridDim.x - 1) == 0;",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: the ticket does not come back to zero",
+        file=MULTI_TENSOR,
+        old="atomicInc(ticket, gridDim.x - 1) ==",
+        new="atomicInc(ticket, gridDim.x) ==",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: blocks beyond the first lanes' are not added",
+        file=MULTI_TENSOR,
+        old="block < gridDim.x; block += blockDim.x) {",
+        new="block < gridDim.x && block < blockDim.x; block += blockDim.x) {",
+        tests=(FRAMES,),
+    ),
+    Mutation(
+        name="kernels: a share may come after the ticket that announces it",
+        file=MULTI_TENSOR,
+        old="        __threadfence();\n        is_last",
+        new="        is_last",
+        tests=(RACES,),
+    ),
+    Mutation(
+        name="kernels: a share is stored behind its fence",
+        file=MULTI_TENSOR,
+        old="        stats[1 + blockIdx.x] = share;\n        __threadfence();\n",
+        new="        __threadfence();\n        stats[1 + blockIdx.x] = share;\n",
+        tests=(RACES,),
+    ),
+    Mutation(
+        name="kernels: shares may be read before the ticket that announces them",
+        file=MULTI_TENSOR,
+        old="gridDim.x - 1;\n        __threadfence();\n",
+        new="gridDim.x - 1;\n",
+        tests=(RACES,),
     ),
 )
