@@ -240,7 +240,10 @@ cdef class Producers:
 
     cdef bint are_others(self, CUstream current) except -1:
         """Whether there are any but the current one."""
-        return bool(self.streams - {<size_t>current})
+        for stream in self.streams:
+            if <size_t>stream != <size_t>current:
+                return True
+        return False
 
     cdef int order_before(self, CUstream current) except -1:
         cdef CUstream other

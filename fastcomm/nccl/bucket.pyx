@@ -18,6 +18,7 @@ from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.nccl.lane cimport ALL_REDUCE, Lane, Ticket
 from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.nccl.link cimport Link
+from fastcomm.slot cimport Slot
 
 
 cdef int MAX_TOKENS = 16
@@ -66,8 +67,10 @@ cdef class NcclBucket:
     cdef Lane lane
     cdef Ticket ticket
     cdef object flat, wire
+    cdef void *wire_address
+    cdef object token  # whose address the last of `gathering.addresses` is
     cdef int dtype  # NCCL's number for the wire's dtype
-    cdef list views
+    cdef list views, slots
     cdef FlatBuffer known
     cdef Presence presence
     cdef MultiTensor gathering, scattering, measuring
@@ -82,8 +85,10 @@ cdef class NcclBucket:
         self.ticket.kind, self.ticket.label = ALL_REDUCE, label
         self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
         self.dtype, self.kept = dtype_number(wire.dtype), []
+        self.wire_address = <void *><size_t>wire.data_ptr()
         self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.producers = Producers(link.cuda)
+        self.slots = [Slot(view) for view in views]
         numels = [view.numel() for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
@@ -96,7 +101,7 @@ cdef class NcclBucket:
             numels, offsets, flat.dtype, flat.dtype, link.cuda, self.gathering
         )
         for i in range(n):
-            self.gathering.addresses[i] = <void *><size_t>views[i].data_ptr()
+            self.gathering.addresses[i] = (<Slot>self.slots[i]).address
             self.measuring.addresses[i] = self.gathering.addresses[i]
             if self.scattering is not None:
                 self.scattering.addresses[i] = self.gathering.addresses[i]
@@ -110,7 +115,7 @@ cdef class NcclBucket:
 
     def register_memory(self, bint as_window):
         """Registers the wire's memory again. As a window, that is collective."""
-        self.link.pool.register(<void *><size_t>self.wire.data_ptr(), self.lane, as_window)
+        self.link.pool.register(self.wire_address, self.lane, as_window)
 
     def note_stream(self):
         """Notes that a gradient has been produced on the current stream."""
@@ -119,12 +124,15 @@ cdef class NcclBucket:
     def gather(self, list parameters):
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
         cdef list left = []
+        cdef Slot slot
+        cdef Py_ssize_t i
         self.posted = None
         self._order_gathering()
         self.kept = []
         for i in range(len(parameters)):
             parameter, view = parameters[i], self.views[i]
-            self.gathering.addresses[i] = <void *><size_t>view.data_ptr()
+            slot = self.slots[i]
+            self.gathering.addresses[i] = slot.address
             gradient = None if parameter is None else parameter.grad
             if gradient is None:
                 left.append(i)
@@ -132,19 +140,20 @@ cdef class NcclBucket:
                 try:
                     # first: torch refuses it if the parameter's data has been replaced
                     parameter.grad = view
-                    self._take(i, gradient, view)
+                    self._take(i, gradient, view, slot)
                 except BaseException as error:
                     parameter.grad, error.slot = gradient, i
                     raise
         return left
 
-    cdef int _take(self, Py_ssize_t i, gradient, view) except -1:
+    cdef int _take(self, Py_ssize_t i, gradient, view, Slot slot) except -1:
         """Notes where one gradient is, or moves it to its slot if the launch cannot."""
-        cdef char *source = <char *><size_t>gradient.data_ptr()
-        cdef bint is_at_home = source == self.gathering.addresses[i]
+        cdef char *source = NULL
+        cdef bint is_fit = slot.fits(gradient, &source)
+        cdef bint is_at_home = source == slot.address
         if not is_at_home and is_in_a_flat_buffer(source):
             raise FastcommError(OTHERS_GRADIENT)
-        if gradient.dtype is not view.dtype or not _lies_alike(gradient, view) or gradient.is_neg():
+        if not is_fit or gradient.is_neg():
             view.copy_(gradient.clone() if is_at_home else gradient)
             self.producers.keep(gradient)
         elif not is_at_home:
@@ -167,7 +176,9 @@ cdef class NcclBucket:
         try:
             work.is_captured = self.is_captured
             work.token = self.presence.token(op, () if work.is_captured else tuple(missing))
-            self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
+            if self.token is not work.token:
+                self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
+                self.token = work.token
             # If nothing moves and nothing is scaled, the wire still holds the last round's
             # presence: see presence_values.
             flattens = (bool(missing) or bool(self.kept) or scale != 1
@@ -189,7 +200,7 @@ cdef class NcclBucket:
 
     cdef int _launch_on(self, CUstream current, double scale, bint flattens, int op) except -1:
         """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
-        cdef void *wire = <void *><size_t>self.wire.data_ptr()
+        cdef void *wire = self.wire_address
         cdef bint scatters = self.scattering is not None
         cdef CUstream stream = self.lane.stream.handle
         cdef int code
@@ -306,14 +317,6 @@ cdef class Presence:
         """Whether some rank has a gradient, by parameter. Waits for the device."""
         absent, _ = presence_values(op)
         return (self.wire.float() != absent).tolist()
-
-
-cdef bint _lies_alike(gradient, view) except -1:
-    """Whether both have the same strides. Those of dimensions of size 1 do not count."""
-    ours, theirs = view.stride(), gradient.stride()
-    if ours == theirs:
-        return True
-    return all([one == other or n == 1 for one, other, n in zip(ours, theirs, view.shape)])
 
 
 BoundBucket.register(NcclBucket)

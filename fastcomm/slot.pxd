@@ -1,0 +1,28 @@
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
+
+# As in dlpack.h, version 1.
+
+ctypedef struct DLDataType:
+    uint8_t code
+    uint8_t bits
+    uint16_t lanes
+
+ctypedef struct DLTensor:
+    void *data
+    int32_t device_type
+    int32_t device_id
+    int32_t ndim
+    DLDataType dtype
+    int64_t *shape
+    int64_t *strides  # in elements
+    uint64_t byte_offset
+
+
+cdef class Slot:
+    cdef char *address
+    cdef object dtype
+    cdef tuple shape, strides
+    cdef DLTensor geometry  # of the view; valid only where torch has the table
+    cdef int64_t *numbers
+
+    cdef bint fits(self, gradient, char **address) except -1

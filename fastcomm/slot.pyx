@@ -1,0 +1,112 @@
+# cython: language_level=3
+"""Slot: where one gradient lies in its flat buffer, and how. Says of a gradient that autograd has
+made where it lies, and whether its elements are in the same order.
+
+That is asked in every step for every parameter. One call of C answers, by the functions that torch
+offers in DLPack's exchange protocol; a torch before 2.11 has none, and is asked in Python.
+"""
+
+import torch
+
+from cpython.exc cimport PyErr_Clear
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcmp, memcpy
+
+
+ctypedef int (*Describe)(void *tensor, DLTensor *out) noexcept
+
+# struct DLPackExchangeAPI of dlpack.h.
+cdef struct ExchangeTable:
+    uint32_t major, minor
+    void *previous
+    void *allocate
+    void *from_tensor
+    void *to_tensor
+    Describe describe  # may be NULL
+    void *current_stream
+
+
+cdef object Tensor = torch.Tensor
+cdef Describe describe = NULL  # NULL: ask in Python
+
+
+def use_exchange_table(bint use=True):
+    """Whether slots made from now on ask in C, where torch has the table. Returns that. For tests.
+    """
+    global describe
+    cdef ExchangeTable *table
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None) if use else None
+    describe = NULL
+    if capsule is not None:
+        table = <ExchangeTable *>PyCapsule_GetPointer(capsule, b"dlpack_exchange_api")
+        if table.major == 1:
+            describe = table.describe
+    return describe != NULL
+
+
+use_exchange_table()
+
+
+cdef class Slot:
+    """The slot of the gradient `view`, a tensor on the memory of a flat buffer that outlives this
+    object.
+    """
+
+    def __cinit__(self, view):
+        cdef size_t nbytes
+        self.address = <char *><size_t>view.data_ptr()
+        self.dtype, self.shape, self.strides = view.dtype, tuple(view.shape), view.stride()
+        if describe == NULL or describe(<void *>view, &self.geometry) != 0:
+            PyErr_Clear()
+            self.geometry.ndim = -1
+            return
+        nbytes = self.geometry.ndim * sizeof(int64_t)
+        self.numbers = <int64_t *>malloc(2 * nbytes + 1)
+        if self.numbers == NULL:
+            raise MemoryError("out of memory")
+        # the view's own go when somebody assigns to its `.data`
+        memcpy(self.numbers, self.geometry.shape, nbytes)
+        memcpy(self.numbers + self.geometry.ndim, self.geometry.strides, nbytes)
+        self.geometry.shape = self.numbers
+        self.geometry.strides = self.numbers + self.geometry.ndim
+
+    def __dealloc__(self):
+        free(self.numbers)
+
+    cdef bint fits(self, gradient, char **address) except -1:
+        """Whether the gradient has the slot's dtype, shape and strides; `address` is where it lies.
+        """
+        cdef DLTensor found
+        # a subclass may have methods of its own
+        if describe != NULL and self.geometry.ndim >= 0 and type(gradient) is Tensor:
+            if describe(<void *>gradient, &found) == 0:
+                address[0] = <char *>found.data + found.byte_offset
+                return _lies_alike(&self.geometry, &found)
+            PyErr_Clear()  # what it has no description of is refused below
+        address[0] = <char *><size_t>gradient.data_ptr()
+        return (
+            gradient.dtype is self.dtype
+            and gradient.shape == self.shape
+            and _are_strides_of(self, gradient.stride())
+        )
+
+
+cdef bint _are_strides_of(Slot slot, tuple strides) except -1:
+    return strides == slot.strides or all([
+        one == other or n == 1 for one, other, n in zip(slot.strides, strides, slot.shape)
+    ])
+
+
+cdef bint _lies_alike(const DLTensor *one, const DLTensor *other) noexcept:
+    """Strides of dimensions of size 1 do not count."""
+    cdef int i
+    if one.ndim != other.ndim or memcmp(&one.dtype, &other.dtype, sizeof(DLDataType)) != 0:
+        return False
+    for i in range(one.ndim):
+        if one.shape[i] != other.shape[i]:
+            return False
+        if one.strides[i] != other.strides[i] and one.shape[i] != 1:
+            return False
+    return True
