@@ -263,10 +263,28 @@ def _flatten(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend(ncols=len(ways))
 
 
+def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/host_cost.py: what was predicted beside what was measured, with its quartiles."""
+    rows = results["rows"][::-1]
+    middles = [row["quartiles"][1] for row in rows]
+    whiskers = [
+        [row["quartiles"][1] - row["quartiles"][0] for row in rows],
+        [row["quartiles"][2] - row["quartiles"][1] for row in rows],
+    ]
+    figure.suptitle("What communication on a GPU costs the host, over stand-ins, in microseconds")
+    axes = figure.subplots()
+    axes.barh(range(len(rows)), middles, color="tab:blue", xerr=whiskers, label="measured")
+    axes.plot([row["predicted"] for row in rows], range(len(rows)), "k|", label="predicted")
+    axes.set_yticks(range(len(rows)), [f"{row['what']}, per {row['per']}" for row in rows])
+    axes.set_xscale("log")
+    axes.legend()
+
+
 _PICTURES = {
     "allreduce": _all_reduce,
     "step": _step,
     "backend": _backend,
     "hierarchical": _hierarchical,
     "flatten": _flatten,
+    "host_cost": _host_cost,
 }

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
     "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
+    "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",
 }
 
 

@@ -116,6 +116,27 @@ def test_step_tells_what_the_hooks_cost():
     assert "us per parameter and step" in run("step.py", "--hook-cost", "--ranks", "1")
 
 
+HOW_GRADIENTS_COME = ("gradients of their own", "views", "bfloat16 wire")
+
+
+def test_host_cost_sets_what_was_predicted_beside_what_was_measured(tmp_path):
+    path = tmp_path / "host_cost.json"
+    printed = run(
+        "host_cost.py",
+        *["--rounds", "2", "--json", str(path), "--plot", str(tmp_path / "host_cost.png")],
+    )
+    result = json.loads(path.read_text())
+    whats = [f"{step}, {how}" for step in ("gather", "launch") for how in HOW_GRADIENTS_COME]
+    ways = ("fastcomm", "ddp", "ddp_views")
+    whats += [f"{way}, step of {n}" for n in (100, 1000) for way in ways]
+    assert [row["what"] for row in result["rows"]] == whats
+    for row in result["rows"]:
+        assert row["predicted"] > 0 and row["fastest"] <= row["quartiles"][1]
+    assert len(result["share_of_ddp"]) == 4
+    assert "of 6 met" in printed.splitlines()[-1]
+    assert (tmp_path / "host_cost.png").stat().st_size > 0
+
+
 # On a GPU
 
 

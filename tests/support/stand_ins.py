@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class StandIns:
 @functools.cache
 def stand_ins() -> StandIns:
     """Compiles those that have changed since they were last compiled, side by side."""
-    compiling = {
+    compiling: dict[str, tuple[str | Path, ...]] = {
         "cuda": (*_C, *_sources("cuda")),
         "nccl": (*_C, _AS_NCCL, *_sources("nccl")),
         "old_nccl": (*_C, "-DTOO_OLD", *_sources("nccl")),
@@ -75,6 +75,17 @@ def stand_ins() -> StandIns:
     with ThreadPoolExecutor() as threads:
         paths = threads.map(lambda name: compiled(f"lib{name}.so", *compiling[name]), compiling)
         return StandIns(**dict(zip(compiling, paths, strict=True)))
+
+
+def without_kernels() -> StandIns:
+    """As stand_ins(), but the kernels do nothing: what is left is the host's own time."""
+    command: tuple[str | Path, ...] = (*_CXX, _SOURCES / "no_kernels.cpp")
+    return replace(stand_ins(), kernels=compiled("libno_kernels.so", *command))
+
+
+def host_kernels_compiler() -> tuple[str | Path, ...]:
+    """Compiles a source that includes the kernels' as plain C++."""
+    return _CXX
 
 
 def kernels_command() -> tuple[str | Path, ...]:
