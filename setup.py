@@ -104,7 +104,7 @@ class BuildExtensionsAndKernels(build_ext):
             source,
             *(
                 f"kernels/cuda/{name}"
-                for name in ("multi_tensor.cuh", "multi_tensor.h", "nvcc.options")
+                for name in ("multi_tensor.cuh", "multi_tensor.h", "bytes.cuh", "nvcc.options")
             ),
         )
         if os.path.exists(fatbin) and os.path.getmtime(fatbin) > max(

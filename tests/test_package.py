@@ -211,7 +211,7 @@ def test_wheel_holds_the_cuda_kernels_for_cupy_and_what_nvcc_makes_of_them(
             if name.startswith("fastcomm/kernels/")
         }
         compiled = archive.read("fastcomm/kernels/cuda/flatten.fatbin")
-    sources = {"flatten.cu", "unflatten.cu", "multi_tensor.cuh", "multi_tensor.h"}
+    sources = {"flatten.cu", "unflatten.cu", "multi_tensor.cuh", "multi_tensor.h", "bytes.cuh"}
     assert kernels == sources | {"flatten.fatbin", "unflatten.fatbin"}
     assert compiled == b"kernels\n"
 

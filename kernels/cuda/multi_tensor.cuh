@@ -108,16 +108,6 @@ MT_INLINE float mt_widen(f16 x) {
 MT_INLINE float mt_widen(bf16 x) {
     return mt_float_of_bits((uint32_t)x.bits << 16);
 }
-/* Read as the first bits of a float, the exponent is too small by 120, the difference of the
- * biases, for subnormals as well. */
-MT_INLINE float mt_widen(e4m3 x) {
-    const uint32_t magnitude = x.bits & 0x7fu, sign = (uint32_t)(x.bits & 0x80u) << 24;
-    const float value = mt_float_of_bits(magnitude << 20) * 0x1p120f;
-    return mt_float_of_bits((magnitude == 0x7fu ? 0x7fc00000u : mt_bits_of_float(value)) | sign);
-}
-MT_INLINE float mt_widen(e5m2 x) { /* the first byte of a half */
-    return mt_float_of_half((uint16_t)(x.bits << 8));
-}
 
 /* Rounds the magnitude of a float to nearest even in a format with `MANTISSA` bits after the point
  * and this bias. What is above the largest number comes out as a larger code. */
@@ -135,21 +125,8 @@ template <unsigned MANTISSA, unsigned BIAS> MT_INLINE uint32_t mt_round(uint32_t
            dropped;
 }
 
-/* Eight-bit floats as torch makes them: e4m3 saturates, of infinity too; e5m2 overflows to
- * infinity; NaN stays NaN. */
-MT_INLINE uint8_t mt_round_to_byte(uint32_t rounded, uint32_t bits, uint32_t largest) {
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t code = magnitude > 0x7f800000u ? 0x7fu : rounded < largest ? rounded : largest;
-    return (uint8_t)(code | (bits >> 24 & 0x80u));
-}
-MT_INLINE void mt_narrow(float value, e4m3 &x) {
-    const uint32_t bits = mt_bits_of_float(value);
-    x.bits = mt_round_to_byte(mt_round<3, 7>(bits & 0x7fffffffu), bits, 0x7eu);
-}
-MT_INLINE void mt_narrow(float value, e5m2 &x) {
-    const uint32_t bits = mt_bits_of_float(value);
-    x.bits = mt_round_to_byte(mt_round<2, 15>(bits & 0x7fffffffu), bits, 0x7cu);
-}
+#include "bytes.cuh"
+
 MT_INLINE void mt_narrow(float value, f32 &x) {
     x = value;
 }
@@ -187,6 +164,41 @@ template <class T, unsigned WIDTH> struct alignas(sizeof(T) * WIDTH) mt_pack {
     T element[WIDTH];
 };
 
+#ifdef MT_CONVERTS_BYTES
+/* Two elements at an even place of a pack. */
+template <class T> MT_INLINE mt_floats mt_widen_two(const T *two) {
+    if constexpr (sizeof(T) == 1) {
+        return mt_floats_of_bytes(*(const uint16_t *)two, *two);
+    } else {
+        return {mt_widen(two[0]), mt_widen(two[1])};
+    }
+}
+template <class T> MT_INLINE void mt_narrow_two(mt_floats values, T *two) {
+    if constexpr (sizeof(T) == 1) {
+        *(uint16_t *)two = mt_bytes_of_floats(values.low, values.high, T());
+    } else {
+        mt_narrow(values.low, two[0]);
+        mt_narrow(values.high, two[1]);
+    }
+}
+#endif
+
+template <class In, class Out, unsigned WIDTH>
+MT_INLINE void mt_cast_pack(const mt_pack<In, WIDTH> &from, mt_wide<In, Out> scale,
+                            mt_pack<Out, WIDTH> &to) {
+#ifdef MT_CONVERTS_BYTES
+    if constexpr (WIDTH % 2 == 0 && (sizeof(In) == 1 || sizeof(Out) == 1)) {
+        for (unsigned i = 0; i < WIDTH; i += 2) {
+            const mt_floats two = mt_widen_two(&from.element[i]);
+            mt_narrow_two({two.low * scale, two.high * scale}, &to.element[i]);
+        }
+    } else
+#endif
+        for (unsigned i = 0; i < WIDTH; i++) {
+            mt_cast(from.element[i], scale, to.element[i]);
+        }
+}
+
 /* A lane's part of the statistics. The squares of a tile's elements are added in float (float64 in
  * double), the tiles in double. */
 template <class T> struct mt_sums {
@@ -215,9 +227,7 @@ template <class In, class Out> struct mt_copying {
 
     template <unsigned WIDTH> MT_INLINE void operator()(const mt_pack<In, WIDTH> &from, Out *to) {
         mt_pack<Out, WIDTH> pack;
-        for (unsigned i = 0; i < WIDTH; i++) {
-            mt_cast(from.element[i], scale, pack.element[i]);
-        }
+        mt_cast_pack(from, scale, pack);
         *(mt_pack<Out, WIDTH> *)to = pack;
     }
 };
@@ -238,8 +248,8 @@ template <class In, class Out> struct mt_copying_and_summing {
 
     template <unsigned WIDTH> MT_INLINE void operator()(const mt_pack<In, WIDTH> &from, Out *to) {
         mt_pack<Out, WIDTH> pack;
+        mt_cast_pack(from, scale, pack);
         for (unsigned i = 0; i < WIDTH; i++) {
-            mt_cast(from.element[i], scale, pack.element[i]);
             sums.add(pack.element[i]);
         }
         *(mt_pack<Out, WIDTH> *)to = pack;

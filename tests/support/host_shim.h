@@ -63,6 +63,51 @@ MT_INLINE uint16_t mt_brain_of_float(float value) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+#ifdef FASTCOMM_BYTE_INSTRUCTIONS
+/* The instructions that convert to and from 8 bits, by the rules of the PTX ISA and by arithmetic,
+ * which shares nothing with the kernels' own conversions. */
+#define MT_CONVERTS_BYTES
+#include <math.h>
+
+template <int MANTISSA, int MIN_EXPONENT> uint8_t mt_satfinite(float value, uint8_t largest) {
+    const uint8_t sign = signbit(value) ? 0x80 : 0;
+    if (isnan(value)) {
+        return 0x7f;
+    }
+    const double magnitude = fabs((double)value);
+    const int last = largest >> MANTISSA,
+              digits = (largest & ((1 << MANTISSA) - 1)) | 1 << MANTISSA;
+    if (magnitude > ldexp(digits, last - 1 + MIN_EXPONENT - MANTISSA)) {
+        return sign | largest;
+    }
+    int exponent = magnitude == 0 ? MIN_EXPONENT : ilogb(magnitude);
+    exponent = exponent < MIN_EXPONENT ? MIN_EXPONENT : exponent;
+    const int steps = (int)nearbyint(ldexp(magnitude, MANTISSA - exponent));
+    return (uint8_t)(sign | (((exponent - MIN_EXPONENT) << MANTISSA) + steps));
+}
+
+inline uint16_t mt_e4m3s_of_floats(float low, float high) {
+    return (uint16_t)(mt_satfinite<3, -6>(low, 0x7e) | mt_satfinite<3, -6>(high, 0x7e) << 8);
+}
+
+inline uint16_t mt_saturated_e5m2s_of_floats(float low, float high) {
+    return (uint16_t)(mt_satfinite<2, -14>(low, 0x7b) | mt_satfinite<2, -14>(high, 0x7b) << 8);
+}
+
+inline uint32_t mt_half_of_e4m3(uint8_t bits) {
+    const int field = bits >> 3 & 15, digits = bits & 7;
+    if ((bits & 0x7f) == 0x7f) {
+        return 0x7fff;
+    }
+    const double value = ldexp(digits + (field ? 8 : 0), (field ? field - 1 : 0) - 6 - 3);
+    return mt_half_of_float((float)(bits & 0x80 ? -value : value));
+}
+
+inline uint32_t mt_halves_of_e4m3s(uint16_t bytes) {
+    return mt_half_of_e4m3((uint8_t)bytes) | mt_half_of_e4m3((uint8_t)(bytes >> 8)) << 16;
+}
+#endif
+
 #ifdef FASTCOMM_EMULATED
 #include "emulator.h"
 #else
