@@ -65,7 +65,7 @@ lint: $(VENV)/.installed-dev
 	PATH="$(VENV)/bin:$$PATH" cython-lint $(cython_sources)
 	$(VENV)/bin/clang-format --dry-run -Werror $(kernel_sources)
 	$(CC) -std=gnu11 -Wall -Wextra -Werror -fsyntax-only -Ikernels $(filter %.c,$(kernel_sources))
-	bash ci/kernels.sh build/kernels
+	PATH="$(VENV)/bin:$$PATH" bash ci/kernels.sh build/kernels
 	$(VENV)/bin/codespell $(all_text)
 
 sanitize:
