@@ -137,13 +137,13 @@ def refusing_races() -> Iterator[None]:
     """In a rank: raises AssertionError if the block has left its streams without order. Where it
     raises an error of its own, that is what matters.
     """
-    is_whole = False
+    has_returned = False
     try:
         yield
-        is_whole = True
+        has_returned = True
     finally:
         races = _races_here()
-        assert not (is_whole and races), "\n".join(["nothing orders the streams:", *races])
+        assert not (has_returned and races), "\n".join(["nothing orders the streams:", *races])
 
 
 def _races_here() -> list[str]:

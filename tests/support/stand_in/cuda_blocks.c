@@ -7,9 +7,9 @@
 
 #include "cuda_order.h"
 
-enum { ALIGNMENT = 512, ON_CPU = 1, UNSIGNED = 1, SLOTS_OF_A_WORD = 64 };
+enum { ALIGNMENT = 512, ON_CPU = 1, UNSIGNED = 1, BITS_OF_A_WORD = 64 };
 
-_Static_assert((int)SLOTS <= (int)SLOTS_OF_A_WORD, "a bit for each slot");
+_Static_assert((int)CLOCKS <= (int)BITS_OF_A_WORD, "a bit for each clock");
 
 /* DLPack's structures: https://dmlc.github.io/dlpack */
 struct tensor {
@@ -33,7 +33,7 @@ struct block {
     struct managed managed;
     int64_t nbytes;
     size_t stream;
-    uint64_t recorded; /* slots of the streams it was recorded for */
+    uint64_t recorded; /* numbers of the streams it was recorded for */
     struct block *next;
 };
 
@@ -46,9 +46,9 @@ static void free_block(struct managed *managed) {
     snprintf(who, sizeof who, "the next tensor of stream 0x%zx gets them", block->stream);
     order_lock();
     struct clock known = known_to_stream(block->stream);
-    for (size_t slot = 0; slot < SLOTS; slot++) {
-        if (block->recorded >> slot & 1) {
-            const struct clock other = known_to_stream(slot);
+    for (size_t stream = 0; stream < CLOCKS; stream++) {
+        if (block->recorded >> stream & 1) {
+            const struct clock other = known_to_stream(stream);
             join(&known, &other);
         }
     }
@@ -97,7 +97,7 @@ int stand_in_record_stream(const void *address, size_t stream) {
     for (struct block *block = blocks; block != NULL && !found; block = block->next) {
         const char *data = block->managed.tensor.data;
         found = (const char *)address >= data && (const char *)address < data + block->nbytes;
-        block->recorded |= found ? UINT64_C(1) << (stream % SLOTS) : 0;
+        block->recorded |= found ? UINT64_C(1) << (stream % CLOCKS) : 0;
     }
     order_unlock();
     return found;

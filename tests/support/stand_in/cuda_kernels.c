@@ -28,9 +28,9 @@ struct sides {
 
 /* Adds a range to a list of n, or to its last range if it goes on there. Returns the new n. */
 static size_t add(struct range *ranges, size_t n, const struct range range) {
-    const char *end = n > 0 ? (const char *)ranges[n - 1].address + ranges[n - 1].nbytes : NULL;
-    if (end == (const char *)range.address) {
-        ranges[n - 1].nbytes += range.nbytes;
+    struct range *last = n > 0 ? &ranges[n - 1] : NULL;
+    if (last && (const char *)last->address + last->nbytes == (const char *)range.address) {
+        last->nbytes += range.nbytes;
         return n;
     }
     ranges[n] = range;

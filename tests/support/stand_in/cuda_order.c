@@ -13,9 +13,9 @@
 enum { RACES_BYTES = 8192, LINE_BYTES = 512 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static struct clock streams[SLOTS];
-static struct clock collectives[SLOTS]; /* of each stream as it was when its last one was over */
-static struct clock everyone;           /* what all threads know */
+static struct clock streams[CLOCKS];
+static struct clock collectives[CLOCKS]; /* of each stream as it was when its last one was over */
+static struct clock everyone;            /* what all threads know */
 static _Thread_local struct clock thread;
 static char races[RACES_BYTES];
 static size_t races_length;
@@ -29,7 +29,7 @@ void order_unlock(void) {
 }
 
 void join(struct clock *into, const struct clock *from) {
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < CLOCKS; i++) {
         into->times[i] = into->times[i] > from->times[i] ? into->times[i] : from->times[i];
     }
 }
@@ -42,22 +42,22 @@ struct clock known_to_thread(void) {
 
 struct clock known_to_stream(size_t stream) {
     struct clock known = known_to_thread();
-    join(&known, &streams[stream % SLOTS]);
+    join(&known, &streams[stream % CLOCKS]);
     return known;
 }
 
 uint32_t time_of_stream(size_t stream) {
-    return streams[stream % SLOTS].times[stream % SLOTS];
+    return streams[stream % CLOCKS].times[stream % CLOCKS];
 }
 
 /* ---- what happens to streams and events ---- */
 
 /* What is put into a stream comes after all that the thread knows to be over. */
 static struct clock *submit(size_t stream) {
-    struct clock *own = &streams[stream % SLOTS];
+    struct clock *own = &streams[stream % CLOCKS];
     join(own, &thread);
     join(own, &everyone);
-    own->times[stream % SLOTS]++;
+    own->times[stream % CLOCKS]++;
     return own;
 }
 
@@ -97,12 +97,12 @@ void order_reach(const struct clock *event) {
 }
 
 void stand_in_wait_for_stream(size_t stream) {
-    order_reach(&streams[stream % SLOTS]);
+    order_reach(&streams[stream % CLOCKS]);
 }
 
 void order_reach_all(void) {
     order_lock();
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < CLOCKS; i++) {
         join(&thread, &streams[i]);
     }
     order_unlock();
@@ -110,7 +110,7 @@ void order_reach_all(void) {
 
 void order_for_everyone(void) {
     order_lock();
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < CLOCKS; i++) {
         join(&everyone, &streams[i]);
     }
     order_unlock();
@@ -118,13 +118,13 @@ void order_for_everyone(void) {
 
 void stand_in_note_collective(size_t stream) {
     order_lock();
-    collectives[stream % SLOTS] = *submit(stream);
+    collectives[stream % CLOCKS] = *submit(stream);
     order_unlock();
 }
 
 void stand_in_end_collectives(size_t stream) {
     order_lock();
-    join(&everyone, &collectives[stream % SLOTS]);
+    join(&everyone, &collectives[stream % CLOCKS]);
     order_unlock();
 }
 

@@ -17,12 +17,12 @@
 #include "stand_in.h"
 
 enum {
-    SLOTS = 64
-}; /* streams that are told apart; those SLOTS numbers from each other share one */
+    CLOCKS = 64
+}; /* streams that are told apart; those CLOCKS numbers from each other share one clock */
 
 /* How much of each stream is over. Times of a stream grow with everything put into it. */
 struct clock {
-    uint32_t times[SLOTS];
+    uint32_t times[CLOCKS];
 };
 
 struct range {

@@ -74,7 +74,7 @@ static size_t split_at(uintptr_t address) {
 }
 
 static bool is_over(const struct access *access, const struct clock *known) {
-    return access->time <= known->times[access->stream % SLOTS];
+    return access->time <= known->times[access->stream % CLOCKS];
 }
 
 /* ---- races ---- */
