@@ -50,7 +50,6 @@ EXTENSIONS = (
     *(
         "lifetime",
         "flat_buffers",
-        "slot",
         "reducer.gradient_hook",
         "reducer.provenance",
         "shm.memory",
@@ -64,7 +63,10 @@ EXTENSIONS = (
     ),
     *(
         f"nccl.{name}"
-        for name in ("library", "memory", "lane", "launches", "link", "bucket", "communicator")
+        for name in (
+            *("library", "memory", "lane", "launches", "link"),
+            *("gradient_slot", "bucket", "communicator"),
+        )
     ),
 )
 

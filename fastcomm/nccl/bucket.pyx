@@ -15,10 +15,10 @@ from libc.stdint cimport uint32_t
 from fastcomm.cuda.driver cimport CUcontext, CUstream, Producers, check, driver
 from fastcomm.cuda.multi_tensor cimport MultiTensor
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
+from fastcomm.nccl.gradient_slot cimport GradientSlot
 from fastcomm.nccl.lane cimport ALL_REDUCE, Lane, Ticket
 from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.nccl.link cimport Link
-from fastcomm.slot cimport Slot
 
 
 cdef int MAX_TOKENS = 16
@@ -88,7 +88,7 @@ cdef class NcclBucket:
         self.wire_address = <void *><size_t>wire.data_ptr()
         self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.producers = Producers(link.cuda)
-        self.slots = [Slot(view) for view in views]
+        self.slots = [GradientSlot(view) for view in views]
         numels = [view.numel() for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
@@ -101,7 +101,7 @@ cdef class NcclBucket:
             numels, offsets, flat.dtype, flat.dtype, link.cuda, self.gathering
         )
         for i in range(n):
-            self.gathering.addresses[i] = (<Slot>self.slots[i]).address
+            self.gathering.addresses[i] = (<GradientSlot>self.slots[i]).address
             self.measuring.addresses[i] = self.gathering.addresses[i]
             if self.scattering is not None:
                 self.scattering.addresses[i] = self.gathering.addresses[i]
@@ -124,7 +124,7 @@ cdef class NcclBucket:
     def gather(self, list parameters):
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
         cdef list left = []
-        cdef Slot slot
+        cdef GradientSlot slot
         cdef Py_ssize_t i
         self.posted = None
         self._order_gathering()
@@ -146,7 +146,7 @@ cdef class NcclBucket:
                     raise
         return left
 
-    cdef int _take(self, Py_ssize_t i, gradient, view, Slot slot) except -1:
+    cdef int _take(self, Py_ssize_t i, gradient, view, GradientSlot slot) except -1:
         """Notes where one gradient is, or moves it to its slot if the launch cannot."""
         cdef char *source = NULL
         cdef bint is_fit = slot.fits(gradient, &source)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastcomm import slot
+from fastcomm.nccl import gradient_slot
 from tests.nccl import communicator, stand_in_values
 
 
@@ -45,7 +45,7 @@ def test_a_gradient_is_read_where_it_lies_only_if_it_lies_as_its_slot_does(kind,
 def _change_after_gathering(place, kind, asks_in_c):
     """What is reduced of a gradient that changes between gather and launch."""
     comm = communicator(place)
-    slot.use_exchange_table(asks_in_c)
+    gradient_slot.use_exchange_table(asks_in_c)
     try:
         gradient = GRADIENTS[kind][0]()
         numel = gradient.numel()
@@ -57,7 +57,7 @@ def _change_after_gathering(place, kind, asks_in_c):
         parameter.data = torch.zeros(gradient.shape)
         assert bucket.gather([parameter]) == []
     finally:
-        slot.use_exchange_table()
+        gradient_slot.use_exchange_table()
     with torch.no_grad():
         gradient.mul_(3)
     bucket.launch("sum", []).wait()
@@ -65,4 +65,4 @@ def _change_after_gathering(place, kind, asks_in_c):
 
 
 def test_a_torch_that_has_the_exchange_table_is_asked_in_c():
-    assert slot.use_exchange_table() == hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert gradient_slot.use_exchange_table() == hasattr(torch._C, "_dlpack_exchange_api")

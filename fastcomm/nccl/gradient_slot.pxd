@@ -1,3 +1,5 @@
+"""Where one gradient lies in its flat buffer, for nccl/bucket.pyx."""
+
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
 # As in dlpack.h, version 1.
@@ -18,11 +20,12 @@ ctypedef struct DLTensor:
     uint64_t byte_offset
 
 
-cdef class Slot:
+cdef class GradientSlot:
     cdef char *address
     cdef object dtype
     cdef tuple shape, strides
-    cdef DLTensor geometry  # of the view; valid only where torch has the table
-    cdef int64_t *numbers
+    # of the view, on shape_and_strides; ndim is -1 where torch was asked in Python
+    cdef DLTensor geometry
+    cdef int64_t *shape_and_strides
 
     cdef bint fits(self, gradient, char **address) except -1

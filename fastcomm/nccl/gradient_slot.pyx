@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Slot: where one gradient lies in its flat buffer, and how. Says of a gradient that autograd has
-made where it lies, and whether its elements are in the same order.
+"""GradientSlot: where one gradient lies in its flat buffer, and how. Says of a gradient that
+autograd has made where it lies, and whether its elements are in the same order.
 
 That is asked in every step for every parameter. One call of C answers, by the functions that torch
 offers in DLPack's exchange protocol; a torch before 2.11 has none, and is asked in Python.
@@ -33,14 +33,16 @@ cdef Describe describe = NULL  # NULL: ask in Python
 
 
 def use_exchange_table(bint use=True):
-    """Whether slots made from now on ask in C, where torch has the table. Returns that. For tests.
+    """Lets slots ask in C, where torch has the table; those made while it was off go on asking in
+    Python. Returns whether they ask in C. For tests.
     """
     global describe
     cdef ExchangeTable *table
-    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None) if use else None
+    # Not Tensor.__dlpack_c_exchange_api__: other libraries put tables of their own there.
+    table_of_torch = getattr(torch._C, "_dlpack_exchange_api", None) if use else None
     describe = NULL
-    if capsule is not None:
-        table = <ExchangeTable *>PyCapsule_GetPointer(capsule, b"dlpack_exchange_api")
+    if table_of_torch is not None:
+        table = <ExchangeTable *>PyCapsule_GetPointer(table_of_torch(), b"dlpack_exchange_api")
         if table.major == 1:
             describe = table.describe
     return describe != NULL
@@ -49,13 +51,14 @@ def use_exchange_table(bint use=True):
 use_exchange_table()
 
 
-cdef class Slot:
+cdef class GradientSlot:
     """The slot of the gradient `view`, a tensor on the memory of a flat buffer that outlives this
     object.
     """
 
     def __cinit__(self, view):
         cdef size_t nbytes
+        cdef int64_t *strides
         self.address = <char *><size_t>view.data_ptr()
         self.dtype, self.shape, self.strides = view.dtype, tuple(view.shape), view.stride()
         if describe == NULL or describe(<void *>view, &self.geometry) != 0:
@@ -63,17 +66,18 @@ cdef class Slot:
             self.geometry.ndim = -1
             return
         nbytes = self.geometry.ndim * sizeof(int64_t)
-        self.numbers = <int64_t *>malloc(2 * nbytes + 1)
-        if self.numbers == NULL:
+        # + 1: a scalar has none of them, and malloc(0) may return NULL
+        self.shape_and_strides = <int64_t *>malloc(2 * nbytes + 1)
+        if self.shape_and_strides == NULL:
             raise MemoryError("out of memory")
         # the view's own go when somebody assigns to its `.data`
-        memcpy(self.numbers, self.geometry.shape, nbytes)
-        memcpy(self.numbers + self.geometry.ndim, self.geometry.strides, nbytes)
-        self.geometry.shape = self.numbers
-        self.geometry.strides = self.numbers + self.geometry.ndim
+        memcpy(self.shape_and_strides, self.geometry.shape, nbytes)
+        strides = self.shape_and_strides + self.geometry.ndim
+        memcpy(strides, self.geometry.strides, nbytes)
+        self.geometry.shape, self.geometry.strides = self.shape_and_strides, strides
 
     def __dealloc__(self):
-        free(self.numbers)
+        free(self.shape_and_strides)
 
     cdef bint fits(self, gradient, char **address) except -1:
         """Whether the gradient has the slot's dtype, shape and strides; `address` is where it lies.
@@ -93,7 +97,7 @@ cdef class Slot:
         )
 
 
-cdef bint _are_strides_of(Slot slot, tuple strides) except -1:
+cdef bint _are_strides_of(GradientSlot slot, tuple strides) except -1:
     return strides == slot.strides or all([
         one == other or n == 1 for one, other, n in zip(slot.strides, strides, slot.shape)
     ])
