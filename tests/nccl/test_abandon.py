@@ -15,7 +15,7 @@ from fastcomm import (
     PeerLostError,
 )
 from tests.nccl import SOON, communicator, outcomes_of
-from tests.support.bodies import leave, raised
+from tests.support.bodies import finish_together, leave, raised
 from tests.support.models import (
     SMALL_BUCKETS,
     Fail,
@@ -59,6 +59,7 @@ def _fail_in_backward(place, streams, *unlucky):
             assert all(parameter.grad is None for parameter in model.parameters())
         else:
             assert_gradients(model, expected)
+        finish_together(comm)  # else an early rank's next failure could end a late one's backward
     assert loaded("nccl").stand_in_live_comms() == streams
     return heard, comm.n_abandoned
 
