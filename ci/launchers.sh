@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Starts the README's script, unchanged, under torchrun and under the launchers of OpenMPI, MPICH and
-# Intel MPI, two ranks each, and as SLURM would start it (srun is not at hand: its environment is put
-# up). All must print the same losses. Keeps each launcher in build/launchers/ for the next time
-# (some 400 MB). Exits with 1 if one has failed.
+# Starts the README's script, unchanged, under torchrun, fastcomm's own runner, and the launchers of
+# OpenMPI, MPICH and Intel MPI, and with srun's variables, without srun: two ranks each. All must
+# print the same losses. Keeps each launcher in build/launchers/ for the next time (some 400 MB).
+# Exits with 1 if one has failed.
 #
 #     bash ci/launchers.sh
 set -euo pipefail
@@ -13,6 +13,7 @@ python=$root/.venv/bin/python
 folder=$root/build/launchers
 mkdir -p "$folder"
 sed -n '/^import torch, fastcomm$/,/^comm.close()$/p' README.md >"$folder/train.py"
+[ -s "$folder/train.py" ] || { echo "ci/launchers.sh: README.md has no script" >&2; exit 1; }
 cd "$folder"
 
 for package in openmpi mpich impi-rt; do
@@ -25,8 +26,8 @@ done
 as_srun() {
     export SLURM_NTASKS=2 SLURM_JOB_ID=$$ SLURM_NODELIST=localhost
     SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
-    SLURM_PROCID=0 SLURM_LOCALID=0 "$@"
-    wait
+    other=$!
+    SLURM_PROCID=0 SLURM_LOCALID=0 "$@" && wait "$other"
 }
 
 status=0
@@ -36,12 +37,17 @@ try() {
     name=$1
     shift
     outcome="the same"
-    [ "$(timeout 120 "$@" 2>&1)" = "$wanted" ] || { outcome=DIFFERS; status=1; }
+    printed=$(timeout 120 "$@" 2>&1) && [ "${printed//\[rank 0\] /}" = "$wanted" ] || {
+        outcome=$'DIFFERS:\n'$printed
+        status=1
+    }
     printf '%-22s %s\n' "$name" "$outcome"
 }
-try "OpenMPI's mpirun" openmpi/bin/mpirun --allow-run-as-root --oversubscribe -n 2 "$python" train.py
-try "MPICH's mpiexec" mpich/bin/mpiexec -n 2 "$python" train.py
-try "Intel MPI's mpiexec" impi-rt/bin/mpiexec -n 2 "$python" train.py
+train=("$python" train.py)
+try "python -m fastcomm run" "$python" -m fastcomm run --ranks 2 train.py
+try "OpenMPI's mpirun" openmpi/bin/mpirun --allow-run-as-root --oversubscribe -n 2 "${train[@]}"
+try "MPICH's mpiexec" mpich/bin/mpiexec -n 2 "${train[@]}"
+try "Intel MPI's mpiexec" impi-rt/bin/mpiexec -n 2 "${train[@]}"
 export -f as_srun
-try "srun's environment" bash -c 'as_srun "$@"' bash "$python" train.py
+try "srun's environment" bash -c 'as_srun "$@"' bash "${train[@]}"
 exit "$status"

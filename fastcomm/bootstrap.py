@@ -244,21 +244,23 @@ def meet(
     """Opens the store that init_method names."""
     place = urlparse(init_method)
     is_alone = place.scheme == "env" and world_size == 1
+    is_served = False
     if is_alone:  # there is nobody to meet, so no launcher is needed
         rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     elif place.scheme == "env":
-        is_told = rank is not None and world_size is not None
-        by = launchers.TORCHRUN if is_told else launchers.launcher()
-        rank = launchers.number(by.rank) if rank is None else rank
-        world_size = launchers.number(by.world_size) if world_size is None else world_size
-        place = urlparse(launchers.meeting_point(by, world_size))
+        # Who gives the rank has not left counting to a launcher: torchrun's variables say the rest.
+        started_by = launchers.TORCHRUN if rank is not None else launchers.launcher()
+        rank = launchers.number(started_by.rank) if rank is None else rank
+        world_size = launchers.number(started_by.world_size) if world_size is None else world_size
+        place = urlparse(launchers.meeting_point(started_by, world_size))
+        is_served = started_by is launchers.TORCHRUN and launchers.serves_store()
     if rank is None or world_size is None:
         raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
     if world_size < 1 or not 0 <= rank < world_size:
         raise InitError(
             f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
         )
-    is_server = rank == 0 and not (init_method == "env://" and launchers.serves_store())
+    is_server = rank == 0 and not is_served
     try:
         store = HashStore() if is_alone else _open_store(place, world_size, timeout, is_server)
     except (RuntimeError, OSError) as error:

@@ -16,39 +16,37 @@ from fastcomm.errors import InitError
 
 _DEFAULT_PORT = 29500  # torch's
 _FIRST_SLURM_PORT = 15000
+_PARENT, _START_TIME = 1, 19  # of what _stat() returns
 
 
 class Launcher(NamedTuple):
-    """Names of environment variables. local_rank, local_size: among the ranks of a host; more than
-    one name where releases differ.
+    """Names of environment variables. local_rank, local_size: among the ranks of a host. sign: what
+    it is recognised by, if not by the rank.
     """
 
     name: str
     rank: str
     world_size: str
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
+    local_rank: str
+    local_size: str
+    sign: str = ""
 
 
-TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID",), ())
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 _OMPI, _MV2, _JSM = "OMPI_COMM_WORLD", "MV2_COMM_WORLD", "JSM_NAMESPACE"
+_HYDRAS = "MPI_LOCALRANKID"  # MPICH's and Intel MPI's mpiexec set it, and nobody else
 LAUNCHERS = (
     TORCHRUN,
     *(
-        Launcher(name, f"{p}_RANK", f"{p}_SIZE", (f"{p}_LOCAL_RANK",), (f"{p}_LOCAL_SIZE",))
+        Launcher(name, f"{p}_RANK", f"{p}_SIZE", f"{p}_LOCAL_RANK", f"{p}_LOCAL_SIZE")
         for name, p in (("OpenMPI's mpirun", _OMPI), ("MVAPICH's mpirun", _MV2), ("jsrun", _JSM))
     ),
-    # PALS sets PMI_RANK, too.
-    Launcher("PALS", "PALS_RANKID", "PMI_SIZE", ("PALS_LOCAL_RANKID",), ("PMI_LOCAL_SIZE",)),
-    Launcher(
-        "mpiexec",  # MPICH's and Intel MPI's
-        "PMI_RANK",
-        "PMI_SIZE",
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", _HYDRAS, "MPI_LOCALNRANKS", sign=_HYDRAS),
+    # Before those whose names it sets, too, for an MPI that it starts (--mpi=pmi2, cray_shasta).
     SRUN,
+    Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 
 
@@ -66,10 +64,17 @@ def is_first_rank() -> bool:
     return found is None or os.environ[found.rank] == "0"
 
 
-def local_rank() -> int | None:
-    """This process's number on its host. None if no launcher says."""
+def local_rank(rank: int | None, world_size: int | None) -> int | None:
+    """The number on its host of the rank that init() makes; None as an argument: what the launcher
+    says. None if no launcher says, or if it has started another rank: a task may start ranks of its
+    own.
+    """
     found = _launcher_or_none() or TORCHRUN
-    return _first_number(found.local_rank)
+    is_its_own = found is TORCHRUN or all(
+        told in (None, number(name))
+        for told, name in ((rank, found.rank), (world_size, found.world_size))
+    )
+    return number(found.local_rank) if is_its_own and found.local_rank in os.environ else None
 
 
 def number(name: str) -> int:
@@ -85,18 +90,20 @@ def meeting_point(started_by: Launcher, world_size: int) -> str:
     first. Raises InitError where neither says anything.
     """
     if started_by is TORCHRUN:
-        return _tcp(_value("MASTER_ADDR"), number("MASTER_PORT"))
+        return _tcp(_value("MASTER_ADDR"), _port())
     if "MASTER_ADDR" in os.environ:
-        port = number("MASTER_PORT") if "MASTER_PORT" in os.environ else _DEFAULT_PORT
-        return _tcp(os.environ["MASTER_ADDR"], port)
+        return _tcp(os.environ["MASTER_ADDR"], _port(_DEFAULT_PORT))
     if started_by is SRUN:
-        port = _FIRST_SLURM_PORT + number("SLURM_JOB_ID") % 10_000
-        return _tcp(first_host(_value(_slurm("NODELIST"))), port)
-    if _first_number(started_by.local_size) == world_size:
-        return f"file://{_own_folder()}/{_id_of_launcher(started_by.rank)}"
+        # A step may run on fewer hosts than its job.
+        hosts = os.environ.get("SLURM_STEP_NODELIST") or _value("SLURM_NODELIST")
+        by_job = _FIRST_SLURM_PORT + number("SLURM_JOB_ID") % 10_000
+        return _tcp(first_host(hosts), _port(by_job))
+    if started_by.local_size in os.environ and number(started_by.local_size) == world_size:
+        return f"file://{_own_folder()}/{_id_of_launcher(started_by)}"
     raise InitError(
-        f"the ranks run on several hosts, and {started_by.name} does not say where they meet: set "
-        "MASTER_ADDR to the name of rank 0's host, in the environment of every rank"
+        f"rank {os.environ[started_by.rank]} of {world_size}: {started_by.name} does not say where "
+        "ranks of several hosts meet, nor that all run on this one: set MASTER_ADDR to the name of "
+        "rank 0's host, in the environment of every rank"
     )
 
 
@@ -112,10 +119,8 @@ def first_host(hosts: str) -> str:
 
 
 def _launcher_or_none() -> Launcher | None:
-    for one in LAUNCHERS:
-        if one.rank in os.environ and not (one is SRUN and _is_interactive()):
-            return one
-    return None
+    found = next((one for one in LAUNCHERS if (one.sign or one.rank) in os.environ), None)
+    return None if found is SRUN and _is_interactive() else found
 
 
 def _is_interactive() -> bool:
@@ -123,14 +128,13 @@ def _is_interactive() -> bool:
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
-def _slurm(what: str) -> str:
-    """A step may have fewer tasks and hosts than its job."""
-    step = f"SLURM_STEP_{what}"
-    return step if step in os.environ else f"SLURM_{what}"
-
-
-def _first_number(names: tuple[str, ...]) -> int | None:
-    return next((number(name) for name in names if name in os.environ), None)
+def _port(otherwise: int | None = None) -> int:
+    if otherwise is not None and "MASTER_PORT" not in os.environ:
+        return otherwise
+    port = number("MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise InitError(f"MASTER_PORT must be from 1 to 65535; it is {port}")
+    return port
 
 
 def _tcp(host: str, port: int) -> str:
@@ -146,22 +150,28 @@ def _own_folder() -> Path:
     return folder
 
 
-def _id_of_launcher(rank_variable: str) -> str:
+def _id_of_launcher(started_by: Launcher) -> str:
     """Of the process that has started the ranks of this host, directly or through a script: the
     nearest one that is no rank itself. No other process since the machine was started has it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    for pid in _ancestors():
-        if not _is_set_for(pid, rank_variable):
-            return f"{boot}-{pid}-{_stat(pid)[19]}"
-    return f"{boot}-{os.getppid()}"
+    try:
+        for pid in _ancestors():
+            if not _is_set_for(pid, started_by.rank):
+                return f"{boot}-{pid}-{_stat(pid)[_START_TIME]}"
+    except (FileNotFoundError, ProcessLookupError):  # hidden by how /proc is mounted, or gone
+        pass
+    raise InitError(
+        f"rank {os.environ[started_by.rank]} cannot tell which process has started the ranks: set "
+        "MASTER_ADDR to the name of this host, in the environment of every rank"
+    )
 
 
 def _ancestors() -> Iterator[int]:
     pid = os.getppid()
     while pid > 0:
         yield pid
-        pid = int(_stat(pid)[1])
+        pid = int(_stat(pid)[_PARENT])
 
 
 def _is_set_for(pid: int, variable: str) -> bool:

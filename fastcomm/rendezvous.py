@@ -64,8 +64,9 @@ def init(
     group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
         world_size are then not needed.
     device: where the gradients are. None means this rank's CUDA device, for "nccl" and, where there
-        is one, for "auto"; else the CPU. That is cuda:LOCAL_RANK, or the only one this process
-        sees. It becomes torch's current device.
+        is one, for "auto"; else the CPU. That is the one of this rank's number on its host, as the
+        launcher says it (LOCAL_RANK under torchrun), or the only one this process sees. It becomes
+        torch's current device.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
     max_ctas: for NCCL, how many thread blocks a collective may take at most, so that the rest of
         the GPU computes meanwhile. None leaves it to NCCL.
@@ -80,7 +81,8 @@ def init(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
-    place = _choose_device(backend, device)
+    started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
+    place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     is_nccl = backend == "nccl" or place.type == "cuda"
@@ -141,11 +143,16 @@ def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
         raise
 
 
-def _choose_device(backend: str, device: torch.device | str | None) -> torch.device:
+def _choose_device(
+    backend: str,
+    device: torch.device | str | None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> torch.device:
     """The device of the gradients, with an index if it is a CUDA device."""
     if device is None:
         wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
-        device = f"cuda:{_cuda_index()}" if wants_cuda else "cpu"
+        device = f"cuda:{_cuda_index(rank, world_size)}" if wants_cuda else "cpu"
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InitError(
@@ -177,11 +184,11 @@ def _check_ctas(is_nccl: bool, max_ctas: int | None, cta_policy: str | None) -> 
         raise ValueError(f"cta_policy must be one of {', '.join(CTA_POLICIES)}; got {cta_policy!r}")
 
 
-def _cuda_index() -> int:
+def _cuda_index(rank: int | None, world_size: int | None) -> int:
     """Which of the CUDA devices that this process sees is its own."""
     if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
         return 0
-    mine = launchers.local_rank()
+    mine = launchers.local_rank(rank, world_size)
     return torch.cuda.current_device() if mine is None else mine
 
 
@@ -247,16 +254,9 @@ def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
     for rank, identity in enumerate(identities):
         hosts.setdefault(identity, []).append(rank)
     neighbours = hosts[identities[bootstrap.rank]]
-    local_rank = _local_rank(neighbours.index(bootstrap.rank))
+    mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
+    local_rank = neighbours.index(bootstrap.rank) if mine is None else mine
     return _Neighbours(neighbours, local_rank, list(hosts.values()))
-
-
-def _local_rank(place: int) -> int:
-    """The rank's number on its host: what the launcher says, else its index among the ranks that
-    share the host.
-    """
-    mine = launchers.local_rank()
-    return place if mine is None else mine
 
 
 def _host_identity() -> str:

@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         name="rendezvous: the local rank is the rank",
         file=RENDEZVOUS,
-        old="_local_rank(neighbours.index(bootstrap.rank))",
-        new="_local_rank(bootstrap.rank)",
+        old="neighbours.index(bootstrap.rank) if mine is None",
+        new="bootstrap.rank if mine is None",
         tests=(
             "tests/group/test_hierarchical.py::test_init_chooses_it_where_ranks_have_several_hosts",
         ),
@@ -132,22 +132,36 @@ MUTATIONS = (
     Mutation(
         name="launchers: what an interactive shell starts is a rank",
         file=LAUNCHERS,
-        old=" and not (one is SRUN and _is_interactive())",
-        new="",
+        old="None if found is SRUN and _is_interactive() else found",
+        new="found",
         tests=("tests/rendezvous/test_launchers.py",),
     ),
     Mutation(
         name="launchers: ranks meet by their parent, a script of each rank's own included",
         file=LAUNCHERS,
-        old="if not _is_set_for(pid, rank_variable):",
+        old="if not _is_set_for(pid, started_by.rank):",
         new="if True:",
         tests=("tests/rendezvous/test_launchers.py",),
     ),
     Mutation(
         name="launchers: ranks of several hosts meet at a file",
         file=LAUNCHERS,
-        old="if _first_number(started_by.local_size) == world_size:",
-        new="if _first_number(started_by.local_size):",
+        old=" and number(started_by.local_size) == world_size:",
+        new=":",
+        tests=("tests/rendezvous/test_launchers.py",),
+    ),
+    Mutation(
+        name="launchers: ranks that a task of srun's starts itself have its local rank",
+        file=LAUNCHERS,
+        old="if is_its_own and found",
+        new="if found",
+        tests=("tests/rendezvous/test_launchers.py",),
+    ),
+    Mutation(
+        name="launchers: what srun sets for an MPI hides srun",
+        file=LAUNCHERS,
+        old=" sign=_HYDRAS),",
+        new="),",
         tests=("tests/rendezvous/test_launchers.py",),
     ),
 )

@@ -4,7 +4,10 @@ all; ci/launchers.sh runs the real mpiexecs.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 import subprocess
 import sys
 
@@ -13,6 +16,7 @@ import pytest
 import fastcomm
 from fastcomm import InitError, launchers
 from tests.support.outcomes import values_of
+from tests.support.rank_process import LAUNCHER_VARIABLES
 from tests.support.ranks import fresh_ranks, torchrun_env
 from tests.support.reference import check_all_reduce
 
@@ -56,13 +60,23 @@ ENVIRONMENTS = {
     "mpiexec": MPICH,
     # An MPI that srun, or a batch script of SLURM's, has started.
     "mpiexec in SLURM": {**SLURM, **MPICH, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+    # What srun sets for an MPI.
+    "srun --mpi=pmi2": {**SLURM, "PMI_RANK": "{rank}", "PMI_SIZE": "{n}"},
+    "srun on a Cray": {**SLURM, **PALS},
 }
-VARIABLES = {name for environment in ENVIRONMENTS.values() for name in environment}
+
+
+def _free_port_of_slurm():
+    for port in random.sample(range(15_000, 25_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def environments(names, n):
     """By rank. The job's number leads to a port that is free."""
-    job = int(torchrun_env(1)[0]["MASTER_PORT"]) - 15000
+    job = _free_port_of_slurm() - 15_000
     return [
         {key: value.format(rank=rank, n=n, job=job) for key, value in names.items()}
         for rank in range(n)
@@ -95,7 +109,7 @@ def test_what_torchrun_sets_comes_first():
 @pytest.fixture
 def bare(monkeypatch):
     """An environment that no launcher has been in."""
-    for name in (*VARIABLES, *torchrun_env(1)[0]):
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -107,12 +121,40 @@ def put_up(monkeypatch, names, **others):
 
 def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
     put_up(bare, MPICH, MPI_LOCALNRANKS="1")
-    with pytest.raises(InitError, match="several hosts, and mpiexec does not say.*MASTER_ADDR"):
+    with pytest.raises(InitError, match="rank 0 of 2: mpiexec does not say.*MASTER_ADDR"):
         fastcomm.init()
     bare.setenv("MASTER_ADDR", "node1")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:29500"
     bare.setenv("MASTER_PORT", "4321")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:4321"
+
+
+def test_a_port_that_is_none_is_refused(bare):
+    put_up(bare, MPICH, MASTER_ADDR="node1", MASTER_PORT="65536")
+    with pytest.raises(InitError, match="MASTER_PORT must be from 1 to 65535; it is 65536"):
+        fastcomm.init()
+
+
+def _describe_rank_of_a_task(place):
+    """A task of srun's, or of mpirun's, that starts ranks itself."""
+    with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=2) as comm:
+        return comm.local_rank
+
+
+@pytest.mark.parametrize("names", [SLURM, _of_mpi("OMPI_COMM_WORLD"), MPICH])
+def test_ranks_that_one_task_starts_itself_have_local_ranks_of_their_own(names):
+    env = environments(names, 1)[0]
+    assert values_of(fresh_ranks(2, _describe_rank_of_a_task, env=env)) == [0, 1]
+
+
+def _describe_told_its_rank(place):
+    with fastcomm.init(rank=place.rank) as comm:
+        return comm.rank, comm.world_size
+
+
+def test_a_rank_may_be_told_where_the_environment_says_the_rest():
+    env = {**torchrun_env(2)[0], "RANK": None, "LOCAL_RANK": None}
+    assert values_of(fresh_ranks(2, _describe_told_its_rank, env=env)) == [(0, 2), (1, 2)]
 
 
 def test_an_address_of_version_6_is_put_in_brackets(bare):
@@ -130,6 +172,8 @@ def test_a_shell_that_srun_has_started_is_no_rank(bare, job):
 def test_a_step_of_slurm_meets_on_its_own_first_host(bare):
     put_up(bare, SLURM, SLURM_STEP_NODELIST="gpu[3,5]-ib", SLURM_JOB_ID="1234567")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://gpu3-ib:19567"
+    bare.setenv("MASTER_PORT", "4321")
+    assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://gpu3-ib:4321"
 
 
 @pytest.mark.parametrize(
@@ -170,6 +214,13 @@ def test_ranks_meet_by_the_process_that_started_them_also_through_a_script(bare,
     one, other = _places_of_ranks("bash", str(script))
     assert one == other == _places_of_ranks()[0]
     assert one.startswith("file:///") and f"-{os.getpid()}-" in one
+
+
+def test_a_launcher_that_is_hidden_asks_for_an_address(bare):
+    put_up(bare, MPICH)
+    bare.setattr("os.getppid", lambda: 2**22 + 1)  # more than any pid: as /proc with hidepid=2
+    with pytest.raises(InitError, match="rank 0 cannot tell which process.*MASTER_ADDR"):
+        fastcomm.init()
 
 
 def test_the_folder_of_another_user_is_refused(bare, tmp_path):

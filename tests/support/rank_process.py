@@ -13,21 +13,19 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fastcomm import launchers
 from tests.support.bodies import Place, communicator, stand_at
 from tests.support.outcomes import described
 from tests.support.stand_ins import refusing_races
 
 Environment = Mapping[str, "str | None"]
 
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+# Of a launcher that has started the tests: no rank of theirs is to read them.
+LAUNCHER_VARIABLES = {
+    *("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NODELIST", "SLURM_STEP_NODELIST"),
+    *(name for launcher in launchers.LAUNCHERS for name in launcher[1:] if name),
+}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,7 +70,7 @@ def _settle(place: Place, env: Environment) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     stacks = os.open(stacks_path(place), os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    for name in _LAUNCHER_VARIABLES:
+    for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     for name, value in env.items():
         if value is None:
