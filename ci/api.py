@@ -90,7 +90,7 @@ There is no other way to make one of a part of the ranks.
 
 # By heading: what stands under it.
 SECTIONS = {
-    "Starting": [("rendezvous", "init")],
+    "Starting": [("rendezvous", "init"), ("runner", "launch")],
     "Training": [("reducer/reducer", "Reducer")],
     "Collectives": [("communicator", "Communicator"), ("communicator", "Work")],
     "Under DDP": [
@@ -182,7 +182,9 @@ def parameters_of(arguments: ast.arguments) -> Iterator[str]:
     for argument, default in zip(positional, defaults, strict=True):
         if argument.arg != "self":
             yield parameter(argument, default)
-    if arguments.kwonlyargs:
+    if arguments.vararg is not None:
+        yield f"*{parameter(arguments.vararg, None)}"
+    elif arguments.kwonlyargs:
         yield "*"
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         yield parameter(argument, default)

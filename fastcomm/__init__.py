@@ -23,6 +23,7 @@ from fastcomm.errors import (
 )
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.rendezvous import init
+from fastcomm.runner import launch
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
 from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
 
@@ -42,4 +43,5 @@ __all__ = [
     "Work",
     "all_reduce_hook",
     "init",
+    "launch",
 ]

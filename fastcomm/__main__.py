@@ -1,5 +1,5 @@
-"""`python -m fastcomm info | demo | bench`: says what this machine offers, trains a small GPT on
-two ranks, runs the benchmarks.
+"""`python -m fastcomm run | info | demo | bench`: starts a script on several ranks, says what this
+machine offers, trains a small GPT on two ranks, runs the benchmarks.
 
 The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this
 file finds them and gives them the process.
@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 import fastcomm
-from fastcomm import launchers
+from fastcomm import launchers, runner
 from fastcomm.cuda import driver as cuda_driver
 from fastcomm.cuda import multi_tensor
 from fastcomm.nccl import library as nccl_library
@@ -41,6 +41,8 @@ def main() -> int:
         return 0  # the first one says it
     parser = make_parser()
     options, rest = parser.parse_known_args()
+    if options.command == "run":
+        return run(options)
     if options.command == "demo":
         demo(rest)
     if options.command == "bench":
@@ -63,7 +65,17 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fastcomm {fastcomm.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,bench}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,info,demo,bench}")
+    says = "starts a Python script on several ranks of this machine, and ends all when one fails"
+    of_run = commands.add_parser("run", help=says, description=f"S{says[1:]}.", allow_abbrev=False)
+    of_run.add_argument(
+        "--ranks", type=int, metavar="N", help="default: one for each GPU, else one for each core"
+    )
+    of_run.add_argument(
+        "--threads", type=int, metavar="N", help="of each rank; default: its share of the cores"
+    )
+    of_run.add_argument("script")
+    of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     says = "versions, cores, and which transports work here"
     of_info = commands.add_parser("info", help=says, description=f"Prints {says}.")
     of_info.add_argument("--json", action="store_true", help="as JSON")
@@ -77,6 +89,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run(options: argparse.Namespace) -> int:
+    find_this_package()
+    try:
+        runner.run([options.script, *options.arguments], options.ranks, options.threads)
+    except (fastcomm.FastcommError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def demo(arguments: list[str]) -> NoReturn:
     """Two ranks under torchrun, the cores divided between them."""
     path = script("examples", "train_gpt")
@@ -88,7 +110,7 @@ def demo(arguments: list[str]) -> NoReturn:
         sys.exit(f"the demo needs {error.name}: pip install {error.name}")
     if "RANK" in os.environ:  # as a rank that torchrun has started
         become(str(path), *arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // 2)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // 2)))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     become(*launcher, str(path), *arguments)
 
@@ -112,12 +134,17 @@ def become(*arguments: str) -> NoReturn:
     """Replaces this process by Python with `arguments`, so that signals and the exit status are the
     script's own.
     """
-    # The script's own folder is what Python puts on its path: it must find this fastcomm, installed
-    # or not.
-    path = (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    find_this_package()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def find_this_package() -> None:
+    """For processes to come: the script's own folder is what Python puts on its path, and it must
+    find this fastcomm, installed or not.
+    """
+    path = (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
 
 def info() -> dict[str, str]:
@@ -127,7 +154,7 @@ def info() -> dict[str, str]:
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda})"
         if torch.version.cuda
         else f"{torch.__version__} (CPU only)",
-        "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD "
+        "machine": f"{platform.machine()}, {runner.cores()} cores for this process, SIMD "
         f"{torch.backends.cpu.get_cpu_capability()}",
         "shm": shm_state(),
         "hosts": hosts_state(),
@@ -135,13 +162,6 @@ def info() -> dict[str, str]:
         "kernels": kernels_state(),
         "NCCL": nccl_state(),
     }
-
-
-def cores() -> int:
-    """The cores this process may run on, which in a container or under taskset are fewer than the
-    machine's.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shm_state() -> str:

@@ -125,7 +125,7 @@ def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((), "{info,demo,bench}"),
+        ((), "{run,info,demo,bench}"),
         (("bench",), "NAME"),
         (("bench", "everything"), "choose from"),
         (("info", "--yaml"), "--yaml"),

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "fastcomm"
 
 # From the ground up. Those of one floor do not import each other; inside a wing, modules may.
 FLOORS = (
-    ("errors", "autograd_stack", "collective", "flat_buffers", "lifetime", "slot"),
+    ("errors", "autograd_stack", "collective", "flat_buffers", "lifetime"),
     ("communicator", "cuda", "watchdog"),
     ("shm", "nccl", "group"),
-    ("bootstrap", "launchers", "rendezvous"),
+    ("bootstrap", "launchers", "rendezvous", "runner"),
     ("reducer", "insight"),
     ("torch_backend",),
     ("__init__", "__main__"),

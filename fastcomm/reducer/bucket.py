@@ -24,8 +24,8 @@ from fastcomm.reducer.layout import BucketLayout, plan_buckets
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.provenance import Provenance
 
-_AFTER_DIFFERENT_BACKWARDS = (
-    ". A backward is to be inside no_sync() on all ranks or on none. If the ranks have made "
+_WHY_RANKS_DIFFER = (
+    ". Run a backward inside no_sync() on all ranks or on none. If the ranks have made "
     "different numbers of steps, one has left out a step, or made one alone, and their parameters "
     "differ: call refresh() on every rank, which copies rank 0's"
 )
@@ -226,7 +226,7 @@ class Bucket(Counter):
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
-        advice = _AFTER_DIFFERENT_BACKWARDS if isinstance(error, MismatchError) else ""
+        advice = _WHY_RANKS_DIFFER if isinstance(error, MismatchError) else ""
         explained = type(error)(
             f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
             f"{advice}"

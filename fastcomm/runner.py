@@ -1,0 +1,145 @@
+"""Starts ranks on this machine: `python -m fastcomm run train.py`, and launch() from a script or a
+notebook. torch's elastic launcher starts them, tells them who they are as torchrun does, and ends
+all when one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fastcomm.errors import FastcommError
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def launch(
+    function: Callable[..., Any], *args: Any, ranks: int | None = None, threads: int | None = None
+) -> list[Any]:
+    """Runs `function(*args)` in `ranks` new processes of this machine, where fastcomm.init() brings
+    them together. Returns what each has returned, by rank; what they print is printed here.
+
+    ranks: None means one for each GPU, or one for each core where there is no GPU.
+    threads: how many threads torch has in each. None shares out the cores.
+
+    A script calls it under `if __name__ == "__main__":`, since the processes import it again. A
+    function that a notebook has defined takes cloudpickle (`pip install cloudpickle`).
+
+    Raises FastcommError when a rank fails: it names the rank and what it has raised. The other
+    ranks are ended. Raises ValueError for less than one rank or thread.
+    """
+    returned = _start(ranks, threads, _call, [_packed(function, args)])
+    return [returned[rank] for rank in sorted(returned)]
+
+
+def run(command: Sequence[str], ranks: int | None = None, threads: int | None = None) -> None:
+    """Runs a Python script, with its arguments, as launch() runs a function."""
+    _start(ranks, threads, sys.executable, ["-u", *command])
+
+
+def cores() -> int:
+    """The cores this process may run on, which in a container or under taskset are fewer than the
+    machine's.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(
+    ranks: int | None, threads: int | None, entry: Callable[..., Any] | str, args: list[Any]
+) -> dict[int, Any]:
+    # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if ranks is None:
+        ranks = torch.cuda.device_count() or cores()
+    if threads is None:
+        threads = max(1, cores() // ranks) if ranks > 0 else 1
+    if ranks < 1 or threads < 1:
+        raise ValueError(f"ranks and threads must be at least 1; got {ranks} and {threads}")
+    with tempfile.TemporaryDirectory(prefix="fastcomm-run-") as folder, _surroundings(threads):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ALL),
+            log_line_prefix_template="[rank ${rank}] ",
+        )
+        try:
+            returned: dict[int, Any] = elastic_launch(config, entry)(*args)
+        except ChildFailedError as error:
+            raise FastcommError(_what_failed(*error.get_first_failure())) from None
+        return returned
+
+
+@contextlib.contextmanager
+def _surroundings(threads: int) -> Iterator[None]:
+    """The environment of the ranks; afterwards the caller's own, with its signal handlers, which
+    the launcher replaces. What the launcher logs of a failure, our error says, too.
+    """
+    before = os.environ.copy()
+    log = logging.getLogger("torch.distributed.elastic")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        os.environ.clear()
+        os.environ.update(before)
+        with contextlib.suppress(ValueError):  # only the main thread has any
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    if importlib.util.find_spec("cloudpickle") is not None:
+        import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+
+        return bytes(cloudpickle.dumps((function, args)))
+    is_of_a_notebook = function.__module__ == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    )
+    if is_of_a_notebook:
+        raise FastcommError(
+            f"{function.__qualname__} was defined in a notebook or a shell, from where new "
+            "processes cannot import it: pip install cloudpickle, or define it in a module"
+        )
+    return pickle.dumps((function, args))
+
+
+def _call(packed: bytes) -> Any:
+    function, args = pickle.loads(packed)
+    return function(*args)
+
+
+def _what_failed(rank: int, failure: Any) -> str:
+    """failure: torch's ProcessFailure."""
+    message = failure.error_file_data.get("message")
+    how = (
+        f"was ended by {failure.signal_name()}"
+        if failure.exitcode < 0
+        else f"ended with exit code {failure.exitcode}"
+    )
+    if isinstance(message, dict):
+        how = f"raised {message['message']}\n{message['extraInfo']['py_callstack'].rstrip()}"
+    return f"rank {rank} (pid {failure.pid}) {how}"

@@ -1,0 +1,93 @@
+"""Ranks that fastcomm starts itself: launch() and `python -m fastcomm run`, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from importlib import util
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import FastcommError
+
+
+def _sum(number):
+    with fastcomm.init() as comm:
+        tensor = torch.tensor([number + comm.rank])
+        comm.all_reduce(tensor)
+        return comm.rank, tensor.item(), torch.get_num_threads()
+
+
+def test_a_function_runs_on_ranks_that_meet(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    environment, handler = os.environ.copy(), signal.getsignal(signal.SIGTERM)
+    assert fastcomm.launch(_sum, 5, ranks=2, threads=1) == [(0, 11, 1), (1, 11, 1)]
+    assert os.environ == environment and signal.getsignal(signal.SIGTERM) is handler
+
+
+def _raise_on_one():
+    if os.environ["RANK"] == "1":
+        raise ValueError("out of luck")
+    time.sleep(100)
+
+
+def test_a_rank_that_raises_is_named_and_the_others_are_ended():
+    before = time.monotonic()
+    with pytest.raises(FastcommError) as error:
+        fastcomm.launch(_raise_on_one, ranks=2)
+    assert re.match(r"rank 1 \(pid \d+\) raised ValueError: out of luck\n", str(error.value))
+    assert "in _raise_on_one" in str(error.value)
+    assert time.monotonic() - before < 60
+
+
+SCRIPT = """
+import os, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], sys.argv[1:])
+sys.exit(3 if sys.argv[1] == "fail" and os.environ["RANK"] == "1" else 0)
+"""
+
+
+def _run(tmp_path, *arguments):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "-m", "fastcomm", "run", "--ranks", "2", script, *arguments],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_script_runs_on_ranks_with_its_own_arguments(tmp_path):
+    done = _run(tmp_path, "train", "--help", "--ranks=7")
+    assert done.returncode == 0, done.stderr
+    threads = max(1, fastcomm.runner.cores() // 2)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {rank} 2 {threads} ['train', '--help', '--ranks=7']" for rank in range(2)
+    ]
+
+
+def test_a_script_that_fails_is_named_by_its_rank(tmp_path):
+    done = _run(tmp_path, "fail")
+    assert done.returncode == 1
+    assert re.search(r"^rank 1 \(pid \d+\) ended with exit code 3$", done.stderr, re.MULTILINE)
+    assert done.stderr.count("\n") == 1
+
+
+def test_less_than_a_rank_is_refused():
+    with pytest.raises(ValueError, match="at least 1; got 0 and 1"):
+        fastcomm.launch(_sum, 5, ranks=0)
+
+
+def test_a_function_of_a_notebook_takes_cloudpickle(monkeypatch):
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(_sum, "__module__", "__main__")
+    with pytest.raises(FastcommError, match="_sum was defined in a notebook.*cloudpickle"):
+        fastcomm.launch(_sum, 5, ranks=2)
