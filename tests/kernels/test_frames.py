@@ -175,7 +175,7 @@ def test_statistics_have_the_same_bits_whatever_the_order_of_lanes_and_blocks(
         assert statistics.records.tobytes() == shim.records.tobytes()
 
 
-def test_without_statistics_no_block_waits_for_another(emulator):
+def test_tensors_are_right_without_statistics(emulator):
     flat = filled(torch.float32, 0)
     back = Arena(torch.float32, SIZES, [0] * len(SIZES))
     unflatten(emulator, flat, back.tensors, "f32", "f32")

@@ -57,12 +57,12 @@ def test_a_good_kernel_has_no_problems(sass):
     ],
     ids=["spill", "stack", "registers", "loads", "conversion"],
 )
-def test_a_bad_kernel_is_told_by(sass, changes, problem):
+def test_each_problem_of_a_kernel_is_named(sass, changes, problem):
     (found,) = _problems(sass, **changes)
     assert problem in found
 
 
-def test_the_summary_says_what_the_documents_say(sass):
+def test_the_summary_gives_registers_blocks_and_loads(sass):
     kernel = sass.Kernel("norm_f32_448", 90, 46, 0, ("LDG.E.128",) * 4)
     assert list(sass.summaries([kernel])) == [
         "norm for sm_90: 1 kernels, 46 to 46 registers, 5 to 5 blocks per multiprocessor, 4 loads "
