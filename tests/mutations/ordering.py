@@ -14,7 +14,7 @@ LINK = "fastcomm/nccl/link.pyx"
 MEMORY = "fastcomm/nccl/memory.pyx"
 DRIVER = "fastcomm/cuda/driver.pyx"
 HOOKED_BUCKET = "fastcomm/reducer/hooked_bucket.py"
-ROUND = "fastcomm/reducer/bucket.py"
+REDUCER_BUCKET = "fastcomm/reducer/bucket.py"
 HOOK = "fastcomm/reducer/gradient_hook.pyx"
 
 ORDERING = "tests/nccl/test_ordering.py"
@@ -274,7 +274,7 @@ MUTATIONS = (
     # -- the reducer --
     Mutation(
         name="order: a backward ends without waiting for its buckets",
-        file=ROUND,
+        file=REDUCER_BUCKET,
         old="            work.wait()\n",
         new="            pass\n",
         tests=(TRAINING,),
