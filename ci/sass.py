@@ -6,7 +6,7 @@ not its speed.
     python3 ci/sass.py <folder>      which has flatten.fatbin and unflatten.fatbin
 
 Needs cuobjdump and nvdisasm: of the CUDA toolkit, or those that a torch for CUDA brings in Triton.
-Says so and succeeds where there are none.
+Says so and succeeds where there is no cuobjdump.
 """
 
 from __future__ import annotations
@@ -142,16 +142,17 @@ def find_cuobjdump() -> str | None:
 
 def read(cuobjdump: str, fatbin: Path) -> list[Kernel]:
     path = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", os.defpath)])
-    texts = [
-        subprocess.run(
+    texts = []
+    for option in ("-sass", "-res-usage"):
+        run = subprocess.run(
             [cuobjdump, option, fatbin],
             capture_output=True,
             text=True,
-            check=True,
             env=os.environ | {"PATH": path},  # of nvdisasm
-        ).stdout
-        for option in ("-sass", "-res-usage")
-    ]
+        )
+        if run.returncode != 0:
+            sys.exit(f"{cuobjdump} {option} {fatbin} failed: {run.stderr.strip()}")
+        texts.append(run.stdout)
     return kernels_of(*texts)
 
 
@@ -162,6 +163,8 @@ def main() -> int:
         print("no cuobjdump here: the kernels' machine code is not checked")
         return 0
     kernels = [kernel for name in FAMILIES for kernel in read(cuobjdump, folder / f"{name}.fatbin")]
+    if not kernels:
+        sys.exit(f"ci/sass.py: no kernels in {folder}")
     print("\n".join(summaries(kernels)))
     problems = [
         f"{kernel.name} for sm_{kernel.architecture} {problem}"
@@ -169,7 +172,7 @@ def main() -> int:
         for problem in kernel.problems()
     ]
     print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)
-    return 1 if problems or not kernels else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -70,6 +70,21 @@ def test_the_summary_gives_registers_blocks_and_loads(sass):
     ]
 
 
+def test_a_cuobjdump_that_fails_is_quoted(sass, tmp_path):
+    cuobjdump = tmp_path / "cuobjdump"
+    cuobjdump.write_text("#!/bin/sh\necho no nvdisasm here >&2\nexit 1\n")
+    cuobjdump.chmod(0o755)
+    with pytest.raises(SystemExit, match="cuobjdump -sass it.fatbin failed: no nvdisasm here"):
+        sass.read(str(cuobjdump), Path("it.fatbin"))
+
+
+def test_no_kernels_are_an_error(sass, monkeypatch, tmp_path):
+    monkeypatch.setattr(sass, "find_cuobjdump", lambda: "true")
+    monkeypatch.setattr(sys, "argv", ["sass.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"no kernels in {tmp_path}"):
+        sass.main()
+
+
 def test_the_kernels_built_here_are_good(sass):
     fatbins = [ROOT / "kernels" / "cuda" / f"{family}.fatbin" for family in sass.FAMILIES]
     cuobjdump = sass.find_cuobjdump()
