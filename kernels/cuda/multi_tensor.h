@@ -14,12 +14,12 @@
 /* Elements of a tile, the work one warp does at a time: 8 KiB of float32, four rounds of four loads
  * of 16 bytes per lane. What limits a bucket of n MiB of float32, which has 128 n tiles, by the
  * numbers of an H100 (132 multiprocessors, 3.35 TB/s, and some 700 ns from a load to its data, for
- * which 1.2 MiB of loads must be in flight):
+ * which 2.2 MiB must be in flight, half of them loads):
  *
- *     bucket   tiles  blocks  warps per multiprocessor  loads in flight  limited by
- *      1 MiB     128      16  1, if spread evenly                 256 KiB  latency: four rounds
- *      5 MiB     640      80  5                                  1.25 MiB  both
- *     25 MiB    3200     400  24                                 6.25 MiB  bandwidth
+ *     bucket   tiles  blocks  multiprocessors at work  loads in flight  limited by
+ *      1 MiB     128      16                       16          256 KiB  latency: four rounds
+ *      5 MiB     640      80                       80         1.25 MiB  both
+ *     25 MiB    3200     400  132, of 24 to 32 warps          6.25 MiB  bandwidth
  *
  * 25 MiB are one wave of 660 (five blocks per multiprocessor, by their registers), with no warp
  * that has two tiles while another has one, and no tail but the last round. Beyond 41 MiB warps
