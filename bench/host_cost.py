@@ -10,9 +10,9 @@ the real ones take comes on top, and only a GPU can tell. One rank, so nobody wa
 
 A step is zero_grad, forward and backward of parameters with hardly any work; its cost is the median
 over rounds of the CPU time of Python's thread less that of a step without communication. So what
-DDP waits for Gloo's threads does not count. Contenders take turns in every round, in random order,
-each for some calls, the fastest of which counts: what else the machine does is not asked. Beside
-each figure stands what was predicted before the first run. Runs from the source tree only.
+DDP waits for Gloo's threads does not count. Contenders take turns in every round, in random order.
+A turn makes several calls and keeps the fastest, so that other load on the machine counts little.
+Beside each figure stands what was predicted before the first run. Runs from the source tree only.
 """
 
 from __future__ import annotations
@@ -157,33 +157,25 @@ def take_turns(
 
 
 def bucket_rows(comm: Any, rounds: int) -> list[Row]:
+    own, views, narrow = names = "gradients of their own", "views", "bfloat16 wire"
     contenders = {
-        "gradients of their own": bucket_turn(comm, 1, None, has_views=False),
-        "views": bucket_turn(comm, 2, None, has_views=True),
-        "bfloat16 wire": bucket_turn(comm, 3, torch.bfloat16, has_views=False),
+        own: bucket_turn(own, comm, 1, None, has_views=False),
+        views: bucket_turn(views, comm, 2, None, has_views=True),
+        narrow: bucket_turn(narrow, comm, 3, torch.bfloat16, has_views=False),
     }
-    named = {name: naming(turn, name) for name, turn in contenders.items()}
-    samples = take_turns(named, rounds)
-    gathers, launches = ([f"{step}, {name}" for name in named] for step in ("gather", "launch"))
+    samples = take_turns(contenders, rounds)
+    gathers, launches = ([f"{step}, {name}" for name in names] for step in ("gather", "launch"))
     return [
         *(Row.of(what, "parameter", samples[what], GATHER_US) for what in gathers),
         *(Row.of(what, "bucket", samples[what], LAUNCH_US) for what in launches),
     ]
 
 
-def naming(turn: Callable[[], tuple[float, float]], name: str) -> Callable[[], dict[str, float]]:
-    def named_turn() -> dict[str, float]:
-        gather, launch = turn()
-        return {f"gather, {name}": gather / N_PARAMETERS, f"launch, {name}": launch}
-
-    return named_turn
-
-
 def bucket_turn(
-    comm: Any, label: int, wire_dtype: torch.dtype | None, *, has_views: bool
-) -> Callable[[], tuple[float, float]]:
-    """A turn of a bucket: microseconds of gather and of launch. Its gradients are tensors of their
-    own each time, as after zero_grad(), or stay views of the flat buffer.
+    name: str, comm: Any, label: int, wire_dtype: torch.dtype | None, *, has_views: bool
+) -> Callable[[], dict[str, float]]:
+    """A turn of a bucket: microseconds of gather, per parameter, and of launch. Its gradients are
+    tensors of their own each time, as after zero_grad(), or stay views of the flat buffer.
     """
     parameters = [Parameter(torch.zeros(NUMEL)) for _ in range(N_PARAMETERS)]
     gradients = [torch.ones(NUMEL) for _ in range(N_PARAMETERS)]
@@ -193,7 +185,7 @@ def bucket_turn(
     offsets = [NUMEL * i for i in range(N_PARAMETERS)]
     bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=label)
 
-    def turn() -> tuple[float, float]:
+    def turn() -> dict[str, float]:
         gathers, launches = [], []
         for _ in range(CALLS):
             if not has_views:
@@ -207,7 +199,10 @@ def bucket_turn(
             work.wait()
             gathers.append(gathered - start)
             launches.append(launched - gathered)
-        return min(gathers) / 1e3, min(launches) / 1e3
+        return {
+            f"gather, {name}": min(gathers) / 1e3 / N_PARAMETERS,
+            f"launch, {name}": min(launches) / 1e3,
+        }
 
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -304,7 +299,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         spread = f"{low:.2f} .. {high:.2f}"
         table.print_row([row.what, row.per, *figures, spread, row.quartiles.mark])
     for what, share in shares_of_ddp(rows).items():
-        print(f"  fastcomm adds {share:.2f} of what it adds over Gloo: {what}")
+        print(f"  fastcomm adds {share:.2f} of what DDP over Gloo adds ({what})")
 
 
 def write_results(rows: Sequence[Row], options: argparse.Namespace) -> None:
