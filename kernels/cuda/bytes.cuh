@@ -24,6 +24,12 @@ MT_INLINE uint32_t mt_halves_of_e4m3s(uint16_t bytes) {
 }
 #endif
 
+MT_INLINE float mt_widen(e5m2 x) { /* the first byte of a half */
+    return mt_float_of_half((uint16_t)(x.bits << 8));
+}
+
+/* Eight-bit floats as torch makes them: rounded to nearest even, e4m3 saturates, of infinity too;
+ * e5m2 overflows to infinity; NaN stays NaN. */
 #ifdef MT_CONVERTS_BYTES
 struct mt_floats {
     float low, high;
@@ -33,30 +39,12 @@ MT_INLINE mt_floats mt_floats_of_bytes(uint16_t bytes, e4m3) {
     const uint32_t halves = mt_halves_of_e4m3s(bytes);
     return {mt_float_of_half((uint16_t)halves), mt_float_of_half((uint16_t)(halves >> 16))};
 }
-MT_INLINE float mt_widen(e4m3 x) {
-    return mt_floats_of_bytes(x.bits, x).low;
-}
-#else
-/* Read as the first bits of a float, the exponent is too small by 120, the difference of the
- * biases, for subnormals as well. */
-MT_INLINE float mt_widen(e4m3 x) {
-    const uint32_t magnitude = x.bits & 0x7fu, sign = (uint32_t)(x.bits & 0x80u) << 24;
-    const float value = mt_float_of_bits(magnitude << 20) * 0x1p120f;
-    return mt_float_of_bits((magnitude == 0x7fu ? 0x7fc00000u : mt_bits_of_float(value)) | sign);
-}
-#endif
-MT_INLINE float mt_widen(e5m2 x) { /* the first byte of a half */
-    return mt_float_of_half((uint16_t)(x.bits << 8));
-}
-#ifdef MT_CONVERTS_BYTES
 MT_INLINE mt_floats mt_floats_of_bytes(uint16_t bytes, e5m2) {
     return {mt_float_of_half((uint16_t)(bytes << 8)), mt_float_of_half(bytes & 0xff00u)};
 }
-#endif
-
-/* Eight-bit floats as torch makes them: rounded to nearest even, e4m3 saturates, of infinity too;
- * e5m2 overflows to infinity; NaN stays NaN. */
-#ifdef MT_CONVERTS_BYTES
+MT_INLINE float mt_widen(e4m3 x) {
+    return mt_floats_of_bytes(x.bits, x).low;
+}
 /* By the PTX ISA's words on cvt the instruction does the same for every float. .rn rounds to
  * nearest even, subnormals too, and keeps the sign of zero. .satfinite makes the largest number of
  * what is larger, infinity included: for e4m3 as it should be. e5m2 should become infinity, 0x7c,
@@ -80,6 +68,13 @@ MT_INLINE void mt_narrow(float value, e5m2 &x) {
     x.bits = (uint8_t)mt_bytes_of_floats(value, 0, x);
 }
 #else
+/* Read as the first bits of a float, the exponent is too small by 120, the difference of the
+ * biases, for subnormals as well. */
+MT_INLINE float mt_widen(e4m3 x) {
+    const uint32_t magnitude = x.bits & 0x7fu, sign = (uint32_t)(x.bits & 0x80u) << 24;
+    const float value = mt_float_of_bits(magnitude << 20) * 0x1p120f;
+    return mt_float_of_bits((magnitude == 0x7fu ? 0x7fc00000u : mt_bits_of_float(value)) | sign);
+}
 MT_INLINE uint8_t mt_round_to_byte(uint32_t rounded, uint32_t bits, uint32_t largest) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t code = magnitude > 0x7f800000u ? 0x7fu : rounded < largest ? rounded : largest;
