@@ -1,6 +1,6 @@
 /* The dtypes of 8 bits: their conversions to and from float. Part of multi_tensor.cuh, which
- * includes it. GPUs of compute capability 8.9 on convert by instructions, the others compute the
- * same. */
+ * includes it. GPUs of compute capability 8.9 on convert by instructions (8.9 only where CuPy
+ * compiles: the package has sm_80's code for it), the others compute the same. */
 #ifndef FASTCOMM_BYTES_CUH
 #define FASTCOMM_BYTES_CUH
 
