@@ -6,6 +6,7 @@ The kernels are those of kernels/cuda/. nvcc compiles them when the package is b
 not, or the driver does not take its output, CuPy compiles them at first use.
 """
 
+import zlib
 from pathlib import Path
 
 import numpy
@@ -356,5 +357,9 @@ def _compile(family):
     source = kernel_file(f"{family}.cu")
     if source is None:
         raise FileNotFoundError(f"kernels/cuda/{family}.cu is not part of this installation")
-    options = ("-std=c++17", f"-I{source.parent}")
+    # CuPy finds what it has on disk by the source and the options, not by what the source includes:
+    # without a checksum of the headers among the options, old kernels would outlive an upgrade.
+    headers = b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.*h")))
+    checksum = f"-DFASTCOMM_HEADERS={zlib.crc32(headers):#x}"
+    options = ("-std=c++17", f"-I{source.parent}", checksum)
     return _Compiled(cupy.RawModule(code=source.read_text(), options=options))

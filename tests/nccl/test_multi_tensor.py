@@ -1,9 +1,16 @@
-"""Many tensors and one flat buffer over the stand-in: more tensors than one launch takes."""
+"""Many tensors and one flat buffer over the stand-in: more tensors than one launch takes. And what
+CuPy is asked for, by a stand-in for it.
+"""
 
 from __future__ import annotations
 
+import shutil
+import sys
+from types import SimpleNamespace
+
 import torch
 
+from fastcomm.cuda import multi_tensor
 from fastcomm.cuda.multi_tensor import MultiTensor
 from tests.nccl import communicator, stand_in_values
 
@@ -73,3 +80,20 @@ def test_what_is_the_beginning_of_more_takes_its_tables():
     assert stand_in_values(1, _share_tables, 3) == [[True]]
     assert stand_in_values(1, _share_tables, N - 1) == [[True]]
     assert stand_in_values(1, _share_tables, N) == [[True, True]]
+
+
+def test_cupy_compiles_anew_when_a_header_has_changed(monkeypatch, tmp_path):
+    """It finds what it has compiled before by the source and the options alone."""
+    shutil.copytree(multi_tensor.kernel_file("flatten.cu").parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(multi_tensor, "kernel_file", lambda name: tmp_path / name)
+    asked = []
+    cupy = SimpleNamespace(RawModule=lambda code, options: asked.append((code, options)))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    multi_tensor._compile("flatten")
+    multi_tensor._compile("flatten")
+    assert len(set(asked)) == 1
+    for name in ("multi_tensor.cuh", "multi_tensor.h", "bytes.cuh"):
+        with open(tmp_path / name, "a") as header:
+            header.write("/* newer */\n")
+        multi_tensor._compile("flatten")
+    assert len(set(asked)) == 4
