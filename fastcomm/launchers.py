@@ -71,7 +71,7 @@ def local_rank(rank: int | None, world_size: int | None) -> int | None:
     """
     found = _launcher_or_none() or TORCHRUN
     is_its_own = found is TORCHRUN or all(
-        told in (None, number(name))
+        told is None or str(told) == os.environ.get(name)
         for told, name in ((rank, found.rank), (world_size, found.world_size))
     )
     return number(found.local_rank) if is_its_own and found.local_rank in os.environ else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -223,6 +224,8 @@ def _connect_on_cpu(
     """Makes the communicator on the CPU, once the ranks have met."""
     neighbours, local_rank, hosts = of_host
     place = bootstrap.rank, bootstrap.world_size, local_rank
+    if bootstrap.rank == neighbours[0]:
+        _warn_of_threads(len(neighbours))
     if backend == "auto":
         is_crowded = max(map(len, hosts)) > MAX_RANKS
         backend = "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
@@ -245,6 +248,20 @@ def _connect_on_cpu(
         is_foreign = group is not None and dist.get_backend(group) != "gloo"
         exchange = Exchange(place[0], place[1], group if is_foreign else None)
         return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
+
+
+def _warn_of_threads(n_ranks: int) -> None:
+    """By itself torch has as many threads as there are cores, in each rank: together they take
+    about twice as long. torchrun sets OMP_NUM_THREADS, other launchers do not.
+    """
+    n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
+    if n_threads > 1 and n_ranks * n_threads > n_cores and "OMP_NUM_THREADS" not in os.environ:
+        warnings.warn(
+            f"{n_ranks} ranks have {n_threads} threads each, on a host of {n_cores} cores: set "
+            f"OMP_NUM_THREADS={max(1, n_cores // n_ranks)} in the environment of every rank",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _neighbours(bootstrap: Bootstrap) -> _Neighbours:

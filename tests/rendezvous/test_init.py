@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -220,6 +221,26 @@ def _one_fails_alone_while_the_group_meets(place):
 
 def test_a_failure_of_one_while_the_others_exchange_leaves_the_group_in_step():
     assert outcomes_of(2, _one_fails_alone_while_the_group_meets) == [2, 2]
+
+
+def _warnings_of_init(place, threads):
+    os.environ.pop("OMP_NUM_THREADS")
+    os.cpu_count = lambda: 6
+    torch.get_num_threads = lambda: threads
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fastcomm.init(
+            init_method=place.init_method, rank=place.rank, world_size=place.world_size
+        ):
+            return [str(one.message) for one in caught if one.filename == __file__]
+
+
+def test_one_rank_of_a_host_warns_of_more_threads_than_cores():
+    of_first, of_second = outcomes_of(2, _warnings_of_init, 6)
+    (warning,) = of_first
+    assert warning.startswith("2 ranks have 6 threads each, on a host of 6 cores: ")
+    assert "OMP_NUM_THREADS=3 " in warning and of_second == []
+    assert outcomes_of(2, _warnings_of_init, 3) == [[], []]
 
 
 def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):

@@ -147,6 +147,12 @@ def test_ranks_that_one_task_starts_itself_have_local_ranks_of_their_own(names):
     assert values_of(fresh_ranks(2, _describe_rank_of_a_task, env=env)) == [0, 1]
 
 
+def test_one_rank_in_a_batch_script_of_slurms_asks_it_for_nothing(bare):
+    bare.setenv("SLURM_PROCID", "0")  # without SLURM_NTASKS, if the script asked for no number
+    with fastcomm.init(world_size=1) as comm:
+        assert (comm.rank, comm.local_rank) == (0, 0)
+
+
 def _describe_told_its_rank(place):
     with fastcomm.init(rank=place.rank) as comm:
         return comm.rank, comm.world_size
