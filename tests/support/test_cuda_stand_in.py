@@ -187,7 +187,11 @@ def test_held_events_are_never_reached(cuda: ctypes.CDLL) -> None:
     cuda.cuEventRecord(event, None)
     cuda.stand_in_hold_events(1)
     assert cuda.cuEventQuery(event) == NOT_READY
-    thread = threading.Thread(target=cuda.cuStreamSynchronize, args=(None,))
+    context = c_void_p()
+    cuda.cuCtxGetCurrent(byref(context))
+    thread = threading.Thread(
+        target=lambda: cuda.cuCtxSetCurrent(context) or cuda.cuStreamSynchronize(None)
+    )
     thread.start()
     thread.join(0.1)
     assert thread.is_alive()

@@ -184,8 +184,33 @@ def test_a_call_stays_in_progress(nccl: ctypes.CDLL, alone: c_void_p) -> None:
 
 def test_a_revoked_communicator_only_waits_for_its_end(nccl: ctypes.CDLL, alone: c_void_p) -> None:
     assert nccl.ncclCommRevoke(alone, 0) == 0
-    assert all_reduce(nccl, alone, torch.ones(3)) == INTERNAL_ERROR
+    assert all_reduce(nccl, alone, torch.ones(3)) == INVALID_USAGE
+    assert nccl.ncclCommRevoke(alone, 0) == INVALID_ARGUMENT
+    assert nccl.ncclCommFinalize(alone) == INVALID_ARGUMENT
     assert nccl.ncclCommAbort(alone) == 0
+
+
+def test_a_revoked_communicator_can_be_destroyed(nccl: ctypes.CDLL, alone: c_void_p) -> None:
+    assert nccl.ncclCommRevoke(alone, 0) == 0
+    assert nccl.ncclCommDestroy(alone) == 0
+    assert nccl.stand_in_live_comms() == 0
+
+
+def test_a_communicator_is_finalized_once(nccl: ctypes.CDLL, alone: c_void_p) -> None:
+    assert nccl.ncclCommFinalize(alone) == 0
+    assert nccl.ncclCommFinalize(alone) == INVALID_ARGUMENT
+    assert nccl.ncclCommRevoke(alone, 0) == INVALID_ARGUMENT
+    assert nccl.ncclCommDestroy(alone) == 0
+
+
+def test_a_revocation_knows_no_flags(nccl: ctypes.CDLL, alone: c_void_p) -> None:
+    assert nccl.ncclCommRevoke(alone, 1) == INVALID_ARGUMENT
+    assert all_reduce(nccl, alone, torch.ones(3)) == 0
+
+
+def test_the_end_of_no_communicator_is_a_success(nccl: ctypes.CDLL) -> None:
+    assert nccl.ncclCommFinalize(None) == nccl.ncclCommDestroy(None) == 0
+    assert nccl.ncclCommRevoke(None, 0) == nccl.ncclCommAbort(None) == 0
 
 
 def code_of_a_call_that_is_aborted(nccl: ctypes.CDLL, handle: c_void_p) -> int:

@@ -157,9 +157,16 @@ def test_what_another_thread_has_waited_for_orders_nothing_here(
     cuda: ctypes.CDLL, one: Stream, other: Stream
 ) -> None:
     one.writes()
-    waiting = threading.Thread(target=cuda.cuStreamSynchronize, args=(one.handle,))
+    context, codes = c_void_p(), []
+    cuda.cuCtxGetCurrent(byref(context))
+    waiting = threading.Thread(
+        target=lambda: codes.extend(
+            (cuda.cuCtxSetCurrent(context), cuda.cuStreamSynchronize(one.handle))
+        )
+    )
     waiting.start()
     waiting.join()
+    assert codes == [0, 0]
     other.writes()
     assert len(races_of(cuda)) == 1
 

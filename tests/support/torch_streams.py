@@ -41,18 +41,23 @@ class TorchStreams(TorchDispatchMode):
         super().__init__()
         self._cuda = loaded("cuda")
         self._cuda.stand_in_block.restype = c_void_p
-        self.streams = [self._new_stream() for _ in range(n)]
+        self._device = comm.cuda
+        with comm.cuda.selected():
+            self.streams = [self._new_stream() for _ in range(n)]
         self.current = self.streams[0]
         comm.cuda.raw_stream = lambda index: self.current
         comm.cuda.record_stream = self.record
 
     def __enter__(self) -> TorchStreams:
         super().__enter__()
+        self._selected = self._device.selected()  # as torch's work on a device does
+        self._selected.__enter__()
         Tensor.tolist = lambda tensor: self._list_of(tensor)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: Any) -> None:
         del Tensor.tolist  # that of the base class is back
+        self._selected.__exit__(None, None, None)
         super().__exit__(*error)
 
     @contextlib.contextmanager

@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +17,6 @@
 
 enum {
     DRIVER_VERSION = 13000,
-    MULTIPROCESSORS = 2,
     THREADS_PER_BLOCK = 1024,
     THREADS_PER_MULTIPROCESSOR = 2048,
     ALIGNMENT = 512, /* of device memory */
@@ -26,40 +24,23 @@ enum {
 
 struct CUfunc_st {
     CUfunction next;
+    int device;
     void (*run)(unsigned n_blocks, unsigned n_threads, void **parameters);
     char name[];
 };
 
 struct CUmod_st {
     CUfunction functions;
+    int device;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the modules' functions */
-static atomic_bool initialised;
-static char the_context;
-static _Thread_local CUcontext current_context;
 
 __attribute__((constructor)) static void load(void) {
     stand_in_faults_from("FASTCOMM_STAND_IN_CUDA_FAULTS");
 }
 
-CUresult ready(enum needs needs, int fault) {
-    if (fault != 0) {
-        return (CUresult)fault;
-    }
-    if (!initialised) {
-        return CUDA_ERROR_NOT_INITIALIZED;
-    }
-    return needs == CONTEXT && current_context == NULL ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
-}
-
-/* ---- the driver and its device ---- */
-
-EXPORT CUresult cuInit(unsigned flags) {
-    int fault = stand_in_called("cuInit");
-    initialised = initialised || fault == 0;
-    return fault != 0 ? (CUresult)fault : flags != 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
+/* ---- the driver ---- */
 
 EXPORT CUresult cuDriverGetVersion(int *version) {
     *version = DRIVER_VERSION;
@@ -121,62 +102,6 @@ EXPORT CUresult cuGetErrorString(CUresult code, const char **text) {
     return describe(code, &name, text);
 }
 
-EXPORT CUresult cuDeviceGetCount(int *count) {
-    *count = 1;
-    return ready(DRIVER, stand_in_called("cuDeviceGetCount"));
-}
-
-EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
-    CUresult result = ready(DRIVER, stand_in_called("cuDeviceGet ordinal=%d", ordinal));
-    *device = 0;
-    return result == CUDA_SUCCESS && ordinal != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
-}
-
-EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    CUresult result = ready(DRIVER, stand_in_asked("cuDeviceGetAttribute"));
-    *value = attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT ? MULTIPROCESSORS : 0;
-    return result == CUDA_SUCCESS && device != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
-}
-
-EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    CUresult result = ready(DRIVER, stand_in_called("cuDevicePrimaryCtxRetain device=%d", device));
-    *context = (CUcontext)&the_context;
-    return result == CUDA_SUCCESS && device != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
-}
-
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
-    CUresult result = ready(DRIVER, stand_in_called("cuDevicePrimaryCtxRelease device=%d", device));
-    return result == CUDA_SUCCESS && device != 0 ? CUDA_ERROR_INVALID_DEVICE : result;
-}
-
-EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
-    *context = current_context;
-    return ready(DRIVER, stand_in_asked("cuCtxGetCurrent"));
-}
-
-EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
-    CUresult result = ready(DRIVER, stand_in_asked("cuCtxSetCurrent"));
-    if (result != CUDA_SUCCESS) {
-        return result;
-    }
-    if (context != NULL && context != (CUcontext)&the_context) {
-        return CUDA_ERROR_INVALID_CONTEXT;
-    }
-    current_context = context;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
-    *device = 0;
-    return ready(CONTEXT, stand_in_asked("cuCtxGetDevice"));
-}
-
-EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
-    *least = 0;
-    *greatest = -5; /* as on current cards */
-    return ready(CONTEXT, stand_in_asked("cuCtxGetStreamPriorityRange"));
-}
-
 /* ---- modules ---- */
 
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
@@ -184,10 +109,15 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     if (result != CUDA_SUCCESS) {
         return result;
     }
+    if (image == NULL) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     *module = calloc(1, sizeof **module);
-    return *module == NULL ? CUDA_ERROR_OUT_OF_MEMORY
-           : image == NULL ? CUDA_ERROR_INVALID_VALUE
-                           : CUDA_SUCCESS;
+    if (*module == NULL) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    (*module)->device = current_device();
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule module) {
@@ -219,6 +149,9 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *handle, CUmodule module, const c
     if (result != CUDA_SUCCESS) {
         return result;
     }
+    if (module->device != current_device()) {
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
     void *address = kernel_named(name);
     if (address == NULL) {
         return CUDA_ERROR_NOT_FOUND;
@@ -227,6 +160,7 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *handle, CUmodule module, const c
     if (function == NULL) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    function->device = module->device;
     memcpy(&function->run, &address, sizeof address);
     memcpy(function->name, name, strlen(name) + 1);
     pthread_mutex_lock(&mutex);
@@ -239,7 +173,7 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *handle, CUmodule module, const c
 
 EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunction function,
                                                             int block_size, size_t shared_nbytes) {
-    CUresult result = ready(DRIVER, stand_in_asked("cuOccupancyMaxActiveBlocksPerMultiprocessor"));
+    CUresult result = ready(CONTEXT, stand_in_asked("cuOccupancyMaxActiveBlocksPerMultiprocessor"));
     *count = block_size > 0 && shared_nbytes == 0 ? THREADS_PER_MULTIPROCESSOR / block_size : 0;
     return result == CUDA_SUCCESS && function == NULL ? CUDA_ERROR_INVALID_HANDLE : result;
 }
@@ -252,19 +186,23 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
     if (function == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    CUresult result = ready(DRIVER, stand_in_called("cuLaunchKernel %s stream=0x%zx",
-                                                    function->name, number_of(stream)));
+    CUresult result = ready(CONTEXT, stand_in_called("cuLaunchKernel %s stream=0x%zx",
+                                                     function->name, number_of(stream)));
     if (result != CUDA_SUCCESS) {
         return result;
+    }
+    if (function->device != current_device() || device_of(stream) != current_device()) {
+        return CUDA_ERROR_INVALID_HANDLE;
     }
     bool is_flat = grid_y == 1 && grid_z == 1 && block_y == 1 && block_z == 1 &&
                    shared_nbytes == 0 && extra == NULL;
     if (!is_flat || grid_x == 0 || block_x == 0 || block_x > THREADS_PER_BLOCK) {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    result = put_work_into(stream);
+    size_t number;
+    result = put_work_into(stream, &number);
     if (result == CUDA_SUCCESS) {
-        order_kernel(number_of(stream), function->name, grid_x, parameters);
+        order_kernel(number, function->name, grid_x, parameters);
         function->run(grid_x, block_x, parameters);
     }
     return wait_for_room("cuLaunchKernel", result);
@@ -282,7 +220,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
     if (result != CUDA_SUCCESS || nbytes == 0) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
     }
-    void *memory = stand_in_allocate(nbytes, ALIGNMENT);
+    void *memory = stand_in_allocate(nbytes, ALIGNMENT, current_device());
     *address = (CUdeviceptr)(uintptr_t)memory;
     stand_in_hand_out(memory, memory != NULL ? nbytes : 0);
     return memory != NULL ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
@@ -293,18 +231,19 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
     if (result != CUDA_SUCCESS || address == 0) {
         return result;
     }
-    order_reach_all(); /* as the driver does, which waits for the device */
+    reach_all_work(); /* as the driver does, which waits for the device */
     return stand_in_release((void *)(uintptr_t)address) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* A piece of work that reads or writes device memory may begin. */
 static CUresult begin_use(CUstream stream, const char *name, const struct range range, int fault) {
-    CUresult result = ready(DRIVER, fault);
+    size_t number;
+    CUresult result = ready(CONTEXT, fault);
     if (result == CUDA_SUCCESS) {
-        result = put_work_into(stream);
+        result = put_work_into(stream, &number);
     }
     if (result == CUDA_SUCCESS) {
-        stand_in_use(number_of(stream), name, &range, 1);
+        stand_in_use(number, name, &range, 1);
     }
     return result;
 }

@@ -1,6 +1,7 @@
-/* The stand-in for the CUDA driver in its parts: the driver, its device, modules and memory
- * (cuda.c); streams, events and captures (cuda_streams.c); full queues
- * and slow queries (cuda_queue.c); what graphs own (cuda_graphs.c). */
+/* The stand-in for the CUDA driver in its parts: the driver, modules and memory (cuda.c); devices
+ * and contexts (cuda_contexts.c); streams, events and captures (cuda_streams.c); full queues and
+ * slow queries (cuda_queue.c); captures as they are asked for, and what graphs own
+ * (cuda_graphs.c). */
 #ifndef FASTCOMM_STAND_IN_CUDA_DRIVER_H
 #define FASTCOMM_STAND_IN_CUDA_DRIVER_H
 
@@ -33,6 +34,13 @@ typedef enum {
     CUDA_ERROR_CAPTURED_EVENT = 907,
     CUDA_ERROR_UNKNOWN = 999,
 } CUresult;
+
+enum {
+    MAX_DEVICES = 4,
+    NO_DEVICE = -1,
+    DEFAULT_STREAMS = 3, /* of each context: 0, and the legacy and the per-thread one, whose handles
+                            are 1 and 2 */
+};
 
 typedef enum { CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16 } CUdevice_attribute;
 typedef enum {
@@ -87,7 +95,25 @@ EXPORT int stand_in_waiting_for_room(void);
 EXPORT size_t stand_in_live_streams(void);
 EXPORT size_t stand_in_live_events(void);
 
+/* ---- for the stand-in for NCCL, which finds them by name ---- */
+
+/* The device of the calling thread's context, or NO_DEVICE. */
+EXPORT int stand_in_current_device(void);
+
+/* NO_DEVICE for a default stream, which every context has. */
+EXPORT int stand_in_device_of_stream(size_t stream);
+
+/* Whether the device does not come to rest: see stand_in_hold_events. */
+EXPORT int stand_in_events_are_held(void);
+
+/* Whether the stream is being captured, and how often all graphs have been destroyed. */
+EXPORT int stand_in_is_captured(size_t stream);
+EXPORT int stand_in_graphs_destroyed(void);
+
 /* ---- between the parts ---- */
+
+/* The same. */
+int current_device(void);
 
 /* What a call needs before it looks at its arguments: cuInit, or also a current context. Gives its
  * fault, if it has one. */
@@ -100,8 +126,18 @@ void take_time_for_query(void);
 /* Waits while the queue is full for this function. Gives the result of the call, or a failure. */
 CUresult wait_for_room(const char *function, CUresult result);
 
-/* A launch or a copy comes into the stream. */
-CUresult put_work_into(CUstream stream);
+/* A launch or a copy comes into the stream, whose number among all contexts' it gives. */
+CUresult put_work_into(CUstream stream, size_t *number);
+
+/* Whether a stream is being captured, and the number of the capture. */
+CUresult ask_for_capture(CUstream stream, CUstreamCaptureStatus *status,
+                         unsigned long long *number);
+
+/* NO_DEVICE if there is no such stream. */
+int device_of(CUstream stream);
+
+/* The calling thread has waited for all work of the current context. */
+void reach_all_work(void);
 
 /* Whether this thread may now make a call that a capture would not notice. Where it may not, the
  * capture is spoilt. */

@@ -1,7 +1,8 @@
-/* What graphs own in the stand-in for the CUDA driver. It records no graphs, but what a program
- * ties to their lives works. */
+/* Captures as a program asks for them, and what graphs own, in the stand-in for the CUDA driver. It
+ * records no graphs, but what a program ties to their lives works. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "cuda_driver.h"
@@ -17,6 +18,51 @@ struct CUuserObject_st {
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static CUuserObject objects;
+static atomic_int n_times_destroyed;
+
+/* ---- captures ---- */
+
+/* Only the default streams are nobody's without a current context. */
+static enum needs needs_of(CUstream stream) {
+    return number_of(stream) < DEFAULT_STREAMS ? CONTEXT : DRIVER;
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    unsigned long long number;
+    CUresult result = ready(needs_of(stream), stand_in_asked("cuStreamIsCapturing"));
+    return result == CUDA_SUCCESS ? ask_for_capture(stream, status, &number) : result;
+}
+
+/* The graph of a capture has the capture's number. Nobody asks for what it depends on. */
+EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status,
+                                          unsigned long long *identifier, CUgraph *graph,
+                                          const void *dependencies, size_t *n_dependencies) {
+    unsigned long long number;
+    CUresult result = ready(needs_of(stream), stand_in_asked("cuStreamGetCaptureInfo"));
+    if (result == CUDA_SUCCESS) {
+        result = dependencies == NULL && n_dependencies == NULL
+                     ? ask_for_capture(stream, status, &number)
+                     : CUDA_ERROR_INVALID_VALUE;
+    }
+    if (result == CUDA_SUCCESS && *status == CU_STREAM_CAPTURE_STATUS_ACTIVE) {
+        if (identifier != NULL) {
+            *identifier = number;
+        }
+        if (graph != NULL) {
+            *graph = (CUgraph)(size_t)number;
+        }
+    }
+    return result;
+}
+
+int stand_in_is_captured(size_t stream) {
+    CUstreamCaptureStatus status;
+    unsigned long long number;
+    return ask_for_capture((CUstream)stream, &status, &number) == CUDA_SUCCESS &&
+           status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
+}
+
+/* ---- what graphs own ---- */
 
 EXPORT CUresult cuUserObjectCreate(CUuserObject *object, void *pointer, CUhostFn destroy,
                                    unsigned n_references, unsigned flags) {
@@ -74,4 +120,9 @@ void stand_in_destroy_graphs(void) {
         object->destroy(object->pointer);
         free(object);
     }
+    n_times_destroyed++;
+}
+
+int stand_in_graphs_destroyed(void) {
+    return n_times_destroyed;
 }

@@ -78,10 +78,8 @@ void order_submit(size_t stream);
 void order_record(size_t stream, struct clock **event);
 void order_wait(size_t stream, const struct clock *event);
 
-/* The calling thread has learnt that the event is reached, or all streams are done. NULL: one that
- * was never recorded. */
+/* The calling thread has learnt that the event is reached. NULL: one that was never recorded. */
 void order_reach(const struct clock *event);
-void order_reach_all(void);
 
 /* All threads have: a capture begins or ends, around which torch synchronises the device. */
 void order_for_everyone(void);

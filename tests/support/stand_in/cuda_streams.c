@@ -10,15 +10,17 @@
 #include "cuda_order.h"
 
 enum {
-    DEFAULT_STREAMS = 3,  /* 0, and the legacy and the per-thread one, whose handles are 1 and 2 */
     FIRST_STREAM = 16,    /* of those created: 0x10 in the log */
     MAX_HANDLES = 1 << 20 /* more than a test-suite creates; pages nobody touches cost nothing */
 };
+
+_Static_assert(FIRST_STREAM >= MAX_DEVICES * DEFAULT_STREAMS, "their numbers come first");
 
 enum capture_mode { NO_CAPTURE, GLOBAL_CAPTURE, THREAD_LOCAL_CAPTURE };
 
 struct stream {
     bool live;
+    int device;       /* of one that was created */
     unsigned capture; /* the number of the capture it last took part in */
     unsigned work;    /* how often something was put into it, and */
     unsigned awaited; /* how much of that another stream has waited for */
@@ -26,6 +28,7 @@ struct stream {
 
 struct event {
     bool live, recorded;
+    int device;
     unsigned capture; /* the number of the capture in which it was last recorded, or 0 */
     unsigned work;    /* of its stream at that time */
     size_t stream;
@@ -51,10 +54,36 @@ size_t number_of(const void *handle) {
     return (size_t)handle;
 }
 
+/* The default streams are those of the current context. */
 static struct stream *stream_of(CUstream handle) {
     size_t number = number_of(handle);
-    bool is_live = number < DEFAULT_STREAMS || (number < n_streams && streams[number].live);
+    int device = current_device();
+    if (number < DEFAULT_STREAMS) {
+        return device != NO_DEVICE ? &streams[(size_t)device * DEFAULT_STREAMS + number] : NULL;
+    }
+    bool is_live = number >= FIRST_STREAM && number < n_streams && streams[number].live;
     return is_live ? &streams[number] : NULL;
+}
+
+static size_t index_of(const struct stream *stream) {
+    return (size_t)(stream - streams);
+}
+
+static int device_of_stream(const struct stream *stream) {
+    size_t index = index_of(stream);
+    return index < FIRST_STREAM ? (int)(index / DEFAULT_STREAMS) : stream->device;
+}
+
+int device_of(CUstream handle) {
+    pthread_mutex_lock(&mutex);
+    const struct stream *stream = stream_of(handle);
+    int device = stream != NULL ? device_of_stream(stream) : NO_DEVICE;
+    pthread_mutex_unlock(&mutex);
+    return device;
+}
+
+int stand_in_device_of_stream(size_t stream) {
+    return stream < DEFAULT_STREAMS ? NO_DEVICE : device_of((CUstream)stream);
 }
 
 static struct event *event_of(CUevent handle) {
@@ -119,13 +148,15 @@ static CUresult put_into(struct stream *stream) {
         return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     }
     stream->work++;
-    order_submit((size_t)(stream - streams));
+    order_submit(index_of(stream));
     return CUDA_SUCCESS;
 }
 
-CUresult put_work_into(CUstream stream) {
+CUresult put_work_into(CUstream handle, size_t *number) {
     pthread_mutex_lock(&mutex);
-    CUresult result = put_into(stream_of(stream));
+    struct stream *stream = stream_of(handle);
+    CUresult result = put_into(stream);
+    *number = stream != NULL ? index_of(stream) : 0;
     pthread_mutex_unlock(&mutex);
     return result;
 }
@@ -148,8 +179,10 @@ static CUresult begin_capture(enum capture_mode mode) {
     capture.thread = pthread_self();
     capture.invalidated = false;
     order_for_everyone();
+    int device = current_device() != NO_DEVICE ? current_device() : 0;
+    struct stream *defaults = &streams[device * DEFAULT_STREAMS];
     for (size_t i = 0; i < DEFAULT_STREAMS; i++) {
-        streams[i].capture = capture.number;
+        defaults[i].capture = capture.number;
     }
     return CUDA_SUCCESS;
 }
@@ -192,6 +225,7 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int
     if (result != CUDA_SUCCESS || number == 0) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_OUT_OF_MEMORY;
     }
+    streams[number].device = current_device();
     set_live(&streams[number].live);
     *stream = (CUstream)number;
     return CUDA_SUCCESS;
@@ -199,7 +233,7 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
     CUresult result =
-        ready(DRIVER, stand_in_called("cuStreamDestroy stream=0x%zx", number_of(handle)));
+        ready(CONTEXT, stand_in_called("cuStreamDestroy stream=0x%zx", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -223,7 +257,7 @@ static CUresult wait_while_events_are_held(void) {
  * capture does not concern. */
 EXPORT CUresult cuStreamSynchronize(CUstream handle) {
     CUresult result =
-        ready(DRIVER, stand_in_called("cuStreamSynchronize stream=0x%zx", number_of(handle)));
+        ready(CONTEXT, stand_in_called("cuStreamSynchronize stream=0x%zx", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -237,10 +271,25 @@ EXPORT CUresult cuStreamSynchronize(CUstream handle) {
     }
     if (result == CUDA_SUCCESS) {
         wait_while_events_are_held();
-        stand_in_wait_for_stream(number_of(handle));
+        stand_in_wait_for_stream(index_of(stream));
     }
     pthread_mutex_unlock(&mutex);
     return result;
+}
+
+/* Called with the mutex held. */
+static void reach_work_of(int device) {
+    for (size_t i = 0; i < n_streams; i++) {
+        if (device_of_stream(&streams[i]) == device) {
+            stand_in_wait_for_stream(i);
+        }
+    }
+}
+
+void reach_all_work(void) {
+    pthread_mutex_lock(&mutex);
+    reach_work_of(current_device());
+    pthread_mutex_unlock(&mutex);
 }
 
 EXPORT CUresult cuCtxSynchronize(void) {
@@ -252,7 +301,7 @@ EXPORT CUresult cuCtxSynchronize(void) {
     result = allowed_during_capture();
     if (result == CUDA_SUCCESS) {
         wait_while_events_are_held();
-        order_reach_all();
+        reach_work_of(current_device());
     }
     pthread_mutex_unlock(&mutex);
     return result;
@@ -267,42 +316,14 @@ static CUstreamCaptureStatus status_of(const struct stream *stream) {
                                : CU_STREAM_CAPTURE_STATUS_ACTIVE;
 }
 
-static CUresult ask_for_capture(CUstream handle, CUstreamCaptureStatus *status,
-                                unsigned long long *number) {
+CUresult ask_for_capture(CUstream handle, CUstreamCaptureStatus *status,
+                         unsigned long long *number) {
     pthread_mutex_lock(&mutex);
     const struct stream *stream = stream_of(handle);
     *status = stream != NULL ? status_of(stream) : CU_STREAM_CAPTURE_STATUS_NONE;
     *number = capture.number;
     pthread_mutex_unlock(&mutex);
     return stream != NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
-}
-
-EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    unsigned long long number;
-    CUresult result = ready(DRIVER, stand_in_asked("cuStreamIsCapturing"));
-    return result == CUDA_SUCCESS ? ask_for_capture(stream, status, &number) : result;
-}
-
-/* The graph of a capture has the capture's number. Nobody asks for what it depends on. */
-EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status,
-                                          unsigned long long *identifier, CUgraph *graph,
-                                          const void *dependencies, size_t *n_dependencies) {
-    unsigned long long number;
-    CUresult result = ready(DRIVER, stand_in_asked("cuStreamGetCaptureInfo"));
-    if (result == CUDA_SUCCESS) {
-        result = dependencies == NULL && n_dependencies == NULL
-                     ? ask_for_capture(stream, status, &number)
-                     : CUDA_ERROR_INVALID_VALUE;
-    }
-    if (result == CUDA_SUCCESS && *status == CU_STREAM_CAPTURE_STATUS_ACTIVE) {
-        if (identifier != NULL) {
-            *identifier = number;
-        }
-        if (graph != NULL) {
-            *graph = (CUgraph)(size_t)number;
-        }
-    }
-    return result;
 }
 
 EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
@@ -325,13 +346,15 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
     if (result != CUDA_SUCCESS || number == 0) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_OUT_OF_MEMORY;
     }
+    events[number].device = current_device();
     set_live(&events[number].live);
     *event = (CUevent)number;
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
-    CUresult result = ready(DRIVER, stand_in_called("cuEventDestroy event=%zu", number_of(handle)));
+    CUresult result =
+        ready(CONTEXT, stand_in_called("cuEventDestroy event=%zu", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -348,14 +371,14 @@ EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
 
 static CUresult record(struct event *event, CUstream handle) {
     const struct stream *stream = stream_of(handle);
-    if (event == NULL || stream == NULL) {
+    if (event == NULL || stream == NULL || event->device != device_of_stream(stream)) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
     if (is_capturing(stream) && capture.invalidated) {
         return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     }
     event->recorded = true;
-    event->stream = number_of(handle);
+    event->stream = index_of(stream);
     event->work = stream->work;
     event->capture = is_capturing(stream) ? capture.number : 0;
     order_record(event->stream, &event->clock);
@@ -365,7 +388,7 @@ static CUresult record(struct event *event, CUstream handle) {
 EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream) {
     int fault = stand_in_called("cuEventRecord event=%zu stream=0x%zx", number_of(handle),
                                 number_of(stream));
-    CUresult result = ready(DRIVER, fault);
+    CUresult result = ready(CONTEXT, fault);
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -397,7 +420,7 @@ static CUresult wait_for_event(struct stream *stream, const struct event *event)
     if (stream != &streams[event->stream]) {
         streams[event->stream].awaited = event->work;
     }
-    order_wait((size_t)(stream - streams), event->clock);
+    order_wait(index_of(stream), event->clock);
     return put_into(stream);
 }
 
@@ -405,7 +428,7 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags
     (void)flags; /* 0: the other one only matters to graphs */
     int fault = stand_in_called("cuStreamWaitEvent stream=0x%zx event=%zu", number_of(stream),
                                 number_of(event));
-    CUresult result = ready(DRIVER, fault);
+    CUresult result = ready(CONTEXT, fault);
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -445,7 +468,7 @@ EXPORT CUresult cuEventQuery(CUevent handle) {
 
 EXPORT CUresult cuEventSynchronize(CUevent handle) {
     CUresult result =
-        ready(DRIVER, stand_in_called("cuEventSynchronize event=%zu", number_of(handle)));
+        ready(CONTEXT, stand_in_called("cuEventSynchronize event=%zu", number_of(handle)));
     if (result != CUDA_SUCCESS) {
         return result;
     }
@@ -458,6 +481,13 @@ EXPORT CUresult cuEventSynchronize(CUevent handle) {
     }
     pthread_mutex_unlock(&mutex);
     return result;
+}
+
+int stand_in_events_are_held(void) {
+    pthread_mutex_lock(&mutex);
+    bool are = events_held;
+    pthread_mutex_unlock(&mutex);
+    return are;
 }
 
 void stand_in_hold_events(int hold) {

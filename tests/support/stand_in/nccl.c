@@ -93,14 +93,15 @@ static int version(void) {
 
 /* A communicator that has arrived in its world, where others may be missing. One call, the
  * caller's, is inside. */
-static ncclComm_t arrive(const struct address *address, int rank, int n_ranks) {
+static ncclComm_t arrive(const struct address *address, int rank, int n_ranks, int device) {
     ncclComm_t comm = calloc(1, sizeof *comm);
     struct world *world = comm != NULL ? world_join(address, rank, n_ranks) : NULL;
     if (world == NULL) {
         free(comm);
         return NULL;
     }
-    *comm = (struct ncclComm){.world = world, .rank = rank, .n_ranks = n_ranks, .is_forming = true};
+    *comm = (struct ncclComm){
+        .world = world, .rank = rank, .n_ranks = n_ranks, .device = device, .is_forming = true};
     const struct intent intent = {.kind = JOIN, .count = (uint64_t)version()};
     world_begin_round(world, &intent, NULL, 0);
     add_comm(comm);
@@ -176,7 +177,7 @@ SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, nc
     }
     struct address address;
     memcpy(&address, &id, sizeof address);
-    *comm = arrive(&address, rank, n_ranks);
+    *comm = arrive(&address, rank, n_ranks, runtime_device());
     if (*comm == NULL) {
         return fail(ncclSystemError, function,
                     "nobody is at the unique id's address, or this rank has been there");
@@ -222,7 +223,7 @@ static ncclComm_t arrive_in_part(ncclComm_t parent, const struct split *ours) {
     if (first != parent->rank) {
         world_discard(&ours->address);
     }
-    return arrive(&leader.address, rank, n_ranks);
+    return arrive(&leader.address, rank, n_ranks, parent->device);
 }
 
 SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *comm,
@@ -252,41 +253,86 @@ SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncc
                : fail(ncclSystemError, "ncclCommSplit", "the first rank of the color is gone");
 }
 
+/* ---- the ends of communicators ----
+ *
+ * What NCCL does, by its user guide and, where that is silent, by its sources:
+ *
+ * - Finalize waits for all that was launched, and for every graph that has captured any of it. It
+ *   may be called once, and not after Revoke: ncclInvalidArgument.
+ * - Destroy finalizes first, unless Finalize or Revoke came before. Then it frees the communicator.
+ * - Revoke takes the kernels off the device and waits until they are gone; calls that wait inside
+ *   return ncclInternalError, later collectives ncclInvalidUsage. The communicator stays, to be
+ *   destroyed or aborted. It may be called once, and not after Finalize: ncclInvalidArgument.
+ * - Abort takes the kernels off the device and frees the communicator. It waits for graphs, too,
+ *   unless Finalize or Revoke came before.
+ * - A graph writes to the communicators it has captured when it goes: one that is freed before, by
+ *   Revoke and then Destroy or Abort, is used after free.
+ * - After Destroy or Abort the communicator is gone. Every use of it is found here, and refused:
+ *   ncclInvalidArgument.
+ * - All four return ncclSuccess for NULL.
+ *
+ * What is not as with NCCL: the end of a communicator does not wait until the other ranks of the
+ * host are no longer connected to its proxy, and a revoked one cannot be split. */
+
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-    ncclResult_t result = begin(comm, "ncclCommFinalize", stand_in_called("ncclCommFinalize"));
-    if (result == ncclSuccess) {
-        leave(comm);
+    const char *function = "ncclCommFinalize";
+    int fault = stand_in_called("ncclCommFinalize");
+    if (comm == NULL && fault == 0) {
+        return ncclSuccess;
     }
+    ncclResult_t result = begin(comm, function, fault);
+    if (result != ncclSuccess) {
+        return result;
+    }
+    if (!end_use(comm, &comm->is_finalized)) {
+        result = fail(ncclInvalidArgument, function, "it was finalized or revoked before");
+    } else if (!order_finish(comm)) {
+        result = fail(ncclInternalError, function, "aborted");
+    } else {
+        wait_for_graphs(comm);
+    }
+    leave(comm);
     return result;
 }
 
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    const char *function = "ncclCommDestroy";
     int fault = stand_in_called("ncclCommDestroy");
     if (comm == NULL && fault == 0) {
         return ncclSuccess;
     }
-    ncclResult_t result = begin(comm, "ncclCommDestroy", fault);
-    if (result == ncclSuccess) {
-        order_end(comm);
-        leave(comm);
-        result =
-            dispose(comm) ? ncclSuccess : fail(ncclInternalError, "ncclCommDestroy", "aborted");
+    ncclResult_t result = begin(comm, function, fault);
+    if (result != ncclSuccess) {
+        return result;
     }
-    return result;
+    bool is_over = true;
+    if (end_use(comm, &comm->is_finalized)) {
+        is_over = order_finish(comm);
+        wait_for_graphs(comm);
+    }
+    leave(comm);
+    return is_over && dispose(comm) ? ncclSuccess : fail(ncclInternalError, function, "aborted");
 }
 
-/* Ends what is under way, as an abort does, but the communicator stays, to be destroyed or aborted.
- */
 EXPORT ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
-    ncclResult_t result =
-        begin(comm, "ncclCommRevoke", stand_in_called("ncclCommRevoke flags=%d", flags));
-    if (result == ncclSuccess) {
-        world_abandon(comm->world);
-        wait_as_revoked(comm);
-        order_end(comm);
-        leave(comm);
+    const char *function = "ncclCommRevoke";
+    int fault = stand_in_called("ncclCommRevoke flags=%d", flags);
+    if (comm == NULL && fault == 0) {
+        return ncclSuccess;
     }
-    return result;
+    ncclResult_t result = begin(comm, function, fault);
+    if (result != ncclSuccess) {
+        return result;
+    }
+    if (flags != 0 || !end_use(comm, &comm->is_revoked)) {
+        leave(comm);
+        return fail(ncclInvalidArgument, function, "flags, or it was finalized or revoked before");
+    }
+    world_abandon(comm->world);
+    wait_as_revoked(comm);
+    order_end(comm);
+    leave(comm);
+    return ncclSuccess;
 }
 
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
@@ -299,6 +345,9 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
         note_abort(comm);
         world_abandon(comm->world);
         order_end(comm);
+        if (end_use(comm, &comm->is_finalized)) {
+            wait_for_graphs(comm);
+        }
         leave(comm);
         dispose(comm);
     }
@@ -325,8 +374,7 @@ static int rank_of(ncclComm_t comm) {
 }
 
 static int device_of(ncclComm_t comm) {
-    (void)comm;
-    return 0;
+    return comm->device;
 }
 
 static ncclResult_t ask(ncclComm_t comm, const char *function, int (*fact_of)(ncclComm_t),

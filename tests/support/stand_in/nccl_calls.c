@@ -17,7 +17,7 @@ static char last_error[TEXT_BYTES];
 static char hanging[NAME_BYTES], in_progress[NAME_BYTES];
 static ncclResult_t async_error;
 static pthread_cond_t revocations_go_on = PTHREAD_COND_INITIALIZER;
-static int n_revocations, revocations_needed, n_overtaken;
+static int n_revocations, revocations_needed, n_overtaken, n_freed_under_graphs;
 
 /* ---- what tests order and ask ---- */
 
@@ -50,6 +50,13 @@ void stand_in_hold_revocations(int until) {
 int stand_in_overtaken(void) {
     pthread_mutex_lock(&nccl_mutex);
     int n = n_overtaken;
+    pthread_mutex_unlock(&nccl_mutex);
+    return n;
+}
+
+int stand_in_freed_under_graphs(void) {
+    pthread_mutex_lock(&nccl_mutex);
+    int n = n_freed_under_graphs;
     pthread_mutex_unlock(&nccl_mutex);
     return n;
 }
@@ -195,6 +202,14 @@ void add_comm(ncclComm_t comm) {
     pthread_mutex_unlock(&nccl_mutex);
 }
 
+bool end_use(ncclComm_t comm, bool *flag) {
+    pthread_mutex_lock(&nccl_mutex);
+    bool is_in_use = !comm->is_finalized && !comm->is_revoked;
+    *flag = *flag || is_in_use;
+    pthread_mutex_unlock(&nccl_mutex);
+    return is_in_use;
+}
+
 void wait_as_revoked(ncclComm_t comm) {
     pthread_mutex_lock(&nccl_mutex);
     comm->is_being_revoked = true;
@@ -228,6 +243,11 @@ bool dispose(ncclComm_t comm) {
     pthread_cond_broadcast(&somebody_left);
     pthread_mutex_unlock(&nccl_mutex);
     if (is_ours) {
+        if (has_graphs(comm)) {
+            pthread_mutex_lock(&nccl_mutex);
+            n_freed_under_graphs++;
+            pthread_mutex_unlock(&nccl_mutex);
+        }
         forget_registrations(comm);
         world_leave(comm->world);
         free(comm);

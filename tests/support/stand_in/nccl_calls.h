@@ -58,6 +58,10 @@ EXPORT void stand_in_hold_revocations(int until);
 /* How often a communicator was aborted while it was being revoked: with NCCL a use after free. */
 EXPORT int stand_in_overtaken(void);
 
+/* How many communicators were freed while a graph that had captured their collectives was alive:
+ * with NCCL a use after free as soon as the graph goes. */
+EXPORT int stand_in_freed_under_graphs(void);
+
 /* How many windows went with their communicators, not having been deregistered: NCCL unmaps such
  * memory without releasing it. */
 EXPORT int stand_in_lost_windows(void);
@@ -70,12 +74,16 @@ struct ncclComm {
     ncclComm_t next;
     struct world *world;
     int rank, n_ranks;
+    int device;
     int n_inside;    /* calls that use it */
     bool is_forming; /* it does not block, and not all ranks were there when it was last asked */
     bool is_in_round;
     bool is_stuck; /* by stand_in_in_progress */
     bool is_being_revoked;
-    bool has_stream; /* a collective was launched, on */
+    bool is_finalized, is_revoked;
+    bool is_captured; /* some of its collectives, */
+    int graphs_then;  /* when so many times the graphs had been destroyed */
+    bool has_stream;  /* a collective was launched, on */
     size_t stream;
     ncclResult_t failure;
 };
@@ -109,10 +117,19 @@ void get_stuck(ncclComm_t comm);
 /* How it is: what ncclCommGetAsyncError says. */
 ncclResult_t state_of(ncclComm_t comm);
 
+/* Sets a flag of a communicator whose use has not ended yet; false if it was revoked or finalized.
+ */
+bool end_use(ncclComm_t comm, bool *flag);
+
 /* A revocation waits for the kernels to leave the device. */
 void wait_as_revoked(ncclComm_t comm);
 /* Counts an abort that comes before the end of a revocation. */
 void note_abort(ncclComm_t comm);
+
+#define OTHER_DEVICE "the memory is on another device than the communicator"
+
+/* Whether NCCL's memory at the address, if it is NCCL's, is on the communicator's device. */
+bool is_memory_of(const void *address, int device);
 
 /* What is registered with a communicator goes with it. */
 void forget_registrations(ncclComm_t comm);
@@ -123,6 +140,19 @@ void order_collective(ncclComm_t comm, size_t stream, const char *function,
                       const struct range *ranges, size_t n);
 /* The communicator's collectives leave the device. */
 void order_end(ncclComm_t comm);
+/* They are over. False if the communicator was abandoned before. */
+bool order_finish(ncclComm_t comm);
+/* Whether a graph is alive that has captured some of them. */
+bool has_graphs(ncclComm_t comm);
+void wait_for_graphs(ncclComm_t comm);
+
+/* The device that the CUDA runtime takes for the calling thread's: that of its context, and the
+ * first one where it has none. */
+int runtime_device(void);
+/* Whether it has one, or there is no driver to ask. */
+bool has_context(void);
+/* Whether a stream, or NULL, is on this device. */
+bool is_stream_of(size_t stream, int device);
 void order_hand_out(const void *address, size_t nbytes);
 void order_free(const void *address, size_t nbytes);
 

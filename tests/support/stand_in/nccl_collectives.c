@@ -159,13 +159,23 @@ static ncclResult_t launch(const struct operation o, int fault) {
     if (result != ncclSuccess) {
         return result;
     }
-    bool has_root = o.root >= 0 && o.root < o.comm->n_ranks;
+    const int device = o.comm->device;
+    bool has_root = o.root >= 0 && o.root < o.comm->n_ranks, is_revoked = o.comm->is_revoked;
     leave(o.comm);
+    if (is_revoked) {
+        return fail(ncclInvalidUsage, function, "the communicator was revoked");
+    }
     if (dtype_nbytes(o.dtype) == 0 || o.op < 0 || o.op >= N_OPS || !has_root) {
         return fail(ncclInvalidArgument, function, "no such dtype, operation or root");
     }
     if (o.count > 0 && (o.output == NULL || (o.input == NULL && o.kind != BROADCAST))) {
         return fail(ncclInvalidArgument, function, "a buffer is NULL");
+    }
+    if (!is_memory_of(o.input, device) || !is_memory_of(o.output, device)) {
+        return fail(ncclInvalidArgument, function, OTHER_DEVICE);
+    }
+    if (!is_stream_of((size_t)o.stream, device)) { /* CUDA refuses the kernel's launch */
+        return fail(ncclUnhandledCudaError, function, "invalid resource handle");
     }
     return group_depth > 0 ? put_in_queue(&o) : run(&o);
 }

@@ -30,10 +30,15 @@ EXPORT ncclResult_t ncclMemAlloc(void **address, size_t nbytes) {
     if (result != ncclSuccess) {
         return result;
     }
-    *address = stand_in_allocate(nbytes, ALIGNMENT);
+    *address = stand_in_allocate(nbytes, ALIGNMENT, runtime_device());
     order_hand_out(*address, *address != NULL ? nbytes : 0);
     return *address != NULL ? ncclSuccess
                             : fail(ncclUnhandledCudaError, "ncclMemAlloc", "out of memory");
+}
+
+bool is_memory_of(const void *address, int device) {
+    int its = stand_in_device_at(address);
+    return its < 0 || its == device;
 }
 
 static bool is_registered(const char *address) {
@@ -50,6 +55,9 @@ EXPORT ncclResult_t ncclMemFree(void *address) {
     ncclResult_t result = begin_without_comm("ncclMemFree", stand_in_called("ncclMemFree"));
     if (result != ncclSuccess || address == NULL) {
         return result;
+    }
+    if (!has_context()) { /* NCCL asks the driver whose memory it is */
+        return fail(ncclUnhandledCudaError, "ncclMemFree", "invalid device context");
     }
     if (is_registered(address)) {
         return fail(ncclInvalidUsage, "ncclMemFree", "the memory is still registered");
@@ -112,8 +120,12 @@ EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t
     if (result != ncclSuccess) {
         return result;
     }
-    *handle = add_registration(comm, buffer, false);
+    bool is_here = is_memory_of(buffer, comm->device);
+    *handle = is_here ? add_registration(comm, buffer, false) : NULL;
     leave(comm);
+    if (!is_here) {
+        return fail(ncclInvalidArgument, "ncclCommRegister", OTHER_DEVICE);
+    }
     return *handle != NULL ? ncclSuccess : fail(ncclSystemError, "ncclCommRegister", "no memory");
 }
 

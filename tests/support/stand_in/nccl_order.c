@@ -1,22 +1,43 @@
 /* Tells the stand-in for the CUDA driver what collectives read and write, and what becomes of
- * memory: see cuda_order.h. The two are libraries of their own, opened with RTLD_LOCAL; a process
- * may have only this one. */
+ * memory; asks it for devices and graphs: see cuda_order.h and cuda_driver.h. The two are libraries
+ * of their own, opened with RTLD_LOCAL; a process may have only this one. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <time.h>
 
 #include "nccl_calls.h"
 
+static const struct timespec PAUSE = {.tv_nsec = 1000 * 1000};
+
 /* A function of the driver's stand-in, or NULL. */
 static void *found(const char *function) {
+    /* kept, as to open it takes longer than all the rest of a collective */
+    static _Thread_local char opened[PATH_MAX];
+    static _Thread_local void *library;
     const char *path = getenv("FASTCOMM_CUDA_LIBRARY");
-    void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
-    if (library == NULL) {
+    if (path == NULL) {
         return NULL;
     }
-    void *symbol = dlsym(library, function);
-    dlclose(library);
-    return symbol;
+    if (library == NULL || strcmp(path, opened) != 0) {
+        library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+        snprintf(opened, sizeof opened, "%s", path);
+    }
+    return library != NULL ? dlsym(library, function) : NULL;
+}
+
+/* What the driver's stand-in answers to a question; 0 where there is none. */
+static int asked(const char *question) {
+    int (*answer)(void) = found(question);
+    return answer != NULL ? answer() : 0;
+}
+
+static int asked_of(size_t stream, const char *question) {
+    int (*answer)(size_t) = found(question);
+    return answer != NULL ? answer(stream) : 0;
 }
 
 void order_collective(ncclComm_t comm, size_t stream, const char *function,
@@ -26,9 +47,13 @@ void order_collective(ncclComm_t comm, size_t stream, const char *function,
     if (use != NULL && note != NULL) {
         use(stream, function, ranges, n);
         note(stream);
+        bool is_captured = asked_of(stream, "stand_in_is_captured") != 0;
+        int n_destroyed = asked("stand_in_graphs_destroyed");
         pthread_mutex_lock(&nccl_mutex);
         comm->has_stream = true;
         comm->stream = stream;
+        comm->is_captured = comm->is_captured || is_captured;
+        comm->graphs_then = is_captured ? n_destroyed : comm->graphs_then;
         pthread_mutex_unlock(&nccl_mutex);
     }
 }
@@ -42,6 +67,40 @@ void order_end(ncclComm_t comm) {
     if (end != NULL && has_stream) {
         end(stream);
     }
+}
+
+bool order_finish(ncclComm_t comm) {
+    while (comm->has_stream && asked("stand_in_events_are_held") &&
+           !world_is_abandoned(comm->world)) {
+        nanosleep(&PAUSE, NULL);
+    }
+    if (!world_is_abandoned(comm->world)) {
+        order_end(comm);
+    }
+    return !world_is_abandoned(comm->world);
+}
+
+bool has_graphs(ncclComm_t comm) {
+    return comm->is_captured && asked("stand_in_graphs_destroyed") == comm->graphs_then;
+}
+
+void wait_for_graphs(ncclComm_t comm) {
+    while (has_graphs(comm)) {
+        nanosleep(&PAUSE, NULL);
+    }
+}
+
+bool has_context(void) {
+    return asked("stand_in_current_device") >= 0;
+}
+
+int runtime_device(void) {
+    return has_context() ? asked("stand_in_current_device") : 0;
+}
+
+bool is_stream_of(size_t stream, int device) {
+    int its = asked_of(stream, "stand_in_device_of_stream");
+    return its < 0 || its == device;
 }
 
 void order_hand_out(const void *address, size_t nbytes) {

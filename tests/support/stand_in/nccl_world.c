@@ -234,6 +234,10 @@ void world_abandon(struct world *world) {
     knock(world->arena);
 }
 
+bool world_is_abandoned(const struct world *world) {
+    return world->abandoned;
+}
+
 void world_wait_until_abandoned(struct world *world) {
     const struct timespec pause = {.tv_nsec = PAUSE_NS};
     while (!world->abandoned) {

@@ -58,6 +58,7 @@ char *world_next_slot(struct world *world);
 /* Ends the waiting of this rank, now and from now on: it begins no more rounds. The other ranks do
  * not learn of it. */
 void world_abandon(struct world *world);
+bool world_is_abandoned(const struct world *world);
 void world_wait_until_abandoned(struct world *world);
 
 /* What sets worlds apart, the same on all ranks. */

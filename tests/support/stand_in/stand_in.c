@@ -27,6 +27,7 @@ struct allocation {
     struct allocation *next;
     void *address;
     size_t nbytes;
+    int device;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -161,7 +162,7 @@ void stand_in_faults_from(const char *variable) {
 
 /* ---- memory ---- */
 
-void *stand_in_allocate(size_t nbytes, size_t alignment) {
+void *stand_in_allocate(size_t nbytes, size_t alignment, int device) {
     struct allocation *allocation = malloc(sizeof *allocation);
     /* The C library wants a multiple of the alignment; at least one, so that every allocation has
      * an address of its own. */
@@ -173,10 +174,22 @@ void *stand_in_allocate(size_t nbytes, size_t alignment) {
         return NULL;
     }
     pthread_mutex_lock(&mutex);
-    *allocation = (struct allocation){.next = allocations, .address = address, .nbytes = nbytes};
+    *allocation = (struct allocation){allocations, address, nbytes, device};
     allocations = allocation;
     pthread_mutex_unlock(&mutex);
     return address;
+}
+
+int stand_in_device_at(const void *address) {
+    int device = -1;
+    pthread_mutex_lock(&mutex);
+    for (const struct allocation *one = allocations; one != NULL; one = one->next) {
+        const char *start = one->address;
+        bool is_in = (const char *)address >= start && (const char *)address < start + one->nbytes;
+        device = is_in ? one->device : device;
+    }
+    pthread_mutex_unlock(&mutex);
+    return device;
 }
 
 size_t stand_in_nbytes_at(const void *address) {

@@ -41,7 +41,9 @@ int stand_in_asked(const char *function);
 
 bool stand_in_has(const char *function);
 
-void *stand_in_allocate(size_t nbytes, size_t alignment);
+void *stand_in_allocate(size_t nbytes, size_t alignment, int device);
+/* The device of the allocation that this address lies in; -1 if in none. */
+int stand_in_device_at(const void *address);
 /* How much was allocated at this address: 0 if nothing. */
 size_t stand_in_nbytes_at(const void *address);
 /* False if `address` is not the beginning of an allocation. */
