@@ -1,6 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.cuda.driver cimport Device, Event, Stream
+from fastcomm.cuda.graphs cimport CapturedGraphs
 from fastcomm.nccl.library cimport Ctas, ncclComm_t
 
 
@@ -27,6 +28,7 @@ cdef class Lane:
     cdef ncclComm_t comm
     cdef Ctas ctas
     cdef Device device
+    cdef CapturedGraphs graphs
     cdef Stream stream
     cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
     cdef Ticket ticket

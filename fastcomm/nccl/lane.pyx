@@ -17,6 +17,7 @@ from fastcomm.errors import InitError, TimeoutError
 from libc.string cimport memcpy
 
 from fastcomm.cuda.driver cimport Device, Event, Stream, check, driver
+from fastcomm.cuda.graphs cimport CapturedGraphs
 from fastcomm.nccl.library cimport (
     Ctas, error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
 )
@@ -51,8 +52,8 @@ cdef class Lane:
     `close` or `begin_abort` last.
     """
 
-    def __cinit__(self, Device device):
-        self.device = device
+    def __cinit__(self, Device device, CapturedGraphs graphs):
+        self.device, self.graphs = device, graphs
         self.stream, self.ready, self.ticket = Stream(), Event(), Ticket()
 
     def connect(self, str identifier, int rank, int world_size, double timeout_s, look):
@@ -238,6 +239,7 @@ cdef class _Abort(_End):
     def make(self):
         try:
             self._revoke()
+            self._wait_for_graphs()
             self._abort()
         finally:
             self.lane.ending = None
@@ -256,6 +258,18 @@ cdef class _Abort(_End):
             deadline = time.monotonic() + LEAVE_S
             while self.lane.is_in_use() and time.monotonic() < deadline:
                 time.sleep(0.001)
+
+    cdef _wait_for_graphs(self):
+        """A graph that goes writes to the communicators it has captured, and an abort frees them.
+        (Without a revocation before it, NCCL waits for the graphs.) Nobody waits for this thread
+        meanwhile: the device is free already.
+        """
+        cdef bint is_alive = nccl.revoke != NULL and self.lane.graphs.count() > 0
+        if is_alive:
+            self.over.set()
+        while is_alive:  # looks once more at the end: the driver may tell NCCL after us
+            is_alive = self.lane.graphs.count() > 0
+            time.sleep(SLICE_S)
 
     cdef _abort(self):
         cdef int code

@@ -69,7 +69,7 @@ cdef class Link:
 
     cdef _add_lane(self, look):
         with self.cuda.selected():
-            lane = Lane(self.cuda)
+            lane = Lane(self.cuda, self.graphs)
         (<Lane>lane).ctas = self.ctas
         self._connect(lane, len(self.lanes), look, look)
         self.launches.tickets.add((<Lane>lane).ticket)

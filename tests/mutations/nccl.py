@@ -91,9 +91,24 @@ MUTATIONS = (
     Mutation(
         name="nccl: a communicator is aborted beside its revocation",
         file=LANE,
-        old="            self._revoke()\n            self._abort()\n",
+        old="            self._revoke()\n            self._wait_for_graphs()\n"
+        "            self._abort()\n",
         new="            self._abort()\n            self._revoke()\n",
         tests=("tests/nccl/test_ending.py",),
+    ),
+    Mutation(
+        name="nccl: a communicator is freed under the graphs that have captured it",
+        file=LANE,
+        old="            self._wait_for_graphs()\n",
+        new="",
+        tests=(f"{LAUNCH_TESTS}::test_a_graph_may_outlive_an_aborted_communicator",),
+    ),
+    Mutation(
+        name="nccl: abort() waits for graphs to go",
+        file=LANE,
+        old="        if is_alive:\n            self.over.set()\n",
+        new="",
+        tests=(f"{LAUNCH_TESTS}::test_a_graph_may_outlive_an_aborted_communicator",),
     ),
     Mutation(
         name="nccl: a close that was given up finalizes what is gone",

@@ -13,7 +13,7 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
-from tests.nccl import communicator, stand_in_values
+from tests.nccl import SOON, communicator, stand_in_values
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -22,6 +22,7 @@ from tests.support.models import (
     mlp,
 )
 from tests.support.stand_ins import (
+    assert_all_ended,
     loaded,
     log_of,
 )
@@ -236,11 +237,19 @@ def _abort_with_a_graph_alive(place):
     loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
     comm.all_reduce(torch.ones(10))
     assert loaded("cuda").stand_in_capture(END) == 0
+    before = time.monotonic()
     comm.abort()
+    assert time.monotonic() - before < SOON
+    with pytest.raises(FastcommError) as caught:
+        comm.barrier()
+    assert "left behind" not in str(caught.value)
     del comm
     gc.collect()
+    time.sleep(0.3)
+    assert loaded("nccl").stand_in_live_comms() == 1  # the graph writes to it when it goes
     loaded("cuda").stand_in_destroy_graphs()
-    return loaded("nccl").stand_in_live_comms()
+    assert_all_ended()
+    return loaded("nccl").stand_in_freed_under_graphs()
 
 
 def test_a_graph_may_outlive_an_aborted_communicator():
