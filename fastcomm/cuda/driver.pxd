@@ -71,12 +71,14 @@ cdef int check(int code, const char *call) except -1 nogil
 
 cdef class Event:
     cdef CUevent handle
+    cdef CUcontext context
     cdef long pid
     cdef bint is_over(self) except -1
 
 
 cdef class Stream:
     cdef CUstream handle
+    cdef CUcontext context
     cdef long pid
 
 

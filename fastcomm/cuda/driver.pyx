@@ -105,16 +105,30 @@ cdef int check(int code, const char *call) except -1 nogil:
         raise FastcommError(f"{call.decode()} failed: {describe(code)}")
 
 
+cdef void _destroy(int (*destroy)(void *) noexcept nogil, void *handle, CUcontext context) noexcept:
+    """Destroys an event or a stream. The driver wants some context for it, and garbage is collected
+    on any thread.
+    """
+    cdef CUcontext before = NULL
+    driver.get_context(&before)
+    if before == NULL:
+        driver.set_context(context)
+    destroy(handle)
+    if before == NULL:
+        driver.set_context(NULL)
+
+
 cdef class Event:
     """A CUDA event without timing. Belongs to the process that made it."""
 
     def __cinit__(self):
         self.pid = getpid()
+        check(driver.get_context(&self.context), b"cuCtxGetCurrent")
         check(driver.create_event(&self.handle, CU_EVENT_DISABLE_TIMING), b"cuEventCreate")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
-            driver.destroy_event(self.handle)
+            _destroy(driver.destroy_event, self.handle, self.context)
 
     cdef bint is_over(self) except -1:
         """Whether all work before its newest record is done."""
@@ -134,6 +148,7 @@ cdef class Stream:
     def __cinit__(self):
         cdef int least = 0, greatest = 0
         self.pid = getpid()
+        check(driver.get_context(&self.context), b"cuCtxGetCurrent")
         check(driver.priority_range(&least, &greatest), b"cuCtxGetStreamPriorityRange")
         with nogil:
             check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest),
@@ -141,7 +156,7 @@ cdef class Stream:
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
-            driver.destroy_stream(self.handle)
+            _destroy(driver.destroy_stream, self.handle, self.context)
 
 
 cdef class Device:
@@ -195,8 +210,10 @@ cdef class Device:
         return before
 
     cdef void leave(self, CUcontext before) noexcept nogil:
-        """A thread that had another device's context gets it back; one that had none keeps ours."""
-        if before != self.context and before != NULL:
+        """Gives the thread back the context that it had, or none: what else it does must not move
+        to this device.
+        """
+        if before != self.context:
             driver.set_context(before)
 
     @contextlib.contextmanager

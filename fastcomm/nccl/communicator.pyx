@@ -238,7 +238,10 @@ cdef class NcclCommunicator:
             return NcclBucket(self.link, flat, views, offsets, wire, label, lane)
 
     cdef int _refuse_capture(self, str what) except -1:
-        if self.link.graphs.note_capture(self.cuda.current_stream()):
+        cdef bint is_captured = False
+        with self.cuda.selected():  # a default stream is the current device's
+            is_captured = self.link.graphs.note_capture(self.cuda.current_stream())
+        if is_captured:
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
         return 0
