@@ -6,7 +6,7 @@ One file for each area holds its list.
 
 from __future__ import annotations
 
-from tests.mutations import backend, group, kernels, meeting, nccl, ordering, reducer, shm
+from tests.mutations import backend, devices, group, kernels, meeting, nccl, ordering, reducer, shm
 
-AREAS = (kernels, shm, nccl, ordering, group, meeting, reducer, backend)
+AREAS = (kernels, shm, nccl, ordering, devices, group, meeting, reducer, backend)
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -16,7 +16,7 @@ import torch
 
 import fastcomm
 from fastcomm.cuda.driver import Producers
-from fastcomm.cuda.multi_tensor import MultiTensor
+from fastcomm.cuda.multi_tensor import Module, MultiTensor
 from tests.nccl import communicator, stand_in_values
 from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS, backward, mlp
@@ -90,6 +90,10 @@ def _produce_on_another_stream(comm):
     comm.cuda.raw_stream = None
 
 
+def _load_kernels(comm):
+    Module(comm.cuda, b"image")
+
+
 def _flatten(comm):
     many = MultiTensor([10], [0], torch.float32, torch.float64, comm.cuda)
     many.flatten([torch.ones(10)], torch.zeros(10, dtype=torch.float64))
@@ -140,6 +144,7 @@ USES = (
     _train,
     _measure,
     _produce_on_another_stream,
+    _load_kernels,
     _flatten,
     _unflatten,
     _norm,
