@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -96,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     except (fastcomm.FastcommError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -37,7 +37,8 @@ def launch(
     function that a notebook has defined takes cloudpickle (`pip install cloudpickle`).
 
     Raises FastcommError when a rank fails: it names the rank and what it has raised. The other
-    ranks are ended. Raises ValueError for less than one rank or thread.
+    ranks are ended, and all of them on KeyboardInterrupt. Raises ValueError for less than one rank
+    or thread.
     """
     returned = _start(ranks, threads, _call, [_packed(function, args)])
     return [returned[rank] for rank in sorted(returned)]
@@ -59,7 +60,7 @@ def _start(
     ranks: int | None, threads: int | None, entry: Callable[..., Any] | str, args: list[Any]
 ) -> dict[int, Any]:
     # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -86,6 +87,10 @@ def _start(
             returned: dict[int, Any] = elastic_launch(config, entry)(*args)
         except ChildFailedError as error:
             raise FastcommError(_what_failed(*error.get_first_failure())) from None
+        except SignalException as error:  # the ranks have ended
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
         return returned
 
 
@@ -108,7 +113,8 @@ def _surroundings(threads: int) -> Iterator[None]:
         os.environ.update(before)
         with contextlib.suppress(ValueError):  # only the main thread has any
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if handler is not None:  # else it is not Python's
+                    signal.signal(number, handler)
 
 
 def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:

@@ -80,6 +80,29 @@ def test_a_script_that_fails_is_named_by_its_rank(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+SLEEP = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks(tmp_path, number):
+    script = tmp_path / "train.py"
+    script.write_text(SLEEP)
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastcomm", "run", "--ranks", "1", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as run:
+        pid = int(run.stdout.readline().removeprefix("[rank 0] "))
+        run.send_signal(number)
+    assert run.returncode == 128 + number
+    assert not os.path.exists(f"/proc/{pid}")
+
+
 def test_less_than_a_rank_is_refused():
     with pytest.raises(ValueError, match="at least 1; got 0 and 1"):
         fastcomm.launch(_sum, 5, ranks=0)
