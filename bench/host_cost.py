@@ -101,6 +101,7 @@ def main() -> int:
         print("bench/host_cost.py: run it in the source tree", file=sys.stderr)
         return 2
     os.environ.update(stand_ins.environment(stand_ins.without_kernels()))
+    stand_ins.loaded("cuda").stand_in_check_order(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=0, world_size=1)
