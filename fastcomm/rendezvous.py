@@ -147,8 +147,8 @@ def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
 def _choose_device(
     backend: str,
     device: torch.device | str | None,
-    rank: int | None = None,
-    world_size: int | None = None,
+    rank: int | None,
+    world_size: int | None,
 ) -> torch.device:
     """The device of the gradients, with an index if it is a CUDA device."""
     if device is None:
