@@ -50,6 +50,7 @@ EXTENSIONS = (
     *(
         "lifetime",
         "flat_buffers",
+        "insight.recorder",
         "reducer.gradient_hook",
         "reducer.provenance",
         "shm.memory",

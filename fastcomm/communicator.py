@@ -55,6 +55,14 @@ class BucketWork(Work):
         result.
         """
 
+    def times(self) -> tuple[int, int, int] | None:
+        """In ns of time.monotonic_ns(): when the gradients were gathered (on a device; else 0),
+        when the reduction began, with all ranks there, and when this rank's part in it was through.
+        Known only of what was launched while Communicator.keep_times() was on; None also where the
+        transport cannot tell, or not yet. Does not wait.
+        """
+        return None
+
 
 class BoundBucket(abc.ABC):
     """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out
@@ -223,6 +231,12 @@ class Communicator(abc.ABC):
         launch buckets of different labels get MismatchError, all of them. lane: buckets of
         different lanes do not wait for each other, where the transport has lanes.
         """
+
+    def keep_times(self, is_on: bool) -> None:
+        """For reducers: from now on, or no longer, the works of buckets know their times. Call it
+        once with False for each call with True. By default a transport keeps none.
+        """
+        del is_on
 
     @abc.abstractmethod
     def check(self) -> None:

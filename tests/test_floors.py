@@ -19,7 +19,8 @@ FLOORS = (
     ("communicator", "cuda", "watchdog"),
     ("shm", "nccl", "group"),
     ("bootstrap", "launchers", "rendezvous", "runner"),
-    ("reducer", "insight"),
+    ("insight",),
+    ("reducer",),
     ("torch_backend",),
     ("__init__", "__main__"),
 )

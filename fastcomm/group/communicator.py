@@ -217,6 +217,10 @@ class GroupCommunicator(Communicator):
         check_out(name, out, inp, numel)
         return flat
 
+    def keep_times(self, is_on: bool) -> None:
+        """See Communicator.keep_times."""
+        self._queue.n_timekeepers += 1 if is_on else -1
+
     # -- abandoning and ending ---------------------------------------------------------------------
 
     def check(self) -> None:

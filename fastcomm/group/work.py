@@ -94,6 +94,7 @@ class GroupWork(BucketWork):
         self.error: FastcommError | None = None
         self._waiter = waiter
         self._presence = presence
+        self._times: tuple[int, int, int] | None = None
         self._is_refused = False
         self._is_over = False
         # Holds something once the work is over. Not an Event: an exception inside its Python code
@@ -163,6 +164,13 @@ class GroupWork(BucketWork):
         self.wait()
         absent, _ = presence_values(self.call.op)
         return [] if self._presence is None else (self._presence != absent).tolist()
+
+    def times(self) -> tuple[int, int, int] | None:
+        """See BucketWork.times."""
+        return self._times
+
+    def note_times(self, began_ns: int, ended_ns: int) -> None:
+        self._times = 0, began_ns, ended_ns
 
     def refuse(self, error: FastcommError) -> None:
         """Ends the work with `error`: it is not posted, and never will be."""

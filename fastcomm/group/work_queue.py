@@ -81,6 +81,7 @@ class WorkQueue:
         self.rank, self.world_size, self.pids = rank, len(pids), pids
         self.n_abandoned = 0
         self.number = 0  # of the newest collective this rank has announced
+        self.n_timekeepers = 0  # how many ask for the times of works
         self.life = Lifetime()
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
@@ -314,7 +315,10 @@ class WorkQueue:
         elif any(call != calls[0] for call in calls):
             raise MismatchError(mismatch(self.number, calls))
         elif work.move is not None:
+            began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
             work.move(payloads)
+            if began_ns:
+                work.note_times(began_ns, time.monotonic_ns())
 
     def _announce(
         self, call: Call, payload: Tensor | None = None

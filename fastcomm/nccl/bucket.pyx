@@ -54,6 +54,9 @@ cdef class NcclBucketWork:
         self.bucket.link.check_work(self.epoch)
         return present
 
+    def times(self):
+        """See BucketWork.times."""
+
 
 cdef class NcclBucket:
     """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per

@@ -172,6 +172,9 @@ cdef class NcclCommunicator:
         if not in_any_case:
             leave_backward(self.rank)
 
+    def keep_times(self, bint is_on):
+        """See Communicator.keep_times."""
+
     def check(self):
         """See Communicator.check."""
         self.link.hear()

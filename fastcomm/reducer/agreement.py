@@ -57,6 +57,25 @@ def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> s
     return None
 
 
+def find_problem(
+    has_model: bool,
+    named: Sequence[tuple[str, Parameter]],
+    buffers: Named,
+    device: torch.device,
+    is_attached: Callable[[Tensor], bool],
+) -> ValueError | None:
+    """What is wrong with attaching the model on this rank alone. has_model: whether the reducer has
+    one already. is_attached: whether a reducer has a parameter.
+    """
+    if has_model:
+        return ValueError(
+            "this reducer is attached already; detach() it first, or make one reducer for each "
+            "model"
+        )
+    trouble = refuse_model(named, buffers, device, is_attached)
+    return None if trouble is None else ValueError(trouble)
+
+
 def refuse_model(
     named: Sequence[tuple[str, Parameter]],
     buffers: Named,

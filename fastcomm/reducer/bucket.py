@@ -4,6 +4,7 @@ launch and its completion.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -214,8 +215,8 @@ class Bucket(Counter):
                 "that changes them must be there before attach()"
             )
 
-    def finish(self) -> None:
-        """Waits for the reduction. Raises FastcommError, naming the parameters."""
+    def finish(self) -> BucketWork:
+        """Waits for the reduction, and returns it. Raises FastcommError, naming the parameters."""
         work = self._bound.posted
         if work is None or not self._is_gathered:
             raise RuntimeError("finish() before launch()")
@@ -223,6 +224,7 @@ class Bucket(Counter):
             work.wait()
         except FastcommError as error:
             raise self._explained(error) from error
+        return work
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
@@ -344,7 +346,7 @@ def make_buckets(
     )
     last = len(layouts) - 1
     options.hook_calls.begin(comm)
-    return [
+    buckets = [
         Bucket(
             bucket_label(number, i),
             layout,
@@ -358,6 +360,9 @@ def make_buckets(
         )
         for i, layout in enumerate(layouts)
     ]
+    for before, bucket in itertools.pairwise(buckets):
+        bucket.first = before.first + len(before.names)
+    return buckets
 
 
 def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:

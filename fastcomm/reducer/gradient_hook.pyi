@@ -3,6 +3,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastcomm.insight.recorder import Recorder
 from fastcomm.reducer.provenance import Provenance
 
 class RoundFlags:
@@ -12,6 +13,7 @@ class ReducerFlags:
     _is_synchronizing: bool
     _overlap: bool
     _round: RoundFlags | None
+    recorder: Recorder | None
 
 class Counter:
     @property
@@ -19,6 +21,7 @@ class Counter:
     @property
     def filled_by(self) -> int: ...
     n_pending: int
+    first: int
     provenance: Provenance
     def count_anew(self, n: int) -> None: ...
 

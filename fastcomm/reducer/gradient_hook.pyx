@@ -9,6 +9,8 @@ because this module is compiled; what is called from here runs untraced.
 
 from torch._C._dynamo.eval_frame import set_eval_frame
 
+from fastcomm.insight.recorder cimport Recorder
+
 
 cdef object _untraced(function):
     """Calls the function so that torch.compile does not trace it."""
@@ -31,6 +33,7 @@ cdef class ReducerFlags:
     cdef public bint _is_synchronizing  # False inside no_sync
     cdef public bint _overlap
     cdef public RoundFlags _round  # the open round, or None
+    cdef public Recorder recorder  # of what happens when; or None
 
 
 cdef class Counter:
@@ -40,6 +43,7 @@ cdef class Counter:
 
     cdef readonly list ready
     cdef readonly Py_ssize_t filled_by  # the slot that was ready last; -1 while one is pending
+    cdef public Py_ssize_t first  # which of the reducer's gradients that of slot 0 is
     cdef public Py_ssize_t n_pending
     cdef public object provenance  # has the method note_unsynced
 
@@ -71,10 +75,14 @@ cdef class GradientHook:
         if self.note_stream is not None:
             self.note_stream()
         if not self.reducer._is_synchronizing:
+            if self.reducer.recorder is not None:
+                self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.provenance.note_unsynced(self.i, parameter)
             return
         if self.reducer._round is None or not self.reducer._round.has_callback:
             _untraced(self.reducer._begin)
+        if self.reducer.recorder is not None:
+            self.reducer.recorder.note_ready(self.bucket.first + self.i)
         if self.bucket.ready[self.i]:
             if self.bucket.is_launched:
                 self.bucket.refuse_second_gradient(self.i)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.autograd_stack import enclosing_backward
 from fastcomm.collective import Op, buffers_label, canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
+from fastcomm.insight.observer import observer_of
+from fastcomm.insight.timeline import Timeline
 from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.autograd import (
     call_when_outer_goes_on,
@@ -41,15 +42,10 @@ from fastcomm.reducer.optimizer_steps import (
     watch_steps,
 )
 from fastcomm.reducer.options import Options, describe
+from fastcomm.reducer.owners import disown, is_owned, next_number, own, owner_of
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.rendezvous import init
-
-# Which reducer reduces a parameter: two would reduce its gradient twice.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# How many models were attached to a communicator. Attaching is collective, so the count is the same
-# on all ranks: it keeps the buckets of several reducers apart.
-_n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
@@ -100,9 +96,7 @@ class Reducer(ReducerFlags):
         self._model: Callable[[], Model | None] | None = None
         self._buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
-        self._tripwires = Tripwires(
-            lambda p: _owner_of(p) is not None, weakref.WeakMethod(self._named_parameters)
-        )
+        self._tripwires = Tripwires(is_owned, weakref.WeakMethod(self._named_parameters))
         self._is_synchronizing = True
         self._round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
         # Raised where nobody could catch it; the next call raises it, when the round is over.
@@ -110,6 +104,7 @@ class Reducer(ReducerFlags):
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
+        self._timeline: Timeline | None = None
 
     __repr__ = describe
 
@@ -136,12 +131,13 @@ class Reducer(ReducerFlags):
     def _attach(self, source: Model) -> None:
         named = named_parameters(source)
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
-        problem = self._find_problem(named, buffers)
+        problem = agreement.find_problem(
+            self._model is not None, named, buffers, self.comm.device, is_owned
+        )
         model = None if problem else agreement.signature(named, buffers)
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
-        self.number = _n_attached.get(self.comm, 0)
-        _n_attached[self.comm] = self.number + 1
+        self.number = next_number(self.comm)
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
             self._buckets = make_buckets(
@@ -155,29 +151,17 @@ class Reducer(ReducerFlags):
             raise
         self._n_steps = 0
         self._hang_hooks()
+        if self._timeline is not None:
+            self._timeline.follow(self._buckets, source)
         self._remember(source)
         allow_steps(p for _, p in named)
-        watch_steps(_owner_of)
+        watch_steps(owner_of)
         try:
             # what was prepared here is ready, whatever stream the first backward runs on
             self.comm.barrier()
         except BaseException:  # another rank could not attach
             self.detach()
             raise
-
-    def _find_problem(
-        self, named: list[tuple[str, Parameter]], buffers: list[tuple[str, Tensor]]
-    ) -> ValueError | None:
-        """What is wrong with the model on this rank alone."""
-        if self._model is not None:
-            return ValueError(
-                "this reducer is attached already; detach() it first, or make one reducer for "
-                "each model"
-            )
-        trouble = agreement.refuse_model(
-            named, buffers, self.comm.device, lambda p: _owner_of(p) is not None
-        )
-        return None if trouble is None else ValueError(trouble)
 
     def _remember(self, source: Model) -> None:
         """The model, whose parameters without a reducer must get no gradient."""
@@ -189,7 +173,7 @@ class Reducer(ReducerFlags):
             note_stream = bucket.note_stream if self.comm.has_streams else None
             for i, parameter in enumerate(bucket.parameters):
                 assert parameter is not None  # for the type checker: attach() holds the model
-                _owners[parameter] = weakref.ref(self)
+                own(parameter, self)
                 hook = GradientHook(self, bucket, i, note_stream)
                 self._handles.append(hook_gradient(parameter, hook))
 
@@ -204,12 +188,12 @@ class Reducer(ReducerFlags):
             bucket.release()
             for parameter in bucket.parameters:
                 if parameter is not None:
-                    _owners.pop(parameter, None)
+                    disown(parameter)
         allow_steps(p for _, p in self._named_parameters())
         self._tripwires.remove()
         self._handles, self._buckets, self._model = [], [], None
         self._round, self._deferred = None, None
-        watch_steps(_owner_of)
+        watch_steps(owner_of)
 
     def _attached_model(self) -> Model:
         model = None if self._model is None else self._model()
@@ -274,7 +258,10 @@ class Reducer(ReducerFlags):
         self._raise_deferred()
         if self._round is None:
             self._tripwires.raise_refusal()
-            self._round = Round(self.comm, self._buckets, self.op, self.n_rounds + 1, self._n_steps)
+            observer = observer_of(self.recorder, self.number, self.op)
+            self._round = Round(
+                self.comm, self._buckets, self.op, self.n_rounds + 1, self._n_steps, observer
+            )
         return self._round
 
     def _end_of_backward(self) -> None:
@@ -412,6 +399,19 @@ class Reducer(ReducerFlags):
         finally:
             self._is_synchronizing = before
 
+    def timeline(self, *, steps: int = 100) -> Timeline:
+        """This reducer's Timeline, which records from the first call on: when gradients were ready
+        and buckets reduced, and how long forward, backward and the optimizer took.
+
+        steps: how many of the newest are kept; counts at the first call.
+        """
+        if self._timeline is None:
+            self._timeline = Timeline(self, steps)
+            if self._model is not None:
+                self._timeline.follow(self._buckets, self._model())
+            self._timeline.start()
+        return self._timeline
+
     # -- with the reduced gradients ----------------------------------------------------------------
 
     def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
@@ -421,9 +421,13 @@ class Reducer(ReducerFlags):
     def before_step(self, shares: list[Share], since: int | None) -> None:
         """See optimizer_steps.Steppable."""
         self._require_reduced(((self._buckets[number], slots) for number, slots in shares), since)
+        if self.recorder is not None:
+            self.recorder.begin_optimizer()
 
     def after_step(self, shares: list[Share]) -> None:
         """See optimizer_steps.Steppable."""
+        if self.recorder is not None:
+            self.recorder.end_optimizer()
         self._n_steps += 1
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
@@ -492,9 +496,3 @@ class Reducer(ReducerFlags):
             more, values = agreement.optimizer_contents(optimizer, named_parameters(model))
             tensors += more
         agreement.check_in_sync(self.comm, tensors, values)
-
-
-def _owner_of(parameter: Tensor) -> Reducer | None:
-    """Which reducer reduces the parameter's gradients."""
-    reference = _owners.get(parameter)
-    return None if reference is None else reference()

@@ -16,6 +16,7 @@ import torch
 from fastcomm.autograd_stack import running_backward
 from fastcomm.communicator import Communicator
 from fastcomm.errors import AbandonedError, FastcommError
+from fastcomm.insight.observer import RoundObserver
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
@@ -27,21 +28,31 @@ class Round(RoundFlags):
     buckets: all of the reducer's, in the order of the plan.
     number: among the finished rounds of the reducer, counted from 1.
     step: how many steps the optimizers of this rank have made.
+    observer: for a timeline or a profiler; or None.
     """
 
     def __init__(
-        self, comm: Communicator, buckets: Sequence[Bucket], op: str, number: int, step: int
+        self,
+        comm: Communicator,
+        buckets: Sequence[Bucket],
+        op: str,
+        number: int,
+        step: int,
+        observer: RoundObserver | None,
     ) -> None:
         self.number = number
         self._step = step
         self._comm = comm
         self._buckets = buckets
         self._op = op
+        self._observer = observer
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._is_settled = False  # every gradient is where it belongs
         self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
         comm.left_in_backward = None
+        if observer is not None:
+            observer.begin(number)
 
     # -- during backward ---------------------------------------------------------------------------
 
@@ -52,7 +63,9 @@ class Round(RoundFlags):
         call_at_end_of_backward(callback)
 
     def count_all(self) -> None:
-        """Lets every gradient that exists take part."""
+        """Lets every gradient that exists take part: no backward tells which are ready."""
+        if self._observer is not None:
+            self._observer.reduce_by_hand()
         for bucket in self._buckets:
             bucket.count_all()
 
@@ -80,6 +93,8 @@ class Round(RoundFlags):
         """Launches the other buckets. First raises FastcommError if a hook has taken a gradient out
         of a bucket under way: the other ranks cannot finish then.
         """
+        if self._observer is not None:
+            self._observer.end_backward()
         for bucket in self._buckets[: self._n_launched]:
             bucket.refuse_taken_gradient()
         while self._n_launched < len(self._buckets):
@@ -92,7 +107,11 @@ class Round(RoundFlags):
                 "this round was abandoned while its backward was running: skip this step"
             )
         bucket = self._buckets[self._n_launched]
+        if self._observer is not None:
+            self._observer.begin_launch(self._n_launched)
         bucket.launch(self._op, self._step, keeps_graph=self._keeps_graph)
+        if self._observer is not None:
+            self._observer.end_launch(self._n_launched)
         self._n_launched += 1
 
     @property
@@ -105,12 +124,21 @@ class Round(RoundFlags):
         after a signal handler has raised in it.
         """
         if not self._is_settled:
-            for bucket in self._buckets:
-                bucket.finish()
+            for i, bucket in enumerate(self._buckets):
+                self._finish_bucket(i, bucket)
             for bucket in self._buckets:
                 bucket.settle(self.number)
             self._is_settled = True
+        if self._observer is not None:
+            self._observer.end()
         self._reset_buckets()
+
+    def _finish_bucket(self, i: int, bucket: Bucket) -> None:
+        if self._observer is None:
+            bucket.finish()
+            return
+        self._observer.begin_wait(i)
+        self._observer.end_wait(i, bucket.finish())
 
     def leave(self) -> None:
         """Abandons the round, so that the other ranks learn of it. Call drop() next."""
@@ -130,6 +158,8 @@ class Round(RoundFlags):
         for bucket in self._buckets:
             bucket.drop_gradients()
         self._reset_buckets()
+        if self._observer is not None:
+            self._observer.drop()
 
     def _reset_buckets(self) -> None:
         for bucket in self._buckets:

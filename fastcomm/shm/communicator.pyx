@@ -159,6 +159,10 @@ cdef class ShmCommunicator:
         self.ring.check_usable()
         return self.ring.call(&d, None, NULL, None, NULL, async_op)
 
+    def keep_times(self, bint is_on):
+        """See Communicator.keep_times."""
+        self.ring.keep_times(is_on)
+
     def check(self):
         """See Communicator.check. Waits only after another rank has abandoned what was under way,
         until the ranks have met again.

@@ -16,6 +16,7 @@ cdef class ShmWork:
     cdef object presence
     cdef bint finished, is_realigning
     cdef object error
+    cdef uint64_t began_ns, ended_ns  # 0 if not noted
 
     cdef int resolve(self, object error) except -1
     cdef void release(self)
@@ -56,6 +57,7 @@ cdef class Ring:
     cdef int hear(self) except -1
     cdef int raise_what_ended(self, ShmWork work) except -1
     cdef abandon(self)
+    cdef keep_times(self, bint is_on)
 
     cdef _end(self, int state, int blames, object failure)
     cdef _bury(self)

@@ -52,20 +52,16 @@ cdef class ShmWork:
         free(self.pieces)
 
     def wait(self):
-        """Blocks until the result is in place. Raises the FastcommError that ended the collective,
-        if one did.
-
-        What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over,
-        because the peers count on it. A second exception is raised at once, and aborts the
-        communicator.
+        """See Work.wait. What a signal handler raises meanwhile (Ctrl-C) is raised when the
+        collective is over, because the peers count on it. A second exception is raised at once, and
+        aborts the communicator.
         """
         if not self.finished:
             self.ring.finish(self)
         self.ring.raise_what_ended(self)
 
     def is_completed(self):
-        """Whether the result is in place, or never will be. Moves the collective forward as far as
-        it can without waiting. Raises only what any call would: after a fork, or while another
+        """See Work.is_completed. Raises only what any call would: after a fork, or while another
         thread is inside.
         """
         if not self.finished:
@@ -77,6 +73,10 @@ cdef class ShmWork:
         self.wait()
         absent, _ = presence_values(self.op)
         return (self.presence != absent).tolist()
+
+    def times(self):
+        """See BucketWork.times."""
+        return (0, self.began_ns, self.ended_ns) if self.ended_ns else None
 
     cdef int resolve(self, object error) except -1:
         """Sets the outcome: an error, or None for a result."""
@@ -149,6 +149,11 @@ cdef class Ring:
         if self.life.failure is not None and self.handle != NULL:
             self._bury()
         return 0
+
+    cdef keep_times(self, bint is_on):
+        """See Communicator.keep_times."""
+        if self.handle != NULL:
+            shm_keep_times(self.handle, 1 if is_on else -1)
 
     # -- how every collective is posted and finished --
 
@@ -281,6 +286,7 @@ cdef class Ring:
             return True
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
+            shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
             work.resolve(None)
         elif status == SHM_MISMATCH:
             work.resolve(MismatchError(self._mismatch(work.seq)))

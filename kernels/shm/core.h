@@ -99,6 +99,15 @@ int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
 /* Grows whenever a collective moves forward on this rank. While it grows, no deadline is missed. */
 uint64_t shm_progress(const struct shm_comm *comm);
 
+/* For timelines: from now on collectives note when they run on this rank; asked for `change` = 1
+ * once more, or, with -1, once less. */
+void shm_keep_times(struct shm_comm *comm, int change);
+
+/* When all ranks were seen to have posted collective `seq`, one of the newest SHM_RING, and when
+ * this rank was through with its part; in ns of CLOCK_MONOTONIC, 0 if not noted. */
+void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
+                  uint64_t *ended_ns);
+
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank
  * `rank` last posted. */
 int shm_stalled_on(const struct shm_comm *comm);

@@ -42,6 +42,7 @@ struct collective {
     enum path path;
     int status;
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
+    uint64_t began_ns, ended_ns;    /* noted while comm->n_timekeepers > 0 */
 };
 
 /* The flag that this rank waits for when it can do nothing else. */
@@ -54,10 +55,11 @@ struct stall {
 struct shm_comm {
     int rank, world_size;
     bool yield_early;
-    uint32_t next;    /* number of the next collective to be posted; the first is 1 */
-    uint32_t head;    /* oldest that this rank has not finished; == next when there is none */
-    uint32_t settled; /* all ranks are known to have finished up to here */
-    uint32_t chunk;   /* number of chunks in all finished staged collectives */
+    int n_timekeepers; /* how many ask for times */
+    uint32_t next;     /* number of the next collective to be posted; the first is 1 */
+    uint32_t head;     /* oldest that this rank has not finished; == next when there is none */
+    uint32_t settled;  /* all ranks are known to have finished up to here */
+    uint32_t chunk;    /* number of chunks in all finished staged collectives */
     struct stall stall;
     struct collective ring[SHM_RING];
     /* The ranks' descriptors of a collective that failed, kept for the message: the peers reuse

@@ -55,6 +55,12 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     }
 }
 
+static inline void note_time(const struct shm_comm *comm, uint64_t *time_ns) {
+    if (comm->n_timekeepers > 0) {
+        *time_ns = shm_now_ns();
+    }
+}
+
 /* Moves the oldest unfinished collective forward as far as possible. Returns whether it is finished
  * on this rank. */
 static bool run_head(struct shm_comm *comm) {
@@ -65,6 +71,7 @@ static bool run_head(struct shm_comm *comm) {
             return false;
         }
         decide(comm, seq, c);
+        note_time(comm, &c->began_ns);
     }
     if (c->status == SHM_OK) {
         if (c->path == INLINE) {
@@ -75,6 +82,7 @@ static bool run_head(struct shm_comm *comm) {
             return false;
         }
     }
+    note_time(comm, &c->ended_ns);
     comm->head = seq + 1;
     shm_raise(&control_of(comm, comm->rank)->reduced, seq);
     return true;
@@ -269,6 +277,17 @@ int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
 uint64_t shm_progress(const struct shm_comm *comm) {
     const struct collective *c = &comm->ring[comm->head % SHM_RING];
     return comm->head + comm->chunk + c->n_in + c->n_worked + c->n_out;
+}
+
+void shm_keep_times(struct shm_comm *comm, int change) {
+    comm->n_timekeepers += change;
+}
+
+void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
+                  uint64_t *ended_ns) {
+    const struct collective *c = &comm->ring[seq % SHM_RING];
+    *began_ns = c->began_ns;
+    *ended_ns = c->ended_ns;
 }
 
 int shm_stalled_on(const struct shm_comm *comm) {

@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
 ROUND = "fastcomm/reducer/round.py"
+OWNERS = "fastcomm/reducer/owners.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 HOOKED = "fastcomm/reducer/hooked_bucket.py"
 PROVENANCE = "fastcomm/reducer/provenance.pyx"
@@ -136,9 +137,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: reducers of one communicator have the same number",
-        file=REDUCER,
-        old="_n_attached[self.comm] = self.number + 1",
-        new="_n_attached[self.comm] = self.number",
+        file=OWNERS,
+        old="_n_attached[comm] = number + 1",
+        new="_n_attached[comm] = number",
         tests=(
             "tests/contract/test_mismatches.py::test_ranks_that_train_different_models_hear_of_it",
         ),

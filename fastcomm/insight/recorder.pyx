@@ -1,0 +1,244 @@
+# cython: language_level=3
+"""Recorder: when what happened in the newest steps of one reducer, on this rank.
+
+Owns one row of times for each step, made once: noting a gradient is one look at the clock and one
+store. Knows no reducer and no transport; steps.py says what the rows mean.
+"""
+
+from libc.stdint cimport int64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+
+# What a row begins with, in this order. Times are of CLOCK_MONOTONIC, in ns; 0 means unknown.
+cdef enum:
+    KIND, NUMBER
+    FORWARD_BEGIN, FORWARD_END, FORWARD_NS
+    BACKWARD_BEGIN, BACKWARD_END, FINISHED
+    OPTIMIZER_BEGIN, OPTIMIZER_END, OPTIMIZER_NS
+    N_FIELDS
+
+# Then come the times at which the gradients were ready, then these of each bucket.
+cdef enum:
+    LAUNCH, LAUNCHED, GATHERED, START, END, WAIT, WAITED
+    N_EVENTS
+
+cdef enum:
+    OPEN, REDUCED, BY_HAND, ACCUMULATED, ABANDONED
+
+KINDS = ("open", "reduced", "by hand", "accumulated", "abandoned")
+# For how many steps a transport is asked again for times that it did not know.
+cdef int PATIENCE = 3
+
+
+cdef inline int64_t now() noexcept nogil:
+    cdef timespec time
+    clock_gettime(CLOCK_MONOTONIC, &time)
+    return <int64_t>time.tv_sec * 1_000_000_000 + time.tv_nsec
+
+
+cdef class Recorder:
+    """The newest n_steps steps of a reducer that has so many gradients and buckets. A step is one
+    backward, the forwards before it and the optimizer's step after it.
+    """
+
+    def __cinit__(self, Py_ssize_t n_steps, Py_ssize_t n_gradients, Py_ssize_t n_buckets):
+        if n_steps < 1:
+            raise ValueError(f"steps must be at least 1; got {n_steps}")
+        self.n_steps, self.n_gradients, self.n_buckets = n_steps, n_gradients, n_buckets
+        self.width = N_FIELDS + n_gradients + n_buckets * N_EVENTS
+        self.rows = <int64_t *>calloc(n_steps * self.width, sizeof(int64_t))
+        if self.rows == NULL:
+            raise MemoryError("out of memory")
+        self.unread = []
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    @property
+    def nbytes(self):
+        """The memory that the rows take."""
+        return self.n_steps * self.width * sizeof(int64_t)
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def begin_forward(self):
+        """A forward begins. One inside a backward belongs to that."""
+        if self.open != NULL and self.open[KIND] == ACCUMULATED:
+            self.open = NULL
+        if self.open == NULL:
+            self.forward_began = now()
+            if not self.forward_began_first:
+                self.forward_began_first = self.forward_began
+
+    def end_forward(self):
+        if self.forward_began:
+            self.forward_ended = now()
+            self.forward_ns += self.forward_ended - self.forward_began
+            self.forward_began = 0
+
+    def reach_output(self):
+        """A backward has come to the model's output."""
+        if self.open != NULL and self.open[KIND] == ACCUMULATED:
+            self.open = NULL
+        if self.open == NULL:
+            self.backward_began = now()
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    cdef int64_t *_begin_row(self, int64_t kind, int64_t number) noexcept:
+        cdef int64_t *row = self.rows + self.n_begun % self.n_steps * self.width
+        memset(row, 0, self.width * sizeof(int64_t))
+        self.n_begun += 1
+        if self.latest == row:  # there is one row only
+            self.latest = NULL
+        row[KIND], row[NUMBER] = kind, number
+        row[FORWARD_BEGIN], row[FORWARD_END] = self.forward_began_first, self.forward_ended
+        row[FORWARD_NS] = self.forward_ns
+        row[BACKWARD_BEGIN] = self.backward_began or now()
+        self.forward_began = self.forward_began_first = self.forward_ended = self.forward_ns = 0
+        self.backward_began = 0
+        self.open = row
+        return row
+
+    cdef void note_ready(self, Py_ssize_t i) noexcept:
+        """Gradient i is ready, in a round."""
+        if self.open != NULL:
+            self.open[N_FIELDS + i] = now()
+
+    cdef void note_unsynced(self, Py_ssize_t i) noexcept:
+        """Gradient i is ready, under no_sync(). Nobody tells when such a backward begins or ends:
+        its first gradient is one that the backward before has had, too.
+        """
+        if self.open == NULL or (
+            self.open[KIND] == ACCUMULATED and self.open[N_FIELDS + i] != 0
+        ):
+            self._begin_row(ACCUMULATED, 0)
+        self.open[N_FIELDS + i] = now()
+        if self.open[KIND] == ACCUMULATED:
+            self.open[BACKWARD_END] = self.open[FINISHED] = self.open[N_FIELDS + i]
+            self.latest = self.open
+
+    def begin_round(self, int64_t number):
+        """A round begins, which has this number among the reducer's."""
+        self.read_late_times()
+        self._begin_row(OPEN, number)
+
+    def reduce_by_hand(self):
+        """The round that has begun reduces what stands in .grad: there is no backward."""
+        cdef int64_t *row = self.open
+        if row != NULL:
+            row[KIND] = BY_HAND
+
+    def end_backward(self):
+        """The gradients are all there: from now on the caller waits. The first call counts."""
+        if self.open != NULL and not self.open[BACKWARD_END]:
+            self.open[BACKWARD_END] = now()
+
+    def end_round(self):
+        """All gradients are reduced."""
+        cdef int64_t *row = self.open
+        if row != NULL:
+            row[FINISHED] = now()
+            if row[KIND] == OPEN:
+                row[KIND] = REDUCED
+            self.latest, self.open = row, NULL
+
+    def drop_round(self):
+        """The round was abandoned."""
+        if self.open != NULL:
+            self.open[FINISHED], self.open[KIND] = now(), ABANDONED
+            self.latest = self.open = NULL
+
+    # -- buckets -----------------------------------------------------------------------------------
+
+    cdef int64_t *_events_of(self, int64_t *row, Py_ssize_t bucket) except NULL:
+        if not 0 <= bucket < self.n_buckets:
+            raise IndexError(f"there is no bucket {bucket}")
+        return row + N_FIELDS + self.n_gradients + bucket * N_EVENTS
+
+    def begin_launch(self, Py_ssize_t bucket):
+        if self.open != NULL:
+            self._events_of(self.open, bucket)[LAUNCH] = now()
+
+    def end_launch(self, Py_ssize_t bucket):
+        if self.open != NULL:
+            self._events_of(self.open, bucket)[LAUNCHED] = now()
+
+    def begin_wait(self, Py_ssize_t bucket):
+        cdef int64_t *events
+        if self.open != NULL:
+            events = self._events_of(self.open, bucket)
+            if not events[WAIT]:  # else a signal handler has ended the wait, which begins again
+                events[WAIT] = now()
+
+    def end_wait(self, Py_ssize_t bucket, work):
+        """work: of the newest launch. Knows when the reduction began and ended, now or later."""
+        if self.open == NULL:
+            return
+        cdef int64_t *events = self._events_of(self.open, bucket)
+        events[WAITED] = now()
+        times = work.times()
+        if times is not None:
+            events[GATHERED], events[START], events[END] = times
+        else:
+            self.unread.append((self.n_begun - 1, bucket, work))
+
+    def read_late_times(self):
+        """Asks for times that were not known before: over NCCL the device is ahead of nobody."""
+        cdef int64_t *events
+        cdef Py_ssize_t number, bucket
+        if not self.unread:
+            return
+        unread, self.unread = self.unread, []
+        for number, bucket, work in unread:
+            times = work.times()
+            if times is not None:
+                if self.n_begun - number <= self.n_steps:
+                    events = self._events_of(
+                        self.rows + number % self.n_steps * self.width, bucket
+                    )
+                    events[GATHERED], events[START], events[END] = times
+            elif self.n_begun - number < PATIENCE:
+                self.unread.append((number, bucket, work))
+
+    # -- optimizer ---------------------------------------------------------------------------------
+
+    def begin_optimizer(self):
+        """An optimizer steps. Steps of several optimizers add up."""
+        if self.open != NULL and self.open[KIND] == ACCUMULATED:
+            self.open = NULL
+        self.stepping, self.step_began = self.latest, now()
+
+    def end_optimizer(self):
+        """Also called after a step whose closure has run backwards: that is not timed."""
+        cdef int64_t *row = self.latest
+        if row != NULL and row == self.stepping and self.open == NULL:
+            row[OPTIMIZER_END] = now()
+            row[OPTIMIZER_NS] += row[OPTIMIZER_END] - self.step_began
+            if not row[OPTIMIZER_BEGIN]:
+                row[OPTIMIZER_BEGIN] = self.step_began
+        self.stepping = NULL
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self):
+        """The steps that are kept, the oldest first, but for one whose round is open: of each its
+        kind, the fields after it, the gradients' times, and a list of each bucket's times.
+        """
+        self.read_late_times()
+        cdef list steps = []
+        cdef Py_ssize_t n, i
+        cdef int64_t *row
+        for n in range(max(0, self.n_begun - self.n_steps), self.n_begun):
+            row = self.rows + n % self.n_steps * self.width
+            if not row[FINISHED]:
+                continue
+            values = [row[i] for i in range(self.width)]
+            n_before = N_FIELDS + self.n_gradients
+            steps.append((
+                KINDS[values[KIND]], tuple(values[KIND + 1:N_FIELDS]), values[N_FIELDS:n_before],
+                [values[i:i + N_EVENTS] for i in range(n_before, self.width, N_EVENTS)],
+            ))
+        return steps

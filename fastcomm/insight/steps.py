@@ -1,0 +1,125 @@
+"""Step: one step of a reducer on one rank, as a Recorder has seen it, and the durations in it.
+
+All times are in ns of time.monotonic_ns(); 0 means unknown. Owns no state, reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastcomm.insight.recorder import Recorder
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What a bucket holds: the names of its parameters, by slot, and how many bytes travel."""
+
+    names: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in one step. launch, launched: when the caller began and ended to gather and post
+    it. gathered: when the device had; known over NCCL only. start: when all ranks were there. end:
+    when this rank's part in the reduction was through. wait, waited: when the caller began and
+    ended to wait for it.
+    """
+
+    launch: int
+    launched: int
+    gathered: int
+    start: int
+    end: int
+    wait: int
+    waited: int
+
+    @property
+    def interval(self) -> Interval:
+        """When it was being reduced on this rank, as far as is known."""
+        return self.start or self.launched, self.end or self.waited
+
+
+@dataclass(frozen=True)
+class Step:
+    """One backward, the forwards before it and the optimizer's step after it.
+
+    kind: "reduced"; "accumulated", under no_sync(); "by hand", by reduce(); or "abandoned".
+    number: of the round, among the reducer's; equal on all ranks. 0 for an accumulated step.
+    forward_begin, forward_end: of the first and of the last forward; forward_ns: their sum. 0 where
+        no forward is seen.
+    backward_begin: when the backward came to the model's output or, where no forward is seen, its
+        first gradient. backward_end: when the last gradient was there and the caller began to wait.
+    finished: when all gradients were reduced.
+    optimizer_begin, optimizer_end, optimizer_ns: as of the forward. 0 if no optimizer has stepped.
+    ready: when each gradient was ready, in the order of the buckets and their slots.
+    """
+
+    kind: str
+    number: int
+    forward_begin: int
+    forward_end: int
+    forward_ns: int
+    backward_begin: int
+    backward_end: int
+    finished: int
+    optimizer_begin: int
+    optimizer_end: int
+    optimizer_ns: int
+    ready: tuple[int, ...]
+    buckets: tuple[BucketTimes, ...]
+
+    @property
+    def has_round(self) -> bool:
+        """Whether the ranks have reduced something in it."""
+        return self.kind in ("reduced", "by hand")
+
+    @property
+    def backward_ns(self) -> int:
+        return 0 if self.kind == "by hand" else self.backward_end - self.backward_begin
+
+    @property
+    def communication_ns(self) -> int:
+        """How long at least one bucket was being reduced."""
+        return length(self._intervals())
+
+    @property
+    def exposed_ns(self) -> int:
+        """How long the rank waited for communication after its last gradient was there."""
+        if not self.has_round:
+            return 0
+        last = self.buckets[-1]
+        if last.gathered:  # the host does not wait, the device does
+            return max(0, max(bucket.end for bucket in self.buckets) - last.gathered)
+        return self.finished - self.backward_end
+
+    @property
+    def overlap(self) -> float:
+        """The share of the communication that ran before the last gradient was there."""
+        whole = self.communication_ns
+        end = self.buckets[-1].gathered or self.backward_end if self.buckets else 0
+        before = [(a, min(b, end)) for a, b in self._intervals() if a < end]
+        return length(before) / whole if whole else 0.0
+
+    def _intervals(self) -> list[Interval]:
+        return [bucket.interval for bucket in self.buckets] if self.has_round else []
+
+
+def length(intervals: Sequence[Interval]) -> int:
+    """Of the union of the intervals."""
+    total, reached = 0, 0
+    for begin, end in sorted(intervals):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def read_steps(recorder: Recorder) -> list[Step]:
+    """What the recorder holds, the oldest step first."""
+    return [
+        Step(kind, *fields, tuple(ready), tuple(BucketTimes(*times) for times in buckets))
+        for kind, fields, ready, buckets in recorder.read()
+    ]

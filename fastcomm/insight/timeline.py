@@ -1,0 +1,136 @@
+"""Timeline: what the time of a reducer's steps goes into. Turns the recording on and off, and puts
+the ranks' recordings together.
+
+recorder.pyx takes the times, steps.py says what they mean, trace.py and plot.py show them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fastcomm.communicator import Communicator
+from fastcomm.insight.recorder import Recorder
+from fastcomm.insight.steps import BucketPlan, Step, read_steps
+
+
+class Bucket(Protocol):
+    """What a timeline knows of a reducer's bucket."""
+
+    names: list[str]
+    flat: Tensor
+
+
+class Recorded(Protocol):
+    """A reducer, as its timeline sees it."""
+
+    comm: Communicator
+    number: int
+    recorder: Recorder | None
+
+
+class Timeline:
+    """When what happened in a reducer's newest steps. Made by Reducer.timeline(); a context
+    manager, which records within its block.
+
+    steps: how many of the newest steps are kept.
+    """
+
+    def __init__(self, reducer: Recorded, steps: int) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._comm = reducer.comm
+        self._n_steps = steps
+        self._plan: tuple[BucketPlan, ...] = ()
+        self._model: weakref.ref[nn.Module] | None = None
+        self._recorder = Recorder(steps, 0, 0)
+        self._handles: list[RemovableHandle] = []
+        self.is_on = False
+
+    def start(self) -> Timeline:
+        """Records from the next round on. Returns self."""
+        if not self.is_on:
+            self.is_on = True
+            self._comm.keep_times(True)
+            self._record()
+        return self
+
+    def stop(self) -> None:
+        """Records no more: the steps cost nothing again. What was recorded stays."""
+        if self.is_on:
+            self.is_on = False
+            self._comm.keep_times(False)
+            self._record()
+
+    def __enter__(self) -> Timeline:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def follow(self, buckets: Sequence[Bucket], model: object) -> None:
+        """For reducers: these are the buckets from now on. What was recorded is of others, and
+        dropped. model: the module, whose forward is seen; or anything else, whose is not.
+        """
+        self._plan = tuple(BucketPlan(tuple(one.names), one.flat.nbytes) for one in buckets)
+        n_gradients = sum(len(one.names) for one in self._plan)
+        self._recorder = Recorder(self._n_steps, n_gradients, len(self._plan))
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
+        self._record()
+
+    def _record(self) -> None:
+        """Hangs the recorder in, or takes it out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.recorder = self._recorder if self.is_on and self._plan else None
+        model = None if self._model is None else self._model()
+        if self.is_on and model is not None:
+            self._handles = _watch_forward(model, self._recorder)
+
+    @property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        """What each bucket holds. Step.buckets has the same order."""
+        return self._plan
+
+    def steps(self) -> list[Step]:
+        """This rank's steps that are kept, the oldest first."""
+        return read_steps(self._recorder)
+
+
+def _watch_forward(model: nn.Module, recorder: Recorder) -> list[RemovableHandle]:
+    """Notes when the module's forward begins and ends, and when a backward comes to its output. In
+    what torch.compile traces there is nothing to see.
+    """
+
+    def begin(*_: object) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            recorder.begin_forward()
+
+    def end(module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        recorder.end_forward()
+        tensor = _first_with_graph(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(reach_output)
+
+    def reach_output(_: object) -> None:
+        recorder.reach_output()
+
+    return [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+
+
+def _first_with_graph(output: Any) -> Tensor | None:
+    """The first tensor of a model's output that has a graph: the loss, where models return one."""
+    values = output.values() if isinstance(output, dict) else output
+    for value in values if isinstance(values, (tuple, list)) or values is not output else [output]:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            return value
+    return None
