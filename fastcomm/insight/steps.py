@@ -6,7 +6,8 @@ All times are in ns of time.monotonic_ns(); 0 means unknown. Owns no state, read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
 
 from fastcomm.insight.recorder import Recorder
 
@@ -104,8 +105,27 @@ class Step:
         before = [(a, min(b, end)) for a, b in self._intervals() if a < end]
         return length(before) / whole if whole else 0.0
 
+    def shifted(self, offset: int) -> Step:
+        """The same step on a clock that is so many ns ahead."""
+        if not offset:
+            return self
+        values = {
+            field.name: _shifted(getattr(self, field.name), offset)
+            for field in fields(self)
+            if field.name.endswith(("_begin", "_end", "finished", "ready"))
+        }
+        buckets = tuple(BucketTimes(*_shifted(astuple(one), offset)) for one in self.buckets)
+        return replace(self, buckets=buckets, **values)
+
     def _intervals(self) -> list[Interval]:
         return [bucket.interval for bucket in self.buckets] if self.has_round else []
+
+
+def _shifted(times: Any, offset: int) -> Any:
+    """A time, or a tuple of times. What is unknown stays so."""
+    if isinstance(times, tuple):
+        return tuple(_shifted(time, offset) for time in times)
+    return times + offset if times else 0
 
 
 def length(intervals: Sequence[Interval]) -> int:

@@ -6,6 +6,8 @@ recorder.pyx takes the times, steps.py says what they mean, trace.py and plot.py
 
 from __future__ import annotations
 
+import json
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.communicator import Communicator
+from fastcomm.insight import plot, summary, trace
+from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import BucketPlan, Step, read_steps
 
@@ -32,6 +36,10 @@ class Recorded(Protocol):
     comm: Communicator
     number: int
     recorder: Recorder | None
+
+
+class ScalarWriter(Protocol):
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Timeline:
@@ -102,6 +110,65 @@ class Timeline:
     def steps(self) -> list[Step]:
         """This rank's steps that are kept, the oldest first."""
         return read_steps(self._recorder)
+
+    # -- all ranks' --------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """A table as text, the same on every rank: for each rank the medians of forward, backward,
+        communication, exposed time (waiting for it), optimizer and overlap, and how often it was
+        last. Collective: every rank calls it, outside backward. Needs rich.
+        """
+        return summary.table(self._join())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes all ranks' steps as JSON, which ui.perfetto.dev and chrome://tracing open. Every
+        rank calls it; rank 0 writes.
+        """
+        joined = self._join()
+        if self._comm.rank == 0:
+            with open(path, "w") as file:
+                json.dump(trace.trace(joined), file)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the newest round that all ranks have recorded; path: .png, .svg or another format
+        of matplotlib. Every rank calls it; rank 0 writes. Raises ValueError, on every rank, where
+        there is no such round. Needs matplotlib.
+        """
+        joined = self._join()
+        rounds = joined.rounds()
+        if not rounds:
+            raise ValueError("there is nothing to plot: no step yet that all ranks have recorded")
+        if self._comm.rank == 0:
+            plot.plot(joined, rounds[-1], path)
+
+    def _join(self) -> Joined:
+        """Collective."""
+        return join(self._comm, self._describe(), self._plan, self.steps())
+
+    def _describe(self) -> str:
+        reducer = self._reducer()
+        number = "" if reducer is None else f" {reducer.number}"
+        return f"reducer{number} over {self._comm.backend}, {self._comm.world_size} ranks"
+
+    # -- this rank's -------------------------------------------------------------------------------
+
+    def write_scalars(self, writer: ScalarWriter, step: int) -> None:
+        """Writes what this rank's newest step took, in ms, and its overlap, by writer.add_scalar
+        (a SummaryWriter of TensorBoard, or what looks like one). Not collective. step: the number
+        to write them under.
+        """
+        newest = next((one for one in reversed(self.steps()) if one.has_round), None)
+        for name, value in () if newest is None else summary.values(newest):
+            writer.add_scalar(f"fastcomm/{name}", value, step)
+
+    def __repr__(self) -> str:
+        recorder = self._recorder
+        state = "on" if self.is_on else "off"
+        kept = min(recorder.n_begun, recorder.n_steps)
+        return (
+            f"<Timeline of {self._describe()}: {state}, {kept} of the newest {recorder.n_steps} "
+            f"steps, {len(self._plan)} buckets; {recorder.nbytes / 1e6:.1f} MB>"
+        )
 
 
 def _watch_forward(model: nn.Module, recorder: Recorder) -> list[RemovableHandle]:
