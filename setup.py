@@ -58,6 +58,7 @@ EXTENSIONS = (
         "shm.ring",
         "shm.bucket",
         "shm.communicator",
+        "cuda.clock",
         "cuda.driver",
         "cuda.graphs",
         "cuda.multi_tensor",

@@ -61,6 +61,7 @@ cdef struct Driver:
                               unsigned int flags) noexcept nogil
     int (*retain_user_object)(CUgraph graph, CUuserObject user_object, unsigned int count,
                               unsigned int flags) noexcept nogil
+    int (*elapsed_time)(float *milliseconds, CUevent begin, CUevent end) noexcept nogil
 
 
 cdef Driver driver

@@ -76,6 +76,7 @@ cdef int _find_symbols(void *handle) except -1:
     _find(<void **>&driver.destroy_event, handle, b"cuEventDestroy_v2")
     _find(<void **>&driver.create_user_object, handle, b"cuUserObjectCreate")
     _find(<void **>&driver.retain_user_object, handle, b"cuGraphRetainUserObject")
+    _find(<void **>&driver.elapsed_time, handle, b"cuEventElapsedTime")
     return 0
 
 
@@ -119,12 +120,12 @@ cdef void _destroy(int (*destroy)(void *) noexcept nogil, void *handle, CUcontex
 
 
 cdef class Event:
-    """A CUDA event without timing. Belongs to the process that made it."""
+    """A CUDA event, without timing unless flags are 0. Belongs to the process that made it."""
 
-    def __cinit__(self):
+    def __cinit__(self, unsigned int flags=CU_EVENT_DISABLE_TIMING):
         self.pid = getpid()
         check(driver.get_context(&self.context), b"cuCtxGetCurrent")
-        check(driver.create_event(&self.handle, CU_EVENT_DISABLE_TIMING), b"cuEventCreate")
+        check(driver.create_event(&self.handle, flags), b"cuEventCreate")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():

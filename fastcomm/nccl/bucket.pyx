@@ -12,7 +12,8 @@ from fastcomm.errors import FastcommError
 cimport cython
 from libc.stdint cimport uint32_t
 
-from fastcomm.cuda.driver cimport CUcontext, CUstream, Producers, check, driver
+from fastcomm.cuda.clock cimport Span
+from fastcomm.cuda.driver cimport CUcontext, CUevent, CUstream, Producers, check, driver
 from fastcomm.cuda.multi_tensor cimport MultiTensor
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.nccl.gradient_slot cimport GradientSlot
@@ -33,6 +34,7 @@ cdef class NcclBucketWork:
     cdef int epoch
     cdef bint is_captured, is_awaited
     cdef CUstream awaited_on  # the stream that wait() ordered after the work
+    cdef Span span  # of the times that somebody asks for; or None
 
     def wait(self):
         """As NcclWork.wait."""
@@ -55,7 +57,8 @@ cdef class NcclBucketWork:
         return present
 
     def times(self):
-        """See BucketWork.times."""
+        """See BucketWork.times. None for what was captured."""
+        return None if self.span is None else self.span.times()
 
 
 cdef class NcclBucket:
@@ -187,9 +190,11 @@ cdef class NcclBucket:
             flattens = (bool(missing) or bool(self.kept) or scale != 1
                         or self.wire is not self.flat
                         or self.last is None or self.last.token is not work.token)
+            if link.clock is not None and not work.is_captured:
+                work.span = link.clock.span()
             link.launches.begin(self.lane, self.ticket, op)
             try:
-                code = self._launch_on(current, scale, flattens, op_number(op))
+                code = self._launch_on(current, scale, flattens, op_number(op), work.span)
             finally:
                 link.launches.end(self.lane, self.ticket, work.is_captured)
             if code != ncclSuccess:
@@ -201,17 +206,25 @@ cdef class NcclBucket:
         self._release(current)
         return work
 
-    cdef int _launch_on(self, CUstream current, double scale, bint flattens, int op) except -1:
+    cdef int _launch_on(
+        self, CUstream current, double scale, bint flattens, int op, Span span
+    ) except -1:
         """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
         cdef void *wire = self.wire_address
         cdef bint scatters = self.scattering is not None
         cdef CUstream stream = self.lane.stream.handle
+        cdef CUevent gathered = NULL, began = NULL, ended = NULL
         cdef int code
+        if span is not None:
+            gathered, began = span.gathered.handle, span.began.handle
+            ended = span.ended.handle
         with nogil:  # may wait inside NCCL, which connects at the first collective
             if flattens:
                 self.gathering.flatten_on(current, wire, scale)
             check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
+            _record(gathered, current)
             check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
+            _record(began, stream)
             code = nccl.all_reduce(
                 wire, wire, self.ticket.numel, self.dtype, op, self.lane.comm, stream
             )
@@ -219,6 +232,7 @@ cdef class NcclBucket:
                 return code
             if scatters:
                 self.scattering.unflatten_on(stream, wire, 1, True)
+            _record(ended, stream)
             check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
         return ncclSuccess
 
@@ -282,6 +296,13 @@ cdef class NcclBucket:
         finally:
             self.link.cuda.leave(before)
         return 0
+
+
+cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:
+    """For a timeline; NULL where nobody asks."""
+    if event != NULL:
+        check(driver.record_event(event, stream), b"cuEventRecord")
+    return 0
 
 
 cdef class Presence:

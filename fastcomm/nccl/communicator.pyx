@@ -21,6 +21,7 @@ cimport cython
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free, malloc
 
+from fastcomm.cuda.clock cimport DeviceClock
 from fastcomm.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
 from fastcomm.nccl.lane cimport (
     ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket,
@@ -173,7 +174,12 @@ cdef class NcclCommunicator:
             leave_backward(self.rank)
 
     def keep_times(self, bint is_on):
-        """See Communicator.keep_times."""
+        """See Communicator.keep_times. At first waits for the current stream."""
+        self.link.n_timekeepers += 1 if is_on else -1
+        if self.link.n_timekeepers == 0:
+            self.link.clock = None
+        elif self.link.clock is None:
+            self.link.clock = DeviceClock(self.link.cuda)
 
     def check(self):
         """See Communicator.check."""

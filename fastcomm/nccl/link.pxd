@@ -1,5 +1,6 @@
 from libc.stdint cimport uint32_t
 
+from fastcomm.cuda.clock cimport DeviceClock
 from fastcomm.cuda.driver cimport Device
 from fastcomm.cuda.graphs cimport CapturedGraphs
 from fastcomm.lifetime cimport Lifetime
@@ -30,6 +31,8 @@ cdef class Link:
     cdef int n_abandoned
     cdef object interruption  # why the ranks have to meet again, until it has been raised
     cdef bint is_split_up, is_closed
+    cdef DeviceClock clock  # while somebody asks for the times of buckets, else None
+    cdef int n_timekeepers  # how many do
 
     cdef close(self, double timeout)
     cdef abort(self)

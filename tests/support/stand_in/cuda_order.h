@@ -82,6 +82,10 @@ void order_submit(size_t stream);
 void order_record(size_t stream, struct clock **event);
 void order_wait(size_t stream, const struct clock *event);
 
+/* What happens to the times of events: cuda_timing.c. */
+void timing_create(size_t event, unsigned flags);
+void timing_record(size_t event);
+
 /* The calling thread has learnt that the event is reached. NULL: one that was never recorded. */
 void order_reach(const struct clock *event);
 

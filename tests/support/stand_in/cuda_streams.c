@@ -347,6 +347,7 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_OUT_OF_MEMORY;
     }
     events[number].device = current_device();
+    timing_create(number, flags);
     set_live(&events[number].live);
     *event = (CUevent)number;
     return CUDA_SUCCESS;
@@ -382,6 +383,7 @@ static CUresult record(struct event *event, CUstream handle) {
     event->work = stream->work;
     event->capture = is_capturing(stream) ? capture.number : 0;
     order_record(event->stream, &event->clock);
+    timing_record((size_t)(event - events));
     return CUDA_SUCCESS;
 }
 

@@ -1,0 +1,142 @@
+"""Summary, trace and plot of two ranks' made-up steps, in which every duration is known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fastcomm.insight import clock, plot, summary, trace
+from fastcomm.insight.joined import Joined, last_to_launch, waited_ns
+from fastcomm.insight.steps import BucketPlan, BucketTimes, Step, length
+
+MS = 1_000_000
+PLAN = (BucketPlan(("last.weight", "last.bias"), 64), BucketPlan(("first.weight",), 32))
+
+
+def _step(late_ms: int = 0, number: int = 1, kind: str = "reduced") -> Step:
+    """Forward from 1 to 3 ms, backward from 3 to 8, everything later by late_ms but for the first
+    two; the buckets are reduced from 6 to 7 and from 9 to 10, after the later of two ranks.
+    """
+    late = late_ms * MS
+    return Step(
+        kind=kind,
+        number=number,
+        forward_begin=1 * MS,
+        forward_end=3 * MS,
+        forward_ns=2 * MS,
+        backward_begin=3 * MS,
+        backward_end=8 * MS,
+        finished=10 * MS,
+        optimizer_begin=10 * MS,
+        optimizer_end=11 * MS,
+        optimizer_ns=1 * MS,
+        ready=(4 * MS, 4 * MS + late, 7 * MS),
+        buckets=(
+            BucketTimes(4 * MS + late, 4 * MS + late, 0, 6 * MS, 7 * MS, 8 * MS, 8 * MS),
+            BucketTimes(8 * MS, 8 * MS, 0, 9 * MS, 10 * MS, 8 * MS, 10 * MS),
+        ),
+    )
+
+
+def _joined(*steps: Step) -> Joined:
+    return Joined("reducer 0 over shm, 2 ranks", PLAN, tuple((step,) for step in steps))
+
+
+def test_durations_of_a_step():
+    step = _step()
+    assert (step.backward_ns, step.exposed_ns) == (5 * MS, 2 * MS)
+    assert step.communication_ns == 2 * MS and step.overlap == 0.5
+
+
+def test_intervals_that_overlap_count_once():
+    assert length([(5, 9), (0, 2), (1, 3), (6, 7)]) == 7
+
+
+def test_the_table_has_a_row_for_each_rank():
+    text = summary.table(_joined(_step(), _step(late_ms=1)))
+    rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    figures = ["2.000", "5.000", "2.000", "2.000", "1.000", "50 %"]
+    assert [row[:-1] for row in cells] == [["0", *figures], ["1", *figures]]
+
+
+def test_steps_that_are_no_rounds_are_counted_and_left_out():
+    steps = (_step(), _step(kind="accumulated", number=0))
+    joined = Joined("reducer 0", PLAN, (steps, steps))
+    assert len(joined.rounds()) == 1
+    assert "2 accumulated, left out" in summary.table(joined)
+
+
+def test_the_rank_that_launched_last_is_waited_for():
+    steps = (_step(), _step(late_ms=1))
+    assert [last_to_launch(steps, 0), waited_ns(steps, 0)] == [1, 0]
+
+
+def test_only_rounds_that_all_ranks_have_recorded_are_compared():
+    joined = Joined("", PLAN, ((_step(), _step(number=2)), (_step(number=2), _step(number=3))))
+    assert [[step.number for step in steps] for steps in joined.rounds()] == [[2, 2]]
+
+
+def test_the_trace_tells_what_each_bucket_holds_and_whom_it_waits_for():
+    events = trace.trace(_joined(_step(), _step(late_ms=1)))["traceEvents"]
+    json.dumps(events)
+    slices = {(e["pid"], e["name"]): e for e in events if e["ph"] == "X"}
+    bucket = slices[0, "bucket 0: last.weight ... last.bias"]
+    assert (bucket["ts"], bucket["dur"]) == (3000, 3000)
+    assert bucket["args"] == {
+        "round": 1,
+        "bytes": 64,
+        "parameters": ["last.weight", "last.bias"],
+        "waiting for": "rank 1",
+    }
+    assert slices[0, "waits for rank 1"]["dur"] == 1000
+    assert slices[0, "exposed"]["ts"] == 7000
+    assert "waiting for" not in slices[1, "bucket 0: last.weight ... last.bias"]["args"]
+
+
+def test_slices_of_one_thread_of_the_trace_do_not_overlap():
+    step = _step()
+    buckets = (step.buckets[0], replace(step.buckets[1], launch=5 * MS))
+    overlapping = Joined("", PLAN, ((replace(step, buckets=buckets),),))
+    events = trace.trace(overlapping)["traceEvents"]
+    threads = {e["tid"] for e in events if e["ph"] == "X" and e["name"].startswith("bucket")}
+    assert len(threads) == 2
+
+
+def test_an_arrow_leads_from_the_gradient_that_filled_a_bucket_to_the_bucket():
+    events = trace.trace(_joined(_step()))["traceEvents"]
+    arrows = [(e["ph"], e["ts"]) for e in events if e["ph"] in "sf" and e["id"] == "0/1/0"]
+    assert arrows == [("s", 3000), ("f", 3000)]
+
+
+def test_the_picture_is_written(tmp_path):
+    steps = (_step(), _step(late_ms=1))
+    plot.plot(_joined(*steps), steps, tmp_path / "timeline.svg")
+    text = (tmp_path / "timeline.svg").read_text()
+    assert "round 1" in text and "exposed" in text
+
+
+@pytest.mark.parametrize("show", ["rich", "matplotlib"])
+def test_what_is_missing_is_said_in_one_sentence(show, monkeypatch):
+    monkeypatch.setitem(sys.modules, show, None)
+    joined = _joined(_step(), _step())
+    with pytest.raises(ImportError, match=rf"needs {show}: pip install 'fastcomm\[insight\]'"):
+        summary.table(joined) if show == "rich" else plot.plot(joined, (_step(),), "nowhere.png")
+
+
+def test_the_difference_of_two_clocks_is_bounded_by_meetings():
+    first = [(0, 100), (1000, 1010), (2000, 2300)]
+    ahead = 5_000_000
+    second = [(50 + ahead, 120 + ahead), (1004 + ahead, 1012 + ahead), (1900 + ahead, 2100 + ahead)]
+    assert abs(clock.offset(first, second) + ahead) <= 10
+
+
+def test_a_step_on_another_clock_keeps_its_durations_and_what_is_unknown():
+    shifted = _step(late_ms=1).shifted(7)
+    assert shifted.forward_begin == MS + 7 and shifted.forward_ns == 2 * MS
+    assert shifted.ready[1] == 5 * MS + 7
+    assert (shifted.buckets[0].launch, shifted.buckets[0].gathered) == (5 * MS + 7, 0)
+    assert (shifted.number, shifted.exposed_ns) == (1, 2 * MS)
