@@ -34,6 +34,7 @@ BENCHMARKS = {
     "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
     "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",
+    "timeline": "what Reducer.timeline() costs while it is on, and while it is off",
 }
 
 

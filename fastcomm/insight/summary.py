@@ -79,12 +79,17 @@ def _last(rounds: Sequence[Sequence[Step]], rank: int) -> str:
 
 
 def _slowest(rounds: Sequence[Sequence[Step]]) -> str:
-    ranks = range(len(rounds[0]))
-    waits = [sum(waited_ns(steps, rank) for steps in rounds) / len(rounds) / 1e6 for rank in ranks]
-    if len(waits) == 1:
+    """The rank that was last most often, and what it cost the others then."""
+    if len(rounds[0]) == 1:
         return ""
-    slowest = max(ranks, key=lambda rank: waits[rank])
+    last = [last_to_launch(steps, -1) for steps in rounds]
+    slowest = max(set(last), key=last.count)
+    waits = [
+        waited_ns(steps, slowest) / 1e6
+        for steps, rank in zip(rounds, last, strict=True)
+        if rank == slowest
+    ]
     return (
-        f"Slowest: rank {slowest}. The others waited {waits[slowest]:.3f} ms a step for it, on "
-        "average."
+        f"Slowest: rank {slowest}, last in {len(waits)} of {len(rounds)} rounds. The others then "
+        f"waited {median(waits):.3f} ms for it (median)."
     )

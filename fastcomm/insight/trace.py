@@ -87,7 +87,7 @@ class _Writer:
         if last != rank:
             arguments["waiting for"] = f"rank {last}"
         name = bucket_name(i, plan)
-        yield from self._slice(rank, thread, name, (begin, end), arguments)
+        yield self._event("B", rank, thread, begin, name=name, args=arguments)
         came = end if steps is None else max(one.buckets[i].launch for one in steps)
         posted, start = min(bucket.launched, end), min(bucket.start or end, end)
         waited = min(max(came, posted), start)
@@ -96,6 +96,7 @@ class _Writer:
         if bucket.start:
             yield from self._slice(rank, thread, "queued", (waited, start), {})
             yield from self._slice(rank, thread, "reduces", (max(start, posted), end), {})
+        yield self._event("E", rank, thread, end, name=name)
         yield from self._arrow(rank, thread, step, i)
 
     def _arrow(self, rank: int, thread: int, step: Step, i: int) -> Iterator[Event]:
@@ -114,15 +115,12 @@ class _Writer:
     ) -> Iterator[Event]:
         begin, end = span
         if begin and end > begin:
-            yield {
-                "ph": "X",
-                "name": name,
-                "pid": rank,
-                "tid": thread,
-                "ts": self._time(begin),
-                "dur": (end - begin) / 1e3,
-                "args": arguments,
-            }
+            yield self._event("B", rank, thread, begin, name=name, args=arguments)
+            yield self._event("E", rank, thread, end, name=name)
+
+    def _event(self, phase: str, rank: int, thread: int, at: int, **more: Any) -> Event:
+        """Slices are two events: a duration would be rounded, and the next slice begin inside."""
+        return {"ph": phase, "pid": rank, "tid": thread, "ts": self._time(at), **more}
 
     def _time(self, time: int) -> float:
         return (time - self._origin) / 1e3

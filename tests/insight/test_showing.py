@@ -80,21 +80,35 @@ def test_only_rounds_that_all_ranks_have_recorded_are_compared():
     assert [[step.number for step in steps] for steps in joined.rounds()] == [[2, 2]]
 
 
+def _slices(events):
+    """Of each slice its beginning, and when it ends. Those of one thread must be nested."""
+    stacks: dict[tuple[int, int], list] = {}
+    for event in events:
+        stack = stacks.setdefault((event["pid"], event["tid"]), [])
+        if event["ph"] == "B":
+            assert not stack or stack[-1]["ts"] <= event["ts"]
+            stack.append(event)
+        elif event["ph"] == "E":
+            yield stack.pop(), event["ts"]
+    assert not any(stacks.values())
+
+
 def test_the_trace_tells_what_each_bucket_holds_and_whom_it_waits_for():
     events = trace.trace(_joined(_step(), _step(late_ms=1)))["traceEvents"]
     json.dumps(events)
-    slices = {(e["pid"], e["name"]): e for e in events if e["ph"] == "X"}
-    bucket = slices[0, "bucket 0: last.weight ... last.bias"]
-    assert (bucket["ts"], bucket["dur"]) == (3000, 3000)
+    slices = {(one["pid"], one["name"]): (one, end) for one, end in _slices(events)}
+    bucket, end = slices[0, "bucket 0: last.weight ... last.bias"]
+    assert (bucket["ts"], end) == (3000, 6000)
     assert bucket["args"] == {
         "round": 1,
         "bytes": 64,
         "parameters": ["last.weight", "last.bias"],
         "waiting for": "rank 1",
     }
-    assert slices[0, "waits for rank 1"]["dur"] == 1000
-    assert slices[0, "exposed"]["ts"] == 7000
-    assert "waiting for" not in slices[1, "bucket 0: last.weight ... last.bias"]["args"]
+    waiting, end = slices[0, "waits for rank 1"]
+    assert (waiting["ts"], end) == (3000, 4000)
+    assert slices[0, "exposed"][0]["ts"] == slices[0, "backward"][1] == 7000
+    assert "waiting for" not in slices[1, "bucket 0: last.weight ... last.bias"][0]["args"]
 
 
 def test_slices_of_one_thread_of_the_trace_do_not_overlap():
@@ -102,7 +116,7 @@ def test_slices_of_one_thread_of_the_trace_do_not_overlap():
     buckets = (step.buckets[0], replace(step.buckets[1], launch=5 * MS))
     overlapping = Joined("", PLAN, ((replace(step, buckets=buckets),),))
     events = trace.trace(overlapping)["traceEvents"]
-    threads = {e["tid"] for e in events if e["ph"] == "X" and e["name"].startswith("bucket")}
+    threads = {one["tid"] for one, _ in _slices(events) if one["name"].startswith("bucket")}
     assert len(threads) == 2
 
 
@@ -140,3 +154,11 @@ def test_a_step_on_another_clock_keeps_its_durations_and_what_is_unknown():
     assert shifted.ready[1] == 5 * MS + 7
     assert (shifted.buckets[0].launch, shifted.buckets[0].gathered) == (5 * MS + 7, 0)
     assert (shifted.number, shifted.exposed_ns) == (1, 2 * MS)
+
+
+def test_the_rank_that_is_last_most_often_is_named_with_what_it_costs():
+    late = replace(_step(), buckets=(_step().buckets[0], BucketTimes(9 * MS, *[9 * MS] * 6)))
+    text = summary.table(_joined(_step(), late))
+    assert text.endswith(
+        "Slowest: rank 1, last in 1 of 1 rounds. The others then waited 1.000 ms for it (median)."
+    )
