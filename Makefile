@@ -27,11 +27,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Takes a second if nothing changed.
 rebuild := $(python) setup.py --quiet build_ext --inplace
 
-python_sources := setup.py fastcomm tests bench examples
+python_sources := setup.py fastcomm_autoload.py fastcomm tests bench examples
 cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd fastcomm/*/*.pyx fastcomm/*/*.pxd)
 kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
-all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml setup.py Makefile)
+all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
 .PHONY: test fuzz mutate demo bench lint sanitize format clean
 .NOTPARALLEL:

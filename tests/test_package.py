@@ -167,6 +167,7 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
         "Makefile",
         "tests/test_package.py",
         "LICENSE",
+        "fastcomm_autoload.py",
     }
     assert sources <= names
     assert {str(path.relative_to(ROOT)) for path in CYTHON_SOURCES} <= names
@@ -198,7 +199,10 @@ def test_wheel_holds_types_and_scripts_but_no_sources_of_what_is_compiled(
         for name in names
         if name.endswith((".c", ".pyx")) or name.startswith("fastcomm/kernels/shm")
     ]
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"fastcomm"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {
+        "fastcomm",
+        "fastcomm_autoload.py",
+    }
 
 
 def test_wheel_holds_the_cuda_kernels_for_cupy_and_what_nvcc_makes_of_them(
@@ -222,6 +226,27 @@ def test_info_of_the_installed_wheel(clean_python: Path, tmp_path: Path) -> None
     assert f" in {clean_python.parent.parent}/" in facts["fastcomm"]
     assert facts["shm"] == "ready"
     assert facts["NCCL"]
+
+
+FIRST_GROUP = """
+import sys, torch
+from torch.distributed import Backend, all_reduce, group, init_process_group, is_backend_available
+
+assert is_backend_available("fastcomm") and "fastcomm" not in sys.modules
+init_process_group("fastcomm", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+made = type(group.WORLD)
+all_reduce(torch.ones(3))
+import fastcomm
+assert Backend.backend_list.count("fastcomm") == 1 and type(group.WORLD) is made
+print(made.__module__)
+"""
+
+
+def test_torch_has_the_backend_of_the_installed_wheel_without_an_import(
+    clean_python: Path, tmp_path: Path
+) -> None:
+    printed = call(clean_python, "-c", FIRST_GROUP, tmp_path / "store", cwd=tmp_path)
+    assert printed.splitlines()[-1] == "fastcomm.torch_backend.process_group"
 
 
 def test_scripts_of_the_installed_wheel_are_found(clean_python: Path, tmp_path: Path) -> None:
