@@ -101,6 +101,7 @@ def init(
             )
         else:
             comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
+            _warn_of_threads(comm, neighbours.ranks)
         bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
@@ -130,7 +131,9 @@ def connect(
         neighbours = _neighbours(bootstrap)
         if device.type == "cuda":
             return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
-        return _connect_on_cpu("auto", bootstrap, timeout, None, neighbours), neighbours.ranks
+        comm = _connect_on_cpu("auto", bootstrap, timeout, None, neighbours)
+        _warn_of_threads(comm, neighbours.ranks)
+        return comm, neighbours.ranks
 
 
 @contextlib.contextmanager
@@ -224,8 +227,6 @@ def _connect_on_cpu(
     """Makes the communicator on the CPU, once the ranks have met."""
     neighbours, local_rank, hosts = of_host
     place = bootstrap.rank, bootstrap.world_size, local_rank
-    if bootstrap.rank == neighbours[0]:
-        _warn_of_threads(len(neighbours))
     if backend == "auto":
         is_crowded = max(map(len, hosts)) > MAX_RANKS
         backend = "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
@@ -250,18 +251,32 @@ def _connect_on_cpu(
         return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
 
 
-def _warn_of_threads(n_ranks: int) -> None:
-    """By itself torch has as many threads as there are cores, in each rank: together they take
-    about twice as long. torchrun sets OMP_NUM_THREADS, other launchers do not.
+def _warn_of_threads(comm: Communicator, ranks: Sequence[int]) -> None:
+    """By itself torch has as many threads as its process has cores. Ranks that share their cores
+    then take about twice as long. torchrun and Ray set OMP_NUM_THREADS; srun and mpirun may give
+    each rank cores of its own, which then are not too few.
+
+    ranks: of this host. The first of them warns.
     """
-    n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
-    if n_threads > 1 and n_ranks * n_threads > n_cores and "OMP_NUM_THREADS" not in os.environ:
+    n_threads = torch.get_num_threads()
+    if comm.rank != ranks[0] or n_threads == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    n_cores = len(set[int]().union(*(_cores_of(comm.pids[rank]) for rank in ranks)))
+    if len(ranks) * n_threads > n_cores:
         warnings.warn(
-            f"{n_ranks} ranks have {n_threads} threads each, on a host of {n_cores} cores: set "
-            f"OMP_NUM_THREADS={max(1, n_cores // n_ranks)} in the environment of every rank",
+            f"{len(ranks)} ranks have {n_threads} threads each, and {n_cores} cores in all: set "
+            f"OMP_NUM_THREADS={max(1, n_cores // len(ranks))} in the environment of every rank",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
+
+
+def _cores_of(pid: int) -> set[int]:
+    """The cores a process may run on."""
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:  # it has ended, or FASTCOMM_HOST_ID says that it runs here, and it does not
+        return os.sched_getaffinity(0)
 
 
 def _neighbours(bootstrap: Bootstrap) -> _Neighbours:

@@ -223,9 +223,10 @@ def test_a_failure_of_one_while_the_others_exchange_leaves_the_group_in_step():
     assert outcomes_of(2, _one_fails_alone_while_the_group_meets) == [2, 2]
 
 
-def _warnings_of_init(place, threads):
+def _warnings_of_init(place, threads, cores, cores_of_others):
     os.environ.pop("OMP_NUM_THREADS")
-    os.cpu_count = lambda: 6
+    own = (0, os.getpid())
+    os.sched_getaffinity = lambda pid: cores if pid in own else cores_of_others
     torch.get_num_threads = lambda: threads
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -235,12 +236,21 @@ def _warnings_of_init(place, threads):
             return [str(one.message) for one in caught if one.filename == __file__]
 
 
+SIX, SIX_OTHERS = set(range(6)), set(range(6, 12))
+
+
 def test_one_rank_of_a_host_warns_of_more_threads_than_cores():
-    of_first, of_second = outcomes_of(2, _warnings_of_init, 6)
+    of_first, of_second = outcomes_of(2, _warnings_of_init, 6, SIX, SIX)
     (warning,) = of_first
-    assert warning.startswith("2 ranks have 6 threads each, on a host of 6 cores: ")
+    assert warning.startswith("2 ranks have 6 threads each, and 6 cores in all: ")
     assert "OMP_NUM_THREADS=3 " in warning and of_second == []
-    assert outcomes_of(2, _warnings_of_init, 3) == [[], []]
+    assert outcomes_of(2, _warnings_of_init, 3, SIX, SIX) == [[], []]
+
+
+def test_ranks_that_are_bound_to_cores_of_their_own_may_have_as_many_threads():
+    assert outcomes_of(2, _warnings_of_init, 6, SIX, SIX_OTHERS) == [[], []]
+    of_first, _ = outcomes_of(2, _warnings_of_init, 7, SIX, SIX_OTHERS)
+    assert "7 threads each, and 12 cores in all: set OMP_NUM_THREADS=6 " in of_first[0]
 
 
 def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):
