@@ -5,6 +5,7 @@ that has never seen the source tree.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import fastcomm
 
 ROOT = Path(__file__).resolve().parent.parent
 # By path: kernels/shm/reduce.c is a source, fastcomm/shm/reduce.c is none.
@@ -157,6 +160,12 @@ def clean_python(
     return python
 
 
+def test_the_newest_changes_are_those_of_this_version() -> None:
+    """The version stands in fastcomm/__init__.py alone; what else names it must agree."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == fastcomm.__version__
+
+
 def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -168,6 +177,7 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
         "tests/test_package.py",
         "LICENSE",
         "fastcomm_autoload.py",
+        "CITATION.cff",
     }
     assert sources <= names
     assert {str(path.relative_to(ROOT)) for path in CYTHON_SOURCES} <= names
