@@ -1,5 +1,5 @@
 """The torch.distributed backend "fastcomm": `init_process_group("fastcomm")` after `import
-fastcomm`.
+fastcomm`, or without where fastcomm is installed (fastcomm_autoload.py).
 
 A group owns a communicator for CPU tensors, over shared memory where its ranks share a host,
 hierarchical where they do not; one for CUDA tensors, made at the first of them; and torch's own
