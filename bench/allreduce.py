@@ -36,6 +36,7 @@ from pathlib import Path
 import allreduce_report
 import cuda_clock
 import launch
+import report
 from allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
 from allreduce_report import PLACEMENTS, Size
 from report import Spread, Times
@@ -63,7 +64,7 @@ def main() -> int:
         allreduce_report.print_settings(options, calls, missing)
         table = allreduce_report.Table(contenders, options)
         table.print_head()
-        for nbytes in sizes(options):
+        for nbytes in report.tracked(list(sizes(options)), "sizes"):
             row = measure_size(contenders, max(1, nbytes // itemsize(options)), options)
             table.print_size(row)
             rows.append(row)

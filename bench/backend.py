@@ -27,12 +27,13 @@ from typing import Any
 import launch
 import machine
 import report
+import sections
 import torch
 import torch.distributed as dist
 import turns
 from allreduce_options import parse_size
 from models import CASES, WARM_UP_STEPS
-from report import Column, Table, Times
+from report import Times
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm  # noqa: F401  (registers the backend)
@@ -58,7 +59,10 @@ def main() -> int:
         if options.only != "ddp":
             results["all_reduce"] = measure_all_reduce(ranks, options)
         if options.only != "all_reduce":
-            results["ddp"] = {name: measure_steps(ranks, name, options) for name in options.models}
+            results["ddp"] = {
+                name: measure_steps(ranks, name, options)
+                for name in report.tracked(options.models, "steps under DDP")
+            }
     print_summary(results)
     figures = {"ranks": options.ranks, **results}
     report.write_results("backend", figures, options, default=f"backend-{options.ranks}ranks.json")
@@ -81,12 +85,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=16,
-        help="rounds, in each of which every way has its turn (16)",
-    )
     parser.add_argument("--steps", type=int, default=3, help="training steps of each turn (3)")
     parser.add_argument(
         "-e",
@@ -95,9 +93,7 @@ def parse_options() -> argparse.Namespace:
         metavar="SIZE",
         help="largest all-reduce; K, M and G are binary (64M)",
     )
-    options = report.parse(parser)
-    if options.rounds < 2:
-        parser.error("--rounds must be at least 2: quartiles need more than one")
+    options = report.parse(parser, rounds=16)
     if options.e < SIZES[0]:
         parser.error(f"-e is at least {SIZES[0]}, the smallest size")
     return options
@@ -107,31 +103,26 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
-    print(f"dist.all_reduce of float32 tensors, sum, {options.ranks} ranks (us)")
-    columns = [("bytes", 10), ("fastcomm", 11), ("gloo", 11), ("ratio", 8)]
-    table = Table([*(Column(width, (title,)) for title, width in columns), Column(3, ("",), "<")])
+    print(f"dist.all_reduce of float32 tensors, sum, {options.ranks} ranks")
+    table = sections.SizeTable(PEERS)
     table.print_head()
     rows = []
-    for nbytes in (size for size in SIZES if size <= options.e):
+    for nbytes in report.tracked([size for size in SIZES if size <= options.e], "all-reduce"):
         samples = slowest(ranks.call("all_reduce", nbytes=nbytes, rounds=options.rounds), PEERS)
-        times = Times.of(samples)
-        us = {peer: 1e6 * times.median(peer) for peer in PEERS}
-        ratio = times.ratio("gloo", "fastcomm")
+        times = Times.of({peer: [1e6 * s for s in turns] for peer, turns in samples.items()})
         rows.append(
             {
                 "bytes": nbytes,
-                "fastcomm_us": round(us["fastcomm"], 2),
-                "gloo_us": round(us["gloo"], 2),
+                **{f"{peer}_us": round(times.median(peer), 2) for peer in PEERS},
                 "quartiles_us": {
-                    peer: [round(1e6 * spread.low, 2), round(1e6 * spread.high, 2)]
+                    peer: [round(spread.low, 2), round(spread.high, 2)]
                     for peer, spread in times.spreads.items()
                 },
-                "ratio": round(ratio, 2),
+                "ratio": round(times.ratio("gloo", "fastcomm"), 2),
                 "wide": times.wide(),
             }
         )
-        cells = [str(nbytes), *(f"{us[peer]:.1f}" for peer in PEERS), f"{ratio:.1f}x"]
-        table.print_row([*cells, times.wide()])
+        table.print_row(table.cells(nbytes, times))
     return rows
 
 
@@ -142,19 +133,17 @@ def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -
     samples = {way: [1e3 * s for s in turn] for way, turn in seconds.items()}
     times, overhead = Times.of(samples), report.overheads(samples, "local")
     share = overhead["fastcomm"] / overhead["gloo"]
-    print(f"\n{CASES[name].description}: a step with DDP over each backend (ms)")
-    table = Table([Column(10, (), "<"), Column(10, ()), Column(21, ()), Column(3, (), "<")])
-    for way in WAYS:
-        over = f"{overhead[way]:>9.2f} over local" if way != "local" else ""
-        table.print_row([way, f"{times.median(way):.2f}", over, times.spreads[way].mark])
-    print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
-    return {
+    result = {
         "model": CASES[name].description,
         "quartiles_ms": times.rounded(),
         "overhead_ms": report.rounded(overhead),
         "share_of_gloo": round(share, 3),
         "wide": times.wide(),
     }
+    print()
+    sections.steps_table(result, f"{CASES[name].description}: a step under DDP").print()
+    print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
+    return result
 
 
 def slowest(answers: list[list[list[float]]], ways: tuple[str, ...]) -> dict[str, list[float]]:

@@ -8,12 +8,15 @@ drawn.
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".png", ".svg", ".pdf")
+INK = "#010203"  # stands for the color of a page's text
 # Of each contender: label, color, style of its line.
 LOOKS = {
     "local": ("no communication", "silver", "-"),
@@ -40,21 +43,49 @@ TENSORS = {"comm": "comm.empty", "ordinary": "ordinary tensors"}
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draws the results of any benchmark into a file, whose suffix says in which format."""
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+    with _settings({}):
+        figure = _figure(results)
+        figure.supxlabel(machine_line(results["machine"]), fontsize=6, color="dimgray")
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def inline(results: Mapping[str, Any], name: str) -> str:
+    """The picture as an <svg> for a page of HTML, in the page's own colors: on paper as dark as the
+    reader likes it. `name` keeps its ids apart from those of the page's other pictures.
+    """
+    parts = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    looks = {"svg.fonttype": "none", "grid.color": "gray", **dict.fromkeys(parts, INK)}
+    with _settings(looks), io.StringIO() as file:
+        _figure(results).savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        svg = file.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", svg)
+    return svg.replace(INK, "currentColor")
+
+
+def can_draw(results: Mapping[str, Any]) -> bool:
+    return results["benchmark"] in _PICTURES
+
+
+def _settings(more: dict[str, Any]) -> Any:
+    """matplotlib's, by which the same results give the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
-    # The same results give the same file.
-    matplotlib.rcParams |= {"svg.hashsalt": "fastcomm", "font.size": 8, "legend.frameon": False}
+    own: Any = {"svg.hashsalt": "fastcomm", "font.size": 8, "legend.frameon": False}
+    return matplotlib.rc_context(own | more)
+
+
+def _figure(results: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     _PICTURES[results["benchmark"]](figure, results)
-    figure.supxlabel(_machine_line(results["machine"]), fontsize=6, color="dimgray")
-    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-    figure.savefig(path, dpi=150, metadata=metadata)
+    return figure
 
 
-def _machine_line(machine: Mapping[str, Any]) -> str:
+def machine_line(machine: Mapping[str, Any]) -> str:
     gpu = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch "
@@ -200,7 +231,7 @@ def _backend(figure: Any, results: Mapping[str, Any]) -> None:
             f'dist.all_reduce of ordinary float32 tensors, backend "fastcomm" beside Gloo, '
             f"{results['ranks']} ranks"
         )
-        lines = {peer: [_spread_of(row, peer) for row in rows] for peer in ("fastcomm", "gloo")}
+        lines = {peer: [spread_of(row, peer) for row in rows] for peer in ("fastcomm", "gloo")}
         _over_size(part.subplots(), [row["bytes"] for row in rows], lines)
     if models:
         part = next(parts)
@@ -208,7 +239,7 @@ def _backend(figure: Any, results: Mapping[str, Any]) -> None:
         _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "gloo")
 
 
-def _spread_of(row: Mapping[str, Any], peer: str) -> tuple[float, float, float]:
+def spread_of(row: Mapping[str, Any], peer: str) -> tuple[float, float, float]:
     """Results of before 0.1 had no quartiles here."""
     middle = row[f"{peer}_us"]
     low, high = row.get("quartiles_us", {}).get(peer, (middle, middle))
@@ -233,7 +264,7 @@ def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
         bounds,
         [place - 0.4 for place in places],
         [place + 0.4 for place in places],
-        colors="black",
+        colors=axes.xaxis.label.get_color(),
         linestyles=":",
         label="what must cross a link, at its rate",
     )
@@ -273,8 +304,11 @@ def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
     ]
     figure.suptitle("What communication on a GPU costs the host, over stand-ins, in microseconds")
     axes = figure.subplots()
-    axes.barh(range(len(rows)), middles, color="tab:blue", xerr=whiskers, label="measured")
-    axes.plot([row["predicted"] for row in rows], range(len(rows)), "k|", label="predicted")
+    color = axes.xaxis.label.get_color()
+    look = {"color": "tab:blue", "error_kw": {"ecolor": color}}
+    axes.barh(range(len(rows)), middles, xerr=whiskers, label="measured", **look)
+    predicted = [row["predicted"] for row in rows]
+    axes.plot(predicted, range(len(rows)), "|", color=color, label="predicted")
     axes.set_yticks(range(len(rows)), [f"{row['what']}, per {row['per']}" for row in rows])
     axes.set_xscale("log")
     axes.legend()

@@ -95,12 +95,6 @@ def parse_options() -> argparse.Namespace:
         help=f"of {', '.join(LISTS)} (all)",
     )
     parser.add_argument(
-        "--rounds",
-        type=int,
-        default=9,
-        help="rounds, in each of which every contender has its turn (9)",
-    )
-    parser.add_argument(
         "--launches",
         nargs="*",
         type=int,
@@ -108,10 +102,7 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="measure launching a bucket of N tensors (1 32 500)",
     )
-    options = report.parse(parser)
-    if options.rounds < 2:
-        parser.error("--rounds is at least 2")
-    return options
+    return report.parse(parser, rounds=9)
 
 
 def measure(comm: Any, options: argparse.Namespace) -> tuple[list[Pass], list[Launch]]:
@@ -121,11 +112,11 @@ def measure(comm: Any, options: argparse.Namespace) -> tuple[list[Pass], list[La
     table = flatten_report.Table()
     table.print_head()
     rows = []
-    for name in options.lists:
-        for mode in MODES:
-            for row in measure_mode(name, mode, comm.cuda, options.rounds):
-                table.print_pass(row)
-                rows.append(row)
+    lists = [(name, mode) for name in options.lists for mode in MODES]
+    for name, mode in report.tracked(lists, "lists of tensors"):
+        for row in measure_mode(name, mode, comm.cuda, options.rounds):
+            table.print_pass(row)
+            rows.append(row)
     launches = [
         launch_cost(comm, n, wire)
         for n in options.launches

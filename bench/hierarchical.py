@@ -32,9 +32,10 @@ from typing import Any
 import launch
 import machine
 import report
+import sections
 import torch
 import torch.distributed as dist
-from report import Column, Spread, Table, Times
+from report import Spread, Times
 
 import fastcomm
 
@@ -47,7 +48,6 @@ except ModuleNotFoundError:  # installed: --help is all there is
 PORT = 29500  # in namespaces of our own every port is free
 WIRE_NBYTES = {"gloo": 4, "float32": 4, "bfloat16": 2, "backend": 4}
 CONTENDERS = tuple(WIRE_NBYTES)
-NAMES = {"gloo": "gloo, all ranks", "backend": 'backend "fastcomm"'}
 # Rounding of the wire, times the few ranks whose values are added.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-6, "backend": 1e-6}
 
@@ -68,8 +68,9 @@ def main() -> int:
         with launch.Ranks(Path(__file__).resolve(), hosts.world_size, arguments=arguments) as ranks:
             errors = ranks.call("compare")[0]
             times = measure(ranks, options.rounds)
-    print_times(times, errors, options)
-    write_results(times, errors, options)
+    rows = make_rows(times, errors, options)
+    print_times(times, rows, options)
+    write_results(rows, options)
     return 0 if all(errors[wire] <= TOLERANCE[wire] for wire in TOLERANCE) else 1
 
 
@@ -92,12 +93,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--mib", type=int, default=64, help="size of the buffer, in MiB of float32 (64)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="how often each contender has its turn (7)"
-    )
-    options = report.parse(parser, "results/hierarchical.json, of the defaults")
-    if options.mib < 1 or options.rounds < 1:
-        parser.error("--mib and --rounds are at least 1")
+    options = report.parse(parser, "results/hierarchical.json, of the defaults", rounds=7)
+    if options.mib < 1:
+        parser.error("--mib is at least 1")
     return options
 
 
@@ -120,7 +118,7 @@ def measure(ranks: launch.Ranks, rounds: int) -> Times:
     seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
     for contender in CONTENDERS:
         ranks.call("time", contender=contender)  # connections open their windows, memory is touched
-    for _ in range(rounds):
+    for _ in report.tracked(range(rounds), "all-reduce"):
         for contender in CONTENDERS:
             seconds[contender].append(max(ranks.call("time", contender=contender)))
     return Times(
@@ -139,36 +137,30 @@ def bound(contender: str, options: argparse.Namespace) -> float:
     return nbytes * 8 / bits_per_second(options.rate)
 
 
-def print_times(times: Times, errors: dict[str, float], options: argparse.Namespace) -> None:
+def make_rows(
+    times: Times, errors: dict[str, float], options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    return {
+        contender: {
+            "seconds": round(median, 4),
+            "fastest": round(fastest, 4),
+            "slowest": round(slowest, 4),
+            "bound": round(bound(contender, options), 4),
+            "gloo/it": round(times.ratio("gloo", contender), 3),
+            "gloo/bound": round(times.median("gloo") / bound(contender, options), 3),
+            "relative_error": errors.get(contender),
+        }
+        for contender, (fastest, median, slowest) in times.spreads.items()
+    }
+
+
+def print_times(times: Times, rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     print(f"# {machine.summary()}")
     print(
         f"# hosts of {', '.join(map(str, options.hosts))} ranks, links of {options.rate}, "
         f"{options.mib} MiB of float32, sum"
     )
-    columns = [("time (s)", 10), ("fastest", 10), ("slowest", 10), ("bound", 10)]
-    columns += [("gloo / it", 12), ("gloo / bound", 14), ("error", 12)]
-    table = Table(
-        [
-            Column(24, ("",), "<"),
-            *(Column(width, (title,)) for title, width in columns),
-            Column(3, ("",), "<"),  # the mark of a wide spread
-        ],
-        prefix="# ",
-    )
-    table.print_head()
-    for contender, spread in times.spreads.items():
-        fastest, median, slowest = spread
-        least = bound(contender, options)
-        table.print_row(
-            [
-                NAMES.get(contender, f"hierarchical, {contender}"),
-                *(f"{seconds:.3f}" for seconds in (median, fastest, slowest, least)),
-                f"{times.ratio('gloo', contender):.2f}",
-                f"{times.median('gloo') / least:.2f}",
-                "" if contender == "gloo" else f"{errors[contender]:.1e}",
-                spread.mark,
-            ]
-        )
+    sections.hosts_table(rows).print()
     for contender in ("float32", "bfloat16"):
         ratio, least = times.ratio("gloo", contender), bound(contender, options)
         print(
@@ -179,24 +171,13 @@ def print_times(times: Times, errors: dict[str, float], options: argparse.Namesp
         print(f"# {report.WIDE_NOTE}")
 
 
-def write_results(times: Times, errors: dict[str, float], options: argparse.Namespace) -> None:
+def write_results(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     figures = {
         "hosts": options.hosts,
         "rate": options.rate,
         "nbytes": options.mib * 2**20,
         "rounds": options.rounds,
-        "rows": {
-            contender: {
-                "seconds": round(median, 4),
-                "fastest": round(fastest, 4),
-                "slowest": round(slowest, 4),
-                "bound": round(bound(contender, options), 4),
-                "gloo/it": round(times.ratio("gloo", contender), 3),
-                "gloo/bound": round(times.median("gloo") / bound(contender, options), 3),
-                "relative_error": errors.get(contender),
-            }
-            for contender, (fastest, median, slowest) in times.spreads.items()
-        },
+        "rows": rows,
     }
     are_defaults = (options.hosts, options.rate, options.mib) == ([2, 2], "1gbit", 64)
     default = "hierarchical.json" if are_defaults else None

@@ -31,9 +31,10 @@ from typing import Any
 
 import machine
 import report
+import sections
 import torch
 import torch.distributed as dist
-from report import Bar, Column, Spread, Table
+from report import Bar, Spread
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -128,16 +129,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=30,
-        help="rounds, in each of which every contender has its turn (30)",
-    )
-    options = report.parse(parser, "nowhere")
-    if options.rounds < 2:
-        parser.error("--rounds is at least 2")
-    return options
+    return report.parse(parser, "nowhere", rounds=30)
 
 
 def take_turns(
@@ -148,7 +140,7 @@ def take_turns(
     samples: dict[str, list[float]] = {}
     gc.collect()
     gc.disable()  # a collection now and then is the price of any Python object
-    for _ in range(rounds):
+    for _ in report.tracked(range(rounds), "turns"):
         chance.shuffle(order)
         for name in order:
             for what, figure in contenders[name]().items():
@@ -285,23 +277,7 @@ def shares_of_ddp(rows: Sequence[Row]) -> dict[str, float]:
 
 def print_rows(rows: Sequence[Row]) -> None:
     print(machine.summary())
-    table = Table(
-        [
-            Column(32, ("microseconds",), "<"),
-            Column(14, ("per",), "<"),
-            Column(10, ("predicted",)),
-            Column(10, ("median",)),
-            Column(10, ("fastest",)),
-            Column(18, ("quartiles",)),
-            Column(3, ("",), "<"),
-        ]
-    )
-    table.print_head()
-    for row in rows:
-        low, median, high = row.quartiles
-        figures = [f"{figure:.2f}" for figure in (row.predicted, median, row.fastest)]
-        spread = f"{low:.2f} .. {high:.2f}"
-        table.print_row([row.what, row.per, *figures, spread, row.quartiles.mark])
+    sections.host_cost_table([asdict(row) for row in rows]).print()
     for what, share in shares_of_ddp(rows).items():
         print(f"  fastcomm adds {share:.2f} of what DDP over Gloo adds ({what})")
 

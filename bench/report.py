@@ -1,7 +1,9 @@
-"""How the benchmarks report: the spread of times and their ratios, what a way costs over another in
-the same rounds, printed tables, bars, and the JSON in bench/results/. Pictures are chart.py's.
+"""How the benchmarks report: the options that all of them take, where results go, the bar that says
+how far a run has come, and what a way costs over another in the same rounds. This file measures
+nothing. Figures and tables are tables.py's, and can be had from here; pictures are chart.py's.
 
-A benchmark says what its columns are and which figures it writes. This file measures nothing.
+With --report the results become a page by page.py. What a benchmark gives to appear there is said
+in sections.py.
 """
 
 from __future__ import annotations
@@ -10,73 +12,55 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import chart
 import machine
+import page
+from sections import Results
+from tables import (
+    WIDE_NOTE,
+    Bar,
+    Column,
+    Spread,
+    Table,
+    Times,
+    count_bars,
+    print_bars,
+)
+
+__all__ = [
+    "WIDE_NOTE",
+    "Bar",
+    "Column",
+    "Results",
+    "Spread",
+    "Table",
+    "Times",
+    "count_bars",
+    "overheads",
+    "parse",
+    "print_bars",
+    "rounded",
+    "tracked",
+    "write_json",
+    "write_page",
+    "write_results",
+]
 
 # In the source tree only: an installed benchmark has no such folder.
 RESULTS = Path(__file__).resolve().with_name("results")
-INDENT = 2  # of every table; the head's lines may have "# " there
-WIDE = 0.5  # of the median: a spread above it is marked
+STDOUT = Path("-")
+INSTALL = "pip install 'fastcomm[bench]'"
+# Of these the results tell how they were measured; the others say where they go.
+OUTPUTS = ("--json", "--plot", "--report")
 
-
-class Spread(NamedTuple):
-    """A median and what lies about it: the quartiles, or the fastest and the slowest."""
-
-    low: float
-    middle: float
-    high: float
-
-    @classmethod
-    def quartiles(cls, samples: Sequence[float]) -> Spread:
-        return cls(*statistics.quantiles(samples, n=4))
-
-    def rounded(self, digits: int = 3) -> Spread:
-        return Spread(*(round(value, digits) for value in self))
-
-    @property
-    def is_wide(self) -> bool:
-        return self.high - self.low > WIDE * self.middle
-
-    @property
-    def mark(self) -> str:
-        """For the row of a table."""
-        return "~" if self.is_wide else ""
-
-
-@dataclass(frozen=True)
-class Times:
-    """What was measured at one setting: the times of each contender, all in one unit."""
-
-    spreads: Mapping[str, Spread]
-
-    @classmethod
-    def of(cls, samples: Mapping[str, Sequence[float]]) -> Times:
-        return cls({name: Spread.quartiles(times) for name, times in samples.items()})
-
-    def rounded(self) -> dict[str, Spread]:
-        return {name: spread.rounded() for name, spread in self.spreads.items()}
-
-    def __contains__(self, contender: str) -> bool:
-        return contender in self.spreads
-
-    def median(self, contender: str) -> float:
-        return self.spreads[contender].middle
-
-    def wide(self) -> str:
-        """A mark for the row of a table: whose times spread too far to say much."""
-        names = ", ".join(name for name, spread in self.spreads.items() if spread.is_wide)
-        return names and f"~ {names}"
-
-    def ratio(self, slower: str, faster: str) -> float:
-        """How many times the time of `faster` the other one takes."""
-        return self.median(slower) / self.median(faster)
+T = TypeVar("T")
 
 
 def overheads(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
@@ -94,110 +78,142 @@ def rounded(figures: Mapping[str, float], digits: int = 3) -> dict[str, float]:
     return {name: round(value, digits) for name, value in figures.items()}
 
 
-class Column(NamedTuple):
-    """`width` includes the blanks before it; `titles` has one for each line of the head."""
-
-    width: int
-    titles: tuple[str, ...]
-    align: str = ">"
-
-
-class Table:
-    """Prints a head and rows in the same columns. A title longer than its column reaches to the
-    left, over the blanks of columns without one.
+def tracked(items: Sequence[T], what: str, *, shown: bool = True) -> Iterator[T]:
+    """The items, while a bar on stderr says how many are through. Only a terminal shows it. It
+    moves between the items and not during one: a thread that moved it would be measured as well.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
 
-    def __init__(self, columns: Sequence[Column], prefix: str = " " * INDENT) -> None:
-        self.columns = columns
-        self.prefix = prefix
-
-    def print_head(self) -> None:
-        for titles in zip(*(column.titles for column in self.columns), strict=True):
-            print(self.prefix + self._line(titles)[INDENT:], flush=True)
-
-    def print_row(self, cells: Iterable[str]) -> None:
-        print(self._line(cells), flush=True)
-
-    def _line(self, cells: Iterable[str]) -> str:
-        line, end = "", INDENT
-        for column, cell in zip(self.columns, cells, strict=True):
-            start, end = end, end + column.width
-            if cell:
-                place = start if column.align == "<" else end - len(cell)
-                line = line.ljust(max(place, len(line) + 1, INDENT)) + cell
-        return line
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a figure is to reach, and whether it does."""
-
-    what: str
-    figure: str
-    is_met: bool
-
-    def verdict(self) -> str:
-        return f"{'met' if self.is_met else 'NOT met':>8}"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        # What is printed meanwhile goes above the bar, unless it goes elsewhere.
+        redirect_stdout=sys.stdout.isatty(),
+        disable=not (shown and sys.stderr.isatty()),
+    ) as bar:
+        task = bar.add_task(what, total=len(items))
+        bar.refresh()
+        for item in items:
+            yield item
+            bar.update(task, advance=1, refresh=True)
 
 
-def print_bars(bars: Iterable[Bar]) -> None:
-    for bar in bars:
-        print(f"{bar.verdict()}  {bar.what}: {bar.figure}")
-
-
-def count_bars(bars: Sequence[Bar]) -> str:
-    return f"bars: {sum(bar.is_met for bar in bars)} of {len(bars)} met"
-
-
-WIDE_NOTE = (
-    f"~ marks times that spread over more than {WIDE:.0%} of their median: run it again when the "
-    "machine is quiet"
-)
+# ---- options -------------------------------------------------------------------------------------
 
 
 def parse(
-    parser: argparse.ArgumentParser, default: str = "in the source tree: bench/results/"
+    parser: argparse.ArgumentParser,
+    default: str = "in the source tree: bench/results/",
+    *,
+    rounds: int | None = None,
 ) -> argparse.Namespace:
-    """Adds the options by which all benchmarks say where results go, and parses. That they can go
-    there is found out before anything is measured. With --from it draws, and ends the process.
+    """Adds the options that all benchmarks have, and parses. `rounds` is the default of --rounds,
+    where a benchmark has them. That results can go where they are to go is found out before
+    anything is measured. With --from it draws, or writes a page, and ends the process.
     """
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"where to write the results ({default})"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg or .pdf")
-    parser.add_argument(
-        "--from",
-        type=Path,
-        dest="source",
-        metavar="FILE",
-        help="with --plot: measure nothing, draw the results in this file",
-    )
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds",
+            type=int,
+            default=rounds,
+            metavar="N",
+            help=f"rounds, in each of which every contender has its turn ({rounds})",
+        )
+    _add_options_of_results(parser, default)
     options = parser.parse_args()
     problem = _find_problem(options)
+    if problem is None and rounds is not None and options.rounds < 2:
+        problem = "--rounds is at least 2: quartiles need more than one"
     if problem is not None:
         parser.error(problem)
-    if options.source is not None:
-        _draw(json.loads(options.source.read_text()), options.plot)
-        sys.exit()
+    if options.source:
+        _show_again(parser, options)
+    # Then nothing but the results goes to stdout.
+    options.stdout = sys.stdout
+    if options.json == STDOUT:
+        sys.stdout = sys.stderr
     return options
 
 
+def _add_options_of_results(parser: argparse.ArgumentParser, default: str) -> None:
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help=f"where to write them ({default}); - for stdout, and all else to stderr",
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg or .pdf")
+    group.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="write them as a page: tables, plots and the machine, in one file",
+    )
+    group.add_argument(
+        "--from",
+        type=Path,
+        nargs="+",
+        dest="source",
+        metavar="FILE",
+        help="measure nothing: draw the results in this file (--plot), or write a page of the "
+        "results in one or more (--report)",
+    )
+
+
 def _find_problem(options: argparse.Namespace) -> str | None:
-    """Why results cannot be written or drawn as these options say."""
-    for name, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and not os.access(path.parent, os.W_OK):
+    """Why results cannot be written or shown as these options say."""
+    for name in OUTPUTS:
+        path = getattr(options, name[2:])
+        if path not in (None, STDOUT) and not os.access(path.parent, os.W_OK):
             return f"{name} {path}: {path.parent} is not a folder this process can write to"
-    if options.source is not None and options.plot is None:
-        return "--from is for --plot"
-    if options.source is not None and not options.source.is_file():
-        return f"--from {options.source}: there is no such file"
-    if options.plot is None:
-        return None
-    if options.plot.suffix not in chart.SUFFIXES:
+    if options.source:
+        if options.plot is None and options.report is None:
+            return "--from is for --plot and --report"
+        for path in options.source:
+            if not path.is_file():
+                return f"--from {path}: there is no such file"
+        if options.plot is not None and len(options.source) > 1:
+            return f"--plot draws the results of one file, and --from names {len(options.source)}"
+    elif importlib.util.find_spec("rich") is None:
+        return f"the benchmarks need rich for what they print: {INSTALL}"
+    if options.plot is not None and options.plot.suffix not in chart.SUFFIXES:
         return f"--plot {options.plot}: the name must end in {', '.join(chart.SUFFIXES)}"
-    if importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install matplotlib"
+    if options.report is not None and options.report.suffix != ".html":
+        return f"--report {options.report}: the name must end in .html"
+    for name, path in (("--plot", options.plot), ("--report", options.report)):
+        if path is not None and importlib.util.find_spec("matplotlib") is None:
+            return f"{name} needs matplotlib: {INSTALL}"
     return None
+
+
+def _show_again(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Shows results of before, and ends the process."""
+    all_results: list[Results] = []
+    for path in options.source:
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            parser.error(f"--from {path}: not JSON: {error}")
+        found = found if isinstance(found, list) else [found]
+        if not all(isinstance(of, dict) and {"benchmark", "machine"} <= set(of) for of in found):
+            parser.error(f"--from {path}: not the results of a benchmark")
+        all_results += found
+    if options.plot is not None:
+        if len(all_results) > 1 or not chart.can_draw(all_results[0]):
+            parser.error(f"--plot cannot draw what is in {path}; --report can show it")
+        _draw(all_results[0], options.plot)
+    if options.report is not None:
+        write_page(all_results, options.report)
+    sys.exit()
+
+
+# ---- results -------------------------------------------------------------------------------------
 
 
 def write_results(
@@ -208,20 +224,60 @@ def write_results(
     default: str | None,
     prefix: str = "",
 ) -> None:
-    """Writes the machine and the figures, and draws them with --plot. Without --json they go into
-    the file `default` of RESULTS, or nowhere if one of the two does not exist.
+    """Writes the machine, the command and the figures, and shows them with --plot and --report.
+    Without --json they go into the file `default` of RESULTS, or nowhere if one of the two does not
+    exist.
     """
-    results = {"benchmark": benchmark, "machine": machine.describe(), **figures}
+    results = {
+        "benchmark": benchmark,
+        "machine": machine.describe(),
+        "command": _command(benchmark, sys.argv[1:]),
+        **figures,
+    }
     path = options.json
     if path is None and default is not None and RESULTS.is_dir():
         path = RESULTS / default
     if path is not None:
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{prefix}Results: {os.path.relpath(path)}")
+        write_json(results, path, options, prefix)
     if options.plot is not None:
         _draw(results, options.plot, prefix)
+    if options.report is not None:
+        write_page([results], options.report, prefix)
 
 
-def _draw(results: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+def _command(benchmark: str, arguments: Sequence[str]) -> str:
+    """What measures this again, wherever its results went."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.partition("=")
+        if name not in OUTPUTS:
+            kept.append(argument)
+        elif not equals:
+            next(rest)
+    return f"python -m fastcomm bench {shlex.join([benchmark, *kept])}"
+
+
+def write_json(
+    results: Results | Sequence[Results],
+    path: Path,
+    options: argparse.Namespace,
+    prefix: str = "",
+) -> None:
+    text = json.dumps(results, indent=1) + "\n"
+    if path == STDOUT:
+        options.stdout.write(text)
+        options.stdout.flush()
+    else:
+        path.write_text(text)
+        print(f"{prefix}Results: {os.path.relpath(path)}")
+
+
+def write_page(all_results: Sequence[Results], path: Path, prefix: str = "") -> None:
+    path.write_text(page.write(all_results))
+    print(f"{prefix}Report: {os.path.relpath(path)}")
+
+
+def _draw(results: Results, path: Path, prefix: str = "") -> None:
     chart.draw(results, path)
     print(f"{prefix}Plot: {os.path.relpath(path)}")

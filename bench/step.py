@@ -33,11 +33,12 @@ from typing import Any
 import cuda_clock
 import machine
 import report
+import sections
 import torch
 import torch.distributed as dist
 import turns
 from models import CASES, CUDA_CASES, WARM_UP_STEPS, Case
-from report import Bar, Column, Table, Times
+from report import Bar, Times
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -99,17 +100,11 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="number of ranks, on this machine (2; on GPUs as many as there are)",
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=16,
-        help="rounds, in each of which every way has its turn (16)",
-    )
     parser.add_argument("--steps", type=int, default=3, help="steps of each turn (3)")
     parser.add_argument(
         "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
     )
-    options = report.parse(parser)
+    options = report.parse(parser, rounds=16)
     unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
     if unknown:
         parser.error(f"--device {options.device} has no model {', '.join(sorted(unknown))}")
@@ -139,7 +134,8 @@ def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any
     take_turn = turn_on_the_device if options.device == "cuda" else turn_on_the_host
     ways = tuple(steps)
     seconds = torch.zeros(options.rounds, len(ways), options.steps, dtype=torch.float64)
-    for number in range(options.rounds):
+    rounds = range(options.rounds)
+    for number in report.tracked(rounds, case.description, shown=comm.rank == 0):
         for way in turns.order_of(ways, number):
             comm.barrier()
             seconds[number, ways.index(way)] = torch.tensor(
@@ -229,34 +225,8 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
 
 
 def print_result(result: dict[str, Any]) -> None:
-    print(
-        f"\n{result['model']}: {result['parameters'] / 1e6:.1f} M parameters in "
-        f"{result['tensors']} tensors"
-    )
-    width = max(10, *map(len, result["quartiles_ms"]))
-    columns = [
-        Column(width, ("",), "<"),
-        Column(10, ("median",)),
-        Column(21, ("quartiles",)),
-        Column(12, ("over local",)),
-        Column(7, ("(ms)",)),
-        Column(3, ("",), "<"),  # the mark of a wide spread
-    ]
-    table = Table(columns)
-    table.print_head()
-    for way, spread in result["quartiles_ms"].items():
-        low, median, high = spread
-        over = f"{result['overhead_ms'][way]:.2f}" if way != "local" else ""
-        table.print_row(
-            [
-                way,
-                f"{median:.2f}",
-                f"{low:.2f} ..{high:9.2f}",
-                over,
-                "",
-                spread.mark,
-            ]
-        )
+    print()
+    sections.steps_table(result, sections.model_title(result)).print()
     share, share_of_views = (
         result["fastcomm_share_of_ddp_overhead"],
         result["fastcomm_share_of_ddp_views_overhead"],

@@ -1,0 +1,170 @@
+"""The figures of the benchmarks as values: times with their spread, ratios of them, and tables,
+which rich prints. What a benchmark measures and where its results go is not this file's: see
+report.py.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+INDENT = 2  # of every table; the head's lines may have "# " there
+WIDE = 0.5  # of the median: a spread above it is marked
+WIDE_NOTE = (
+    f"~ marks times that spread over more than {WIDE:.0%} of their median: run it again when the "
+    "machine is quiet"
+)
+# Of what is rendered, not of a terminal: rich would shorten cells to fit in less.
+UNLIMITED = 10_000
+
+
+class Spread(NamedTuple):
+    """A median and what lies about it: the quartiles, or the fastest and the slowest."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def quartiles(cls, samples: Sequence[float]) -> Spread:
+        return cls(*statistics.quantiles(samples, n=4))
+
+    def rounded(self, digits: int = 3) -> Spread:
+        return Spread(*(round(value, digits) for value in self))
+
+    def over(self, other: Spread) -> Spread:
+        """The ratio of the medians, between what is least and most while both are within their
+        quartiles.
+        """
+        most = self.high / other.low if other.low > 0 else math.inf
+        return Spread(self.low / other.high, self.middle / other.middle, most)
+
+    @property
+    def is_wide(self) -> bool:
+        return self.high - self.low > WIDE * self.middle
+
+    @property
+    def mark(self) -> str:
+        """For the row of a table."""
+        return "~" if self.is_wide else ""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What was measured at one setting: the times of each contender, all in one unit."""
+
+    spreads: Mapping[str, Spread]
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]]) -> Times:
+        return cls({name: Spread.quartiles(times) for name, times in samples.items()})
+
+    def rounded(self) -> dict[str, Spread]:
+        return {name: spread.rounded() for name, spread in self.spreads.items()}
+
+    def __contains__(self, contender: str) -> bool:
+        return contender in self.spreads
+
+    def median(self, contender: str) -> float:
+        return self.spreads[contender].middle
+
+    def wide(self) -> str:
+        """A mark for the row of a table: whose times spread too far to say much."""
+        names = ", ".join(name for name, spread in self.spreads.items() if spread.is_wide)
+        return names and f"~ {names}"
+
+    def ratio(self, slower: str, faster: str) -> float:
+        """How many times the time of `faster` the other one takes."""
+        return self.median(slower) / self.median(faster)
+
+
+class Column(NamedTuple):
+    """`width` includes the blanks before it, and is exceeded rather than a figure cut; `titles` has
+    one for each line of the head.
+    """
+
+    width: int
+    titles: tuple[str, ...]
+    align: str = ">"
+
+
+class Table:
+    """A head and rows in the same columns: printed whole, or row by row while they are measured."""
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        prefix: str = " " * INDENT,
+        title: str = "",
+        rows: Iterable[Sequence[str]] = (),
+    ) -> None:
+        self.columns = columns
+        self.prefix = prefix
+        self.title = title
+        self.rows = list(rows)
+
+    def print(self) -> None:
+        if self.title:
+            print(self.title)
+        self.print_head()
+        for row in self.rows:
+            self.print_row(row)
+
+    def print_head(self) -> None:
+        for titles in zip(*(column.titles for column in self.columns), strict=True):
+            self._print_line(self.prefix, titles, "bold")
+
+    def print_row(self, cells: Iterable[str]) -> None:
+        self._print_line(" " * INDENT, cells, "")
+
+    def _print_line(self, indent: str, cells: Iterable[str], style: str) -> None:
+        """Each line is a table of its own, so that it is printed when it is measured. The widths
+        are what aligns them.
+        """
+        from rich.console import Console
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        grid = Grid.grid()
+        grid.add_column(width=INDENT)
+        texts = [Text(indent)]
+        for column, cell in zip(self.columns, cells, strict=True):
+            grid.add_column(
+                justify="left" if column.align == "<" else "right",
+                min_width=self._width(column),
+                no_wrap=True,
+            )
+            texts.append(Text(f" {cell}" if len(texts) > 1 else cell, no_wrap=True))
+        grid.add_row(*texts, style=style)
+        console = Console(width=UNLIMITED, highlight=False)
+        with console.capture() as captured:
+            console.print(grid)
+        print(captured.get().rstrip(), flush=True)
+
+    @staticmethod
+    def _width(column: Column) -> int:
+        return max(column.width, 1 + max(map(len, column.titles)))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure is to reach, and whether it does."""
+
+    what: str
+    figure: str
+    is_met: bool
+
+    def verdict(self) -> str:
+        return f"{'met' if self.is_met else 'NOT met':>8}"
+
+
+def print_bars(bars: Iterable[Bar]) -> None:
+    for bar in bars:
+        print(f"{bar.verdict()}  {bar.what}: {bar.figure}")
+
+
+def count_bars(bars: Sequence[Bar]) -> str:
+    return f"bars: {sum(bar.is_met for bar in bars)} of {len(bars)} met"
