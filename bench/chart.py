@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import paper_chart
+
 SUFFIXES = (".png", ".svg", ".pdf")
 INK = "#010203"  # stands for the color of a page's text
 # Of each contender: label, color, style of its line.
@@ -48,6 +50,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         figure = _figure(results)
         figure.supxlabel(machine_line(results["machine"]), fontsize=6, color="dimgray")
         figure.savefig(path, dpi=150, metadata=metadata)
+    if path.suffix == ".png":
+        _reduce_colors(path)
 
 
 def inline(results: Mapping[str, Any], name: str) -> str:
@@ -83,6 +87,15 @@ def _figure(results: Mapping[str, Any]) -> Any:
     figure = Figure(figsize=(7, 4), layout="constrained")
     _PICTURES[results["benchmark"]](figure, results)
     return figure
+
+
+def _reduce_colors(path: Path) -> None:
+    """To a palette, a third of the file: pictures lie in the repository."""
+    from PIL import Image  # matplotlib's own dependency
+
+    with Image.open(path) as picture:
+        reduced = picture.convert("RGB").quantize(64)
+    reduced.save(path, optimize=True)
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
@@ -321,4 +334,5 @@ _PICTURES = {
     "hierarchical": _hierarchical,
     "flatten": _flatten,
     "host_cost": _host_cost,
+    "paper": paper_chart.draw,
 }

@@ -123,15 +123,17 @@ def conv(channels: int, out: int, kernel: int, stride: int) -> nn.Module:
     )
 
 
-def resnet50() -> nn.Module:
+def resnet50(width: int = 64, n_classes: int = 1000) -> nn.Module:
     """ResNet-50 (He et al., 2015): 25.6 M parameters in 161 tensors."""
-    layers: list[nn.Module] = [conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    channels = 64
+    layers: list[nn.Module] = [conv(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    channels = width
     for stage, n_blocks in enumerate((3, 4, 6, 3)):
         for block in range(n_blocks):
-            layers.append(Bottleneck(channels, 64 << stage, 2 if stage and not block else 1))
-            channels = 4 * (64 << stage)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+            stride = 2 if stage and not block else 1
+            layers.append(Bottleneck(channels, width << stage, stride))
+            channels = 4 * (width << stage)
+    head = nn.Linear(channels, n_classes)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
 class BertLayer(nn.Module):

@@ -40,7 +40,7 @@ fi
 
 deadline=$((SECONDS + 540))
 # No figure of an earlier run may pass for one of this run.
-rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda}.json
+rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda,paper-fig12-nccl}.json
 table=()
 status=0
 
@@ -93,6 +93,8 @@ step tests 150 "${pytest[@]}" tests/gpu
 step step 90 python3 bench/step.py --device cuda --rounds 6 --json "$folder/step-cuda.json"
 step allreduce 60 python3 bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
     --json "$folder/allreduce-cuda.json"
+step paper 60 python3 bench/paper.py fig12 --device cuda --rounds 6 \
+    --json "$folder/paper-fig12-nccl.json"
 step reducer 150 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
 for tool in memcheck racecheck; do
     if command -v compute-sanitizer >/dev/null; then

@@ -35,6 +35,7 @@ BENCHMARKS = {
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
     "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",
     "timeline": "what Reducer.timeline() costs while it is on, and while it is off",
+    "paper": "the experiments of the paper on torch DDP, fastcomm and DDP side by side",
 }
 
 

@@ -18,7 +18,7 @@ import fastcomm.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-BENCHMARKS = ("allreduce", "step", "backend", "hierarchical", "flatten", "host_cost")
+BENCHMARKS = ("allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper")
 
 
 class Replaced(Exception):

@@ -1,0 +1,200 @@
+"""The pictures of bench/paper.py: fastcomm and DDP, with the paper's own numbers beside them where
+we have any. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLORS = {"local": "silver", "fastcomm": "tab:blue", "ddp": "tab:orange", "gloo": "tab:orange"}
+LABELS = {"local": "no communication", "fastcomm": "fastcomm", "ddp": "DDP", "gloo": "Gloo"}
+PARTS = ("forward", "backward", "exposed communication", "optimizer")
+SHADES = dict(zip(PARTS, ("gainsboro", "silver", "tab:red", "dimgray"), strict=True))
+WIRES = {"shm": "one host", "nccl": "on GPUs"}
+
+
+def draw(figure: Any, results: Mapping[str, Any]) -> None:
+    name = results["figure"]
+    wire = WIRES.get(results["wire"], f"links of {results['rate']}")
+    number = name.removeprefix("fig")
+    figure.suptitle(f"Fig. {number}: {results['title']}; {results['ranks']} ranks, {wire}")
+    _PICTURES[name](figure, results)
+
+
+def _panels(figure: Any, count: int) -> tuple[Any, Sequence[Any]]:
+    """Axes side by side. The legend keeps off the line below."""
+    figure.set_size_inches(9, 3.6)
+    part = figure.subfigures()
+    return part, part.subplots(1, count, squeeze=False)[0]
+
+
+def _legend(part: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    part.legend(handles, labels, loc="outside lower center", ncols=6)
+
+
+def _title(axes: Any, model: Mapping[str, Any]) -> None:
+    name, _, batch = model["model"].partition(", ")
+    axes.set_title(f"{name}\n{batch}, {model['parameters'] / 1e6:.1f} M parameters", fontsize=7)
+
+
+def _all_reduce(figure: Any, results: Mapping[str, Any]) -> None:
+    part, (axes,) = _panels(figure, 1)
+    rows = results["rows"]
+    sizes = [row["parameters"] for row in rows]
+    for who in rows[0]["ms"]:
+        _line(axes, sizes, [row["ms"][who] for row in rows], who)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"parameters per all-reduce, of {results['total'] / 1e6:g} M in all")
+    axes.set_ylabel("ms in all")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _line(
+    axes: Any,
+    places: Sequence[float],
+    spreads: Sequence[Sequence[float]],
+    who: str,
+    style: str = "-",
+) -> None:
+    low, middle, high = zip(*spreads, strict=True)
+    color = COLORS[who]
+    axes.plot(places, middle, style, color=color, label=LABELS[who], marker=".")
+    axes.fill_between(places, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def _parts(figure: Any, results: Mapping[str, Any]) -> None:
+    """Stacked parts, each contender's step without overlap taken as 1; last what overlap saves,
+    beside the paper's.
+    """
+    models = results["models"]
+    part, panels = _panels(figure, len(models) + 1)
+    for axes, model in zip(panels, models.values(), strict=False):
+        _title(axes, model)
+        _stack(axes, model["rows"])
+    panels[0].set_ylabel("step, without overlap = 1")
+    _legend(part, panels[0])
+    axes = panels[-1]
+    bars = [
+        (f"{name}, {LABELS[row['who']]}", 100 * row["saved"], COLORS[row["who"]])
+        for name, model in models.items()
+        for row in model["rows"]
+        if "saved" in row
+    ]
+    bars += [
+        (f"paper: {number['what'].rpartition('overlap, ')[2]}", number["value"], "gray")
+        for number in results["paper"]["numbers"]
+    ]
+    names, heights, colors = zip(*bars[::-1], strict=True)
+    drawn = axes.barh(names, heights, color=colors)
+    axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
+    axes.set_title("saved by overlap, %\n(the paper's: its speedup)", fontsize=7)
+    axes.margins(x=0.2)
+
+
+def _stack(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    local = rows[0]["parts_ms"]
+    ways = [row for row in rows if row["who"] != "local"]
+    wholes = {row["who"]: sum(row["parts_ms"].values()) for row in ways if not row["overlap"]}
+    names = [f"{LABELS[row['who']]}\n{'' if row['overlap'] else 'no '}overlap" for row in ways]
+    bottom = [0.0] * len(ways)
+    for part in PARTS:
+        heights = []
+        for row in ways:
+            parts = row["parts_ms"]
+            backward = min(local["backward"], parts["backward"])
+            exposed = {"backward": backward, PARTS[2]: parts["backward"] - backward}
+            heights.append((parts | exposed)[part] / wholes[row["who"]])
+        axes.bar(names, heights, bottom=bottom, color=SHADES[part], label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.tick_params(axis="x", labelsize=5.5)
+
+
+def _sizes(figure: Any, results: Mapping[str, Any]) -> None:
+    """Latency over bucket size, as boxes would show it: median and quartiles."""
+    part, panels = _panels(figure, len(results["models"]))
+    for axes, (name, model) in zip(panels, results["models"].items(), strict=True):
+        _title(axes, model)
+        local = next(row for row in model["rows"] if row["who"] == "local")
+        axes.axhline(local["ms"][1], color=COLORS["local"], label=LABELS["local"])
+        for who in ("fastcomm", "ddp"):
+            rows = [row for row in model["rows"] if row["who"] == who]
+            places = range(len(rows))
+            _line(axes, places, [row["ms"] for row in rows], who)
+            axes.set_xticks(places, [f"{row['bucket_mb']:g}" for row in rows])
+        _best_of_the_paper(axes, name, [row["bucket_mb"] for row in rows], results)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("bucket size (MB); 0: a bucket for each gradient")
+    panels[0].set_ylabel("ms per step")
+    _legend(part, panels[0])
+
+
+def _best_of_the_paper(
+    axes: Any, model: str, sizes: Sequence[float], results: Mapping[str, Any]
+) -> None:
+    for number in results["paper"]["numbers"]:
+        if model in number["what"].lower():
+            low, high = (sizes.index(size) for size in number["value"])
+            axes.axvspan(
+                low, high, color="tab:green", alpha=0.12, label="best in the paper, over NCCL"
+            )
+
+
+def _every(figure: Any, results: Mapping[str, Any]) -> None:
+    part, panels = _panels(figure, len(results["models"]))
+    for axes, model in zip(panels, results["models"].values(), strict=True):
+        _title(axes, model)
+        for who in ("local", "fastcomm", "ddp"):
+            rows = [row for row in model["rows"] if row["who"] == who]
+            _line(axes, range(len(rows)), [row["ms"] for row in rows], who)
+        axes.set_xticks(range(len(rows)), [str(row["every"]) for row in rows])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("steps between reductions")
+    panels[0].set_ylabel("ms per step")
+    _legend(part, panels[0])
+
+
+def _losses(figure: Any, results: Mapping[str, Any]) -> None:
+    part, panels = _panels(figure, len(results["settings"]))
+    for axes, setting in zip(panels, results["settings"], strict=True):
+        axes.set_title(f"batch {setting['batch']}, learning rate {setting['lr']}", fontsize=7)
+        for number, (every, curve) in enumerate(setting["curves"].items()):
+            # Thinner and thinner: where curves meet, all of them are seen.
+            axes.plot(*zip(*curve, strict=True), label=f"every {every}", linewidth=4 - number)
+        axes.set_xlabel("iteration")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(f"loss, smoothed over {results['window']} iterations")
+    _legend(part, panels[0])
+
+
+def _streams(figure: Any, results: Mapping[str, Any]) -> None:
+    _, panels = _panels(figure, len(results["models"]))
+    for axes, model in zip(panels, results["models"].values(), strict=True):
+        _title(axes, model)
+        rows = model["rows"]
+        names = [
+            f"rr{row['streams']}" if row["who"] == "fastcomm" else LABELS[row["who"]]
+            for row in rows
+        ]
+        middles = [row["ms"][1] for row in rows]
+        whiskers = [
+            [row["ms"][1] - row["ms"][0] for row in rows],
+            [row["ms"][2] - row["ms"][1] for row in rows],
+        ]
+        axes.bar(names, middles, yerr=whiskers, color=[COLORS[row["who"]] for row in rows])
+        axes.tick_params(axis="x", labelsize=6)
+    panels[0].set_ylabel("ms per step; rr: communicators in turn")
+
+
+_PICTURES = {
+    "fig2": _all_reduce,
+    "fig6": _parts,
+    "fig7": _sizes,
+    "fig8": _sizes,
+    "fig10": _every,
+    "fig11": _losses,
+    "fig12": _streams,
+}
