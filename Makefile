@@ -3,6 +3,7 @@
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
+# make docs      the documentation as a site, in build/docs
 # make bench     the benchmarks, with their defaults
 # make sanitize  the C core and the kernels under ASan, UBSan and TSan
 # make format    rewrite the sources the way `make lint` wants them
@@ -33,7 +34,7 @@ kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
-.PHONY: test fuzz mutate demo bench lint sanitize format clean
+.PHONY: test fuzz mutate demo bench lint docs sanitize format clean
 .NOTPARALLEL:
 
 test: $(VENV)/.installed-dev
@@ -67,6 +68,10 @@ lint: $(VENV)/.installed-dev
 	$(CC) -std=gnu11 -Wall -Wextra -Werror -fsyntax-only -Ikernels $(filter %.c,$(kernel_sources))
 	PATH="$(VENV)/bin:$$PATH" bash ci/kernels.sh build/kernels
 	$(VENV)/bin/codespell $(all_text)
+
+# A link or an anchor that leads nowhere is an error, and so is a page that needs the network.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 sanitize:
 	bash ci/sanitize.sh
