@@ -1,29 +1,58 @@
 """Docstrings as Markdown, for the API reference (see mkdocs.yml). In a docstring, arguments are
 paragraphs of lines `name: text`, which become lists, and examples are indented. Members whose
-docstring begins with one of INTERNAL are for other modules of fastcomm, and left out.
+docstring begins with one of INTERNAL are for other modules of fastcomm, and left out. A stub (.pyi)
+gets the docstrings of its source (.pyx).
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 
 INTERNAL = ("For reducers", "See ")
 ITEM = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ", re.MULTILINE)
+# A class or a function with a docstring; the list of parameters may have calls in it.
+DEFINITION = re.compile(
+    r"^( *)(?:cdef class|class|cpdef|def) (?:\w+ )*(\w+)(?:\((?:[^()]|\([^()]*\))*\))?[^\n(]*:\n"
+    r' +"""(.*?)"""',
+    re.DOTALL | re.MULTILINE,
+)
 
 
 class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        obj.labels.discard("abstractmethod")  # who reads it only calls it
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
 
+    def on_module(self, *, mod: griffe.Module, **_: Any) -> None:
+        if isinstance(mod.filepath, Path) and mod.filepath.suffix == ".pyi":
+            for name, text in docstrings_of(mod.filepath.with_suffix(".pyx").read_text()):
+                with contextlib.suppress(KeyError):  # Python does not see it
+                    mod[name].docstring = griffe.Docstring(markdown(text), parent=mod[name])
+
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        if not cls.name.endswith("Error"):
+            cls.bases = []
         for name, member in list(cls.members.items()):
             if member.docstring is not None and member.docstring.value.startswith(INTERNAL):
                 cls.del_member(name)
+
+
+def docstrings_of(source: str) -> Iterator[tuple[str, str]]:
+    """Of the classes, methods and functions of a .pyx file, by name."""
+    owner = ""
+    for indent, name, text in DEFINITION.findall(source):
+        if not indent:
+            owner = name
+        yield f"{owner}.{name}" if indent else name, inspect.cleandoc(text)
 
 
 def markdown(docstring: str) -> str:

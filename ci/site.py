@@ -1,7 +1,9 @@
 """What mkdocs needs besides docs/ (see mkdocs.yml). The pages link to files of the repository as a
 code host wants it, `../bench/step.py`: here each of these files becomes a page of the site.
-CONTRIBUTING.md becomes one, too. A built page that would load something from the network is a
-warning, and so an error.
+CONTRIBUTING.md becomes one, too, and so do the heads of all modules.
+
+Links that show a page's file name show its title, and code begins at the margin. A built page that
+would load something from the network is a warning, and so an error.
 """
 
 from __future__ import annotations
@@ -9,14 +11,19 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
+CODE = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r"\[(?:docs/)?(\w+\.md)\]\(")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?https?:[^>]*>""")
+HEAD = re.compile(r'\A(?:#[^\n]*\n)*"""(.*?)"""', re.DOTALL)
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash"}
 AS_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 log = logging.getLogger("mkdocs.hooks.site")
@@ -26,6 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds a page for every file of the repository that a page links to."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=contributing))
+    files.append(File.generated(config, "modules.md", content="\n".join(modules())))
     texts = [file.content_string for file in files.documentation_pages()]
     linked = {match[1] for text in texts for match in OUTSIDE.finditer(text)}
     for name in sorted(linked - AS_PAGES.keys()):
@@ -40,11 +48,37 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def modules() -> Iterator[str]:
+    """What each module is for, by its own words, and what Python sees of the compiled ones."""
+    yield "# Modules\n\nWhat each module says of itself. Of compiled ones, also what Python sees.\n"
+    for path in sorted((ROOT / "fastcomm").glob("**/*.py*")):
+        head = HEAD.match(path.read_text()) if path.suffix in (".py", ".pyx") else None
+        if head is not None:
+            name = path.relative_to(ROOT)
+            yield f"## `{name}`\n\n{head[1].strip()}\n"
+            if path.with_suffix(".pyi").is_file():
+                yield f"::: {'.'.join(name.with_suffix('').parts)}\n    options:"
+                yield "      {show_root_heading: false, show_root_toc_entry: false}\n"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     start = posixpath.dirname(page.file.src_uri) or "."
+    titles = dict(titles_of(config.nav))
+    markdown = CODE.sub(lambda block: textwrap.dedent(block[1]), markdown)
+    markdown = NAMED.sub(lambda link: f"[*{titles.get(link[1], link[1])}*](", markdown)
     return OUTSIDE.sub(
         lambda link: f"]({posixpath.relpath(page_of(link[1]), start)}{link[2] or ''})", markdown
     )
+
+
+def titles_of(nav: list[Any]) -> Iterator[tuple[str, str]]:
+    """Every page of the navigation, and its title there."""
+    for entry in nav:
+        for title, below in entry.items():
+            if isinstance(below, str):
+                yield below, title
+            else:
+                yield from titles_of(below)
 
 
 def page_of(name: str) -> str:
