@@ -109,7 +109,7 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
     rows = []
     for nbytes in report.tracked([size for size in SIZES if size <= options.e], "all-reduce"):
         samples = slowest(ranks.call("all_reduce", nbytes=nbytes, rounds=options.rounds), PEERS)
-        times = Times.of({peer: [1e6 * s for s in turns] for peer, turns in samples.items()})
+        times = Times.of({peer: [1e6 * s for s in of] for peer, of in samples.items()})
         rows.append(
             {
                 "bytes": nbytes,

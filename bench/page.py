@@ -48,7 +48,8 @@ th:first-child, td:first-child { padding-left: 0; }
 .text { text-align: left; }
 td i { visibility: hidden; }
 tbody tr + tr > * { border-top: 1px solid var(--tint); }
-tr.own { color: var(--own); font-weight: 600; }
+tr.own { color: var(--own); }
+tr.own td:first-child { font-weight: 600; }
 figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
 code, pre { font: .85em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 code { overflow-wrap: anywhere; }
@@ -159,7 +160,7 @@ def _machines(all_results: Iterable[Results]) -> Table:
     """A column for each machine."""
     machines = _by_machine(all_results)
     titles = (", ".join(dict.fromkeys(of)) for of in machines.values())
-    columns = [Column(0, (title,), "<") for title in ("", *titles)]
+    columns = [Column(0, (title,), "<") for title in ("machine", *titles)]
     names = dict.fromkeys(name for facts in machines for name, _ in facts)
     rows = [
         [name.replace("_", " "), *(dict(of).get(name, "") for of in machines)] for name in names

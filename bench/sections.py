@@ -92,18 +92,16 @@ def _all_reduce(results: Results) -> Section:
     times = {row["nbytes"]: Times(dict(_in_place(row))) for row in rows}
     on_gpus = results["device"] == "cuda"
     tensors = "comm.empty" if results["tensors"] == "comm" else "torch.empty"
-    missing = "".join(
-        f" {label(peer)} was not measured: {reason}."
-        for peer, reason in results.get("peers_not_measured", {}).items()
-    )
     how = (
         f"An all-reduce ({results['op']}) of {results['dtype']} in place, called from Python on "
         f"{results['ranks']} ranks{' on GPUs' if on_gpus else ''}; fastcomm's tensors are of "
         f"{tensors}. "
         "Contenders take turns within every size; a time is the median over calls, averaged over "
-        "the ranks. The streaming bound reads and writes as much memory as an all-reduce must, and "
-        f"does nothing else.{missing}"
+        "the ranks."
     )
+    if "bound" in rows[0]:
+        how += " The streaming bound is the memory traffic of an all-reduce, and nothing else."
+    how += "".join(f" {remark}" for remark in _remarks(results))
     least, most = (size_option(rows[i]["nbytes"]) for i in (0, -1))
     options = f" --ranks {results['ranks']} -b {least} -e {most}"
     options += f" --tensors {results['tensors']}" + " --device cuda" * on_gpus
@@ -114,6 +112,23 @@ def _all_reduce(results: Results) -> Section:
         _ratios_by_size("all-reduce", times),
         f"python -m fastcomm bench allreduce{options}",
     )
+
+
+def _remarks(results: Results) -> Iterator[str]:
+    """What a reader has to know before believing the times."""
+    for peer, reason in results.get("peers_not_measured", {}).items():
+        yield f"{label(peer)} was not measured: {reason}."
+    if results.get("ranks_share_a_gpu"):
+        yield "The ranks share one GPU: this is for correctness only, the times mean nothing."
+    wrong = {
+        contender
+        for row in results["rows"]
+        for contender in LOOKS
+        for placement in row.get(contender, {}).values()
+        if placement["wrong"]
+    }
+    for contender in sorted(wrong):
+        yield f"Results of {label(contender)} were wrong: its times mean nothing."
 
 
 def _in_place(row: Mapping[str, Any]) -> Iterator[tuple[str, Spread]]:
@@ -313,6 +328,7 @@ def _hierarchical(results: Results) -> Section:
         [
             Ratio(f"all-reduce by {CONTENDERS[name]}", "gloo", ratio)
             for name, ratio in _ratios_of_hosts(rows)
+            if name != "bfloat16"  # which sends half as much as Gloo does
         ],
         f"python -m fastcomm bench hierarchical {options} --mib {results['nbytes'] >> 20}",
     )

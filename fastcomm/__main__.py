@@ -28,6 +28,7 @@ from fastcomm.nccl import library as nccl_library
 
 # By name: what `python -m fastcomm bench --help` says of it.
 BENCHMARKS = {
+    "all": "allreduce, step and backend in three minutes, on one page; the default with options",
     "allreduce": "all-reduce against Gloo and MPI, by size; --device cuda: against NCCL",
     "step": "training steps: local, fastcomm, DDP; on the CPU, or with --device cuda",
     "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
@@ -39,11 +40,26 @@ BENCHMARKS = {
 }
 
 
+# What bench/report.py adds to each of them.
+OF_BENCHMARKS = """options of every benchmark; NAME --help lists its own:
+  --json FILE           the results as JSON; - for stdout
+  --plot FILE           a picture of them: .png, .svg or .pdf
+  --report FILE.html    a page of them that needs nothing else
+  --from FILE [FILE ...]
+                        measure nothing, plot or report what is in these files
+
+examples:
+  python -m fastcomm bench --report report.html
+  python -m fastcomm bench allreduce -e 16M --plot allreduce.png
+  python -m fastcomm bench --from bench/results/*.json --report report.html
+"""
+
+
 def main() -> int:
     if not {"-h", "--help", "--version"}.isdisjoint(sys.argv) and not launchers.is_first_rank():
         return 0  # the first one says it
     parser = make_parser()
-    options, rest = parser.parse_known_args()
+    options, rest = parser.parse_known_args(with_name(sys.argv[1:]))
     if options.command == "run":
         return run(options)
     if options.command == "demo":
@@ -85,11 +101,29 @@ def make_parser() -> argparse.ArgumentParser:
     says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
     commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
     says = "runs a benchmark; bench NAME --help lists its options"
-    of_bench = commands.add_parser("bench", help=says, description=f"R{says[1:]}.")
-    names = of_bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
+    of_bench = commands.add_parser(
+        "bench",
+        help=says,
+        usage="%(prog)s [NAME] [option ...]",
+        description="Measures fastcomm beside its peers, which take turns with it in one run, and "
+        "prints how\nmany times fastcomm's time they take.",
+        epilog=OF_BENCHMARKS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = of_bench.add_subparsers(
+        dest="benchmark", required=True, metavar="NAME", title="benchmarks", prog="bench"
+    )
     for name, says in BENCHMARKS.items():
         names.add_parser(name, help=says, add_help=False, allow_abbrev=False)
     return parser
+
+
+def with_name(arguments: list[str]) -> list[str]:
+    """`bench` with options and no name is `bench all`."""
+    is_option = arguments[1:2] and arguments[1].startswith("-")
+    if arguments[:1] == ["bench"] and is_option and arguments[1] not in ("-h", "--help"):
+        return ["bench", "all", *arguments[1:]]
+    return arguments
 
 
 def run(options: argparse.Namespace) -> int:

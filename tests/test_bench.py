@@ -102,9 +102,11 @@ def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     printed = run(
         "step.py",
         *["--models", "mlp", "--rounds", "2", "--steps", "1", "--json", str(path)],
-        *["--plot", str(tmp_path / "step.png")],
+        *["--plot", str(tmp_path / "step.png"), "--report", str(tmp_path / "step.html")],
     )
     assert "fastcomm's overhead is" in printed
+    again = "python -m fastcomm bench step --models mlp --rounds 2 --steps 1"
+    assert f"<pre>{again}</pre>" in (tmp_path / "step.html").read_text()
     assert (tmp_path / "step.png").stat().st_size > 0
     result = json.loads(path.read_text())["models"]["mlp"]
     assert set(result["quartiles_ms"]) == {"local", "fastcomm", "ddp", "ddp_views"}
@@ -150,8 +152,10 @@ def flattened(
         "flatten.py",
         *["--lists", "tiny", "--rounds", "2", "--launches", "1", "32", "--json"],
         *[str(path), "--plot", str(path.with_suffix(".png"))],
+        *["--report", str(path.with_suffix(".html"))],
         on_the_host=on_the_host,
     )
+    assert "The kernels of the GPU" in path.with_suffix(".html").read_text()
     return printed, json.loads(path.read_text())
 
 

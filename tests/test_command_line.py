@@ -4,7 +4,9 @@ refuse before anything is measured.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -18,7 +20,9 @@ import fastcomm.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-BENCHMARKS = ("allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper")
+BENCHMARKS = (
+    *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
+)
 
 
 class Replaced(Exception):
@@ -56,6 +60,7 @@ def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     monkeypatch.setattr(os, "execv", replace)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which --json - replaces
     for name in ("PYTHONPATH", "OMP_NUM_THREADS"):  # which become() and demo() set
         monkeypatch.setenv(name, os.environ.get(name, ""))
     return Console(monkeypatch, capsys)
@@ -65,7 +70,9 @@ def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Modules of bench/, which import each other by name."""
     monkeypatch.syspath_prepend(str(BENCH))
-    return {name: importlib.import_module(name) for name in (*BENCHMARKS, "report", "chart")}
+    return {
+        name: importlib.import_module(name) for name in (*BENCHMARKS, "report", "tables", "chart")
+    }
 
 
 def test_help_names_every_command(console: Console) -> None:
@@ -98,6 +105,15 @@ def test_bench_becomes_the_script_with_what_follows(console: Console, name: str)
     with pytest.raises(Replaced) as replaced:
         console("bench", name, "--json", "x.json", "--help")
     assert replaced.value.command == [str(BENCH / f"{name}.py"), "--json", "x.json", "--help"]
+
+
+@pytest.mark.parametrize("arguments", [("--report", "x.html"), ("--from", "a", "--plot", "b")])
+def test_bench_with_options_and_no_name_runs_all(
+    console: Console, arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(Replaced) as replaced:
+        console("bench", *arguments)
+    assert replaced.value.command == [str(BENCH / "all.py"), *arguments]
 
 
 def test_the_demo_runs_on_two_ranks(console: Console) -> None:
@@ -150,7 +166,7 @@ def test_every_benchmark_has_a_help_and_can_draw(
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-@pytest.mark.parametrize("option", ["--plot", "--json"])
+@pytest.mark.parametrize("option", ["--plot", "--json", "--report"])
 def test_a_missing_folder_is_refused_before_anything_is_measured(
     console: Console, bench: dict[str, ModuleType], name: str, option: str, tmp_path: Path
 ) -> None:
@@ -162,15 +178,169 @@ def test_a_missing_folder_is_refused_before_anything_is_measured(
     "arguments, words",
     [
         (("--plot", "x.bmp"), ".png, .svg, .pdf"),
-        (("--from", "x.json"), "--from is for --plot"),
+        (("--report", "x.pdf"), ".html"),
+        (("--from", "x.json"), "--from is for --plot and --report"),
         (("--from", "missing.json", "--plot", "x.png"), "there is no such file"),
+        (("--from", __file__, "--plot", "x.png"), "not JSON"),
+        (("--from", __file__, __file__, "--plot", "x.png"), "of one file, and --from names 2"),
+        (("--rounds", "1"), "--rounds is at least 2"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(
+def test_what_cannot_be_drawn_or_measured_is_refused(
     console: Console, bench: dict[str, ModuleType], arguments: tuple[str, ...], words: str
 ) -> None:
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and words in err
+
+
+def test_json_that_no_benchmark_wrote_is_refused(
+    console: Console, bench: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "x.json").write_text("[1]")
+    arguments = ("--from", str(tmp_path / "x.json"), "--report", str(tmp_path / "x.html"))
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and "not the results of a benchmark" in err
+
+
+@pytest.mark.parametrize(
+    "module, arguments",
+    [("rich", ()), ("matplotlib", ("--plot", "x.svg")), ("matplotlib", ("--report", "x.html"))],
+)
+def test_what_is_not_installed_is_said_in_a_sentence(
+    console: Console,
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    arguments: tuple[str, ...],
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else find(name)
+    )
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and err.count("error:") == 1
+    assert f"{module}" in err and "pip install 'fastcomm[bench]'" in err
+
+
+class Measured(ModuleType):
+    """A benchmark that takes no time."""
+
+    def __init__(self, report: ModuleType) -> None:
+        super().__init__("measured")
+        self.report = report
+
+    def main(self) -> int:
+        options = self.report.parse(argparse.ArgumentParser(), rounds=5)
+        print("a table")
+        self.report.write_results("step", {"models": {}}, options, default=None)
+        return 0
+
+
+def test_with_json_to_stdout_all_else_goes_to_stderr(
+    console: Console, bench: dict[str, ModuleType]
+) -> None:
+    _, out, err = console("--rounds", "3", "--json", "-", of=Measured(bench["report"]))
+    assert json.loads(out)["benchmark"] == "step" and "a table" in err
+
+
+def test_results_tell_the_command_that_measures_them_again(
+    console: Console, bench: dict[str, ModuleType]
+) -> None:
+    arguments = ("--json=-", "--rounds", "3")
+    out = console.prints(*arguments, of=Measured(bench["report"]))
+    assert json.loads(out)["command"] == "python -m fastcomm bench step --rounds 3"
+
+
+# All in short
+
+
+@pytest.fixture
+def in_no_time(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench/all.py, whose benchmarks write what is committed; but the one of Gloo fails."""
+
+    def run(name: str, arguments: list[str]) -> int:
+        committed = sorted(BENCH.glob(f"results/{name}-2ranks*.json"))
+        if name == "backend":
+            return 1
+        Path(arguments[-1]).write_text(committed[0].read_text())
+        return 0
+
+    monkeypatch.setattr(bench["all"], "run", run)
+    monkeypatch.setattr(bench["chart"], "inline", lambda results, name: "<svg></svg>")
+    return bench["all"]
+
+
+def test_all_writes_one_page_of_what_was_measured_and_says_what_failed(
+    console: Console, in_no_time: ModuleType, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    page, both = tmp_path / "report.html", tmp_path / "all.json"
+    status, out, err = console("--report", str(page), "--json", str(both), of=in_no_time)
+    assert status == 1 and "failed, see above: backend" in err and "three minutes" in out
+    assert [results["benchmark"] for results in json.loads(both.read_text())] == [
+        "allreduce",
+        "step",
+    ]
+    again = tmp_path / "again.html"
+    console.prints("--from", str(both), "--report", str(again), of=in_no_time)
+    assert again.read_text() == page.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "--report FILE.html"),
+        (("--plot", "x.svg"), "--plot is of one benchmark"),
+        (("--report", "x.html", "--ranks", "1"), "--ranks is at least 2"),
+    ],
+)
+def test_all_refuses_what_makes_no_sense(
+    console: Console, in_no_time: ModuleType, arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = console(*arguments, of=in_no_time)
+    assert status == 2 and words in err
+
+
+# What is printed
+
+
+def test_a_table_shortens_no_figure(
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    tables = bench["tables"]
+    columns = [tables.Column(10, ("size", "(B)")), tables.Column(8, ("time", "(us)"))]
+    table = tables.Table(columns, prefix="# ", title="[all]")
+    table.rows = [["1024", "1.25"], ["1048576", "12345678901234567890.25"]]
+    table.print()
+    assert capsys.readouterr().out.splitlines() == [
+        "[all]",
+        "#       size    time",
+        "#        (B)    (us)",
+        "        1024    1.25",
+        "     1048576 12345678901234567890.25",
+    ]
+
+
+def test_a_bar_moves_on_a_terminal_only(
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tracked = bench["report"].tracked
+    assert list(tracked(range(3), "rounds")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("TERM", "xterm")
+    outer, inner = os.openpty()
+    with open(outer, "rb", buffering=0) as screen, open(inner, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert list(tracked(range(3), "rounds", shown=False)) == [0, 1, 2]
+        assert list(tracked(range(3), "rounds")) == [0, 1, 2]
+        assert screen.read(4096).decode().count("rounds") >= 3
+        monkeypatch.undo()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("path", sorted(BENCH.glob("results/*.json")), ids=lambda path: path.stem)

@@ -1,0 +1,98 @@
+"""allreduce, step and backend, one after the other and sized so that all take about three minutes,
+and one page of their results.
+
+    python -m fastcomm bench --report report.html
+    python -m fastcomm bench --report report.html --ranks 4
+    python -m fastcomm bench --from bench/results/*.json --report report.html    measures nothing
+
+Each is a run of its own with fewer sizes, models and rounds than its defaults have; the page names
+the commands. --json writes the results of all as one list, which --from takes, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import launch
+import machine
+import report
+
+# What makes each short.
+SHORT = {
+    "allreduce": ("-e", "64M", "-f", "8"),
+    "step": ("--models", "mlp", "transformer", "conv", "--rounds", "6"),
+    "backend": ("--models", "mlp", "conv", "-e", "16M", "--rounds", "6"),
+}
+GRACE = 30.0  # seconds that a benchmark has to end its ranks
+
+
+def main() -> int:
+    options = parse_options()
+    launch.exit_on_sigterm()
+    print(f"# {machine.summary()}")
+    print(f"# {', '.join(SHORT)}: together about three minutes on two cores", flush=True)
+    all_results, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arguments in SHORT.items():
+            path = Path(folder) / f"{name}.json"
+            print(f"\n== {name}", flush=True)
+            ranks = ("--ranks", str(options.ranks))
+            if run(name, [*arguments, *ranks, "--json", str(path)]) != 0:
+                failed.append(name)
+            if path.is_file():
+                all_results.append(json.loads(path.read_text()))
+    print()
+    if all_results:
+        write(all_results, options)
+    if failed:
+        print(f"failed, see above: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
+    )
+    options = report.parse(parser, "nowhere")
+    if options.plot is not None:
+        parser.error("--plot is of one benchmark, or of results: --from FILE --plot FILE")
+    if options.report is None and options.json is None:
+        parser.error("where are the results to go? --report FILE.html, --json FILE or both")
+    if options.ranks < 2:
+        parser.error("--ranks is at least 2: one rank has no peers")
+    return options
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Its exit status."""
+    command = [sys.executable, str(Path(__file__).resolve().with_name(f"{name}.py")), *arguments]
+    with subprocess.Popen(command, stdout=sys.stdout) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            process.kill()
+            raise
+
+
+def write(all_results: Sequence[report.Results], options: argparse.Namespace) -> None:
+    if options.json is not None:
+        report.write_json(all_results, options.json, options)
+    if options.report is not None:
+        report.write_page(all_results, options.report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
