@@ -17,6 +17,7 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 from fastcomm.communicator import Communicator, gather_objects
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.lifetime import again
+from fastcomm.reducer.model import named_parameters
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -227,6 +228,20 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 # ---- what the tensors hold ----------------------------------------------------------------------
+
+
+def check_model_in_sync(
+    comm: Communicator,
+    model: nn.Module | list[tuple[str, Parameter]],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Compares the model's parameters and buffers, and what the optimizer holds if there is one."""
+    tensors = named_tensors(model)
+    values: list[tuple[str, str]] = []
+    if optimizer is not None:
+        more, values = optimizer_contents(optimizer, named_parameters(model))
+        tensors += more
+    check_in_sync(comm, tensors, values)
 
 
 def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str, str]]) -> None:

@@ -270,12 +270,17 @@ class Bucket(Counter):
             left.append(i)
         return left
 
-    def find_unreduced(self, slots: list[int] | None, since: int | None) -> str | None:
-        """The name of a parameter whose gradient is neither reduced nor accumulated under
-        no_sync(), or None. See Provenance.find_unreduced.
+    def refuse_unreduced(self, slots: list[int] | None, since: int | None) -> None:
+        """Raises FastcommError naming a parameter whose gradient is neither reduced nor accumulated
+        under no_sync(). See Provenance.find_unreduced.
         """
         i = self.provenance.find_unreduced(slots, since)
-        return None if i < 0 else self.names[i]
+        if i >= 0:
+            raise FastcommError(
+                f"the gradient of parameter {self.names[i]} was made without a backward() that "
+                "reduces it (by hand, by torch.func, or in a graph that torch.compile has traced "
+                "through backward): call reducer.reduce() on every rank first"
+            )
 
     def square_sum(self) -> Tensor | None:
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch

@@ -14,13 +14,14 @@ from fastcomm.communicator import Communicator
 from fastcomm.reducer.hooked_bucket import Hook, HookCalls
 
 _MB = 1024 * 1024
+AUTO = "auto"  # a bucket_cap_mb: see tuning.py
 
 
 @dataclass(frozen=True)
 class Options:
     """See Reducer. Raises ValueError for values that no communicator supports."""
 
-    bucket_cap_mb: float
+    bucket_cap_mb: float | str
     first_bucket_cap_mb: float
     op: str
     wire_dtype: torch.dtype | None
@@ -29,7 +30,15 @@ class Options:
     hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb <= 0 or self.first_bucket_cap_mb <= 0:
+        is_auto = self.bucket_cap_mb == AUTO
+        if isinstance(self.bucket_cap_mb, str) and not is_auto:
+            raise ValueError(f'bucket_cap_mb is a number or "auto"; got {self.bucket_cap_mb!r}')
+        if is_auto and self.hooks:
+            raise ValueError(
+                'bucket_cap_mb="auto" measures the communicator, which a hook need not use: choose '
+                "a number"
+            )
+        if (not is_auto and float(self.bucket_cap_mb) <= 0) or self.first_bucket_cap_mb <= 0:
             raise ValueError(
                 "bucket caps must be positive; got "
                 f"{self.bucket_cap_mb} and {self.first_bucket_cap_mb}"
@@ -62,7 +71,7 @@ class Options:
 
     @property
     def cap_bytes(self) -> int:
-        return int(self.bucket_cap_mb * _MB)
+        return int(float(self.bucket_cap_mb) * _MB)
 
     @property
     def first_cap_bytes(self) -> int:
@@ -100,6 +109,7 @@ def describe(reducer: Any) -> str:
             f"bucket{'s' if n_buckets > 1 else ''}"
         )
     return (
-        f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}; over "
-        f"{comm.backend}, rank {comm.rank} of {comm.world_size}>"
+        f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}"
+        f"{reducer._tuning.described()}; over {comm.backend}, rank {comm.rank} of "
+        f"{comm.world_size}>"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.owners import disown, is_owned, next_number, own, owner_of
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.tripwires import Tripwires
+from fastcomm.reducer.tuning import Tuning
 from fastcomm.rendezvous import init
 
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
@@ -55,7 +57,8 @@ class Reducer(ReducerFlags):
 
     comm: the communicator; None means fastcomm.init().
     bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one
-        small, so that communication starts early.
+        small, so that communication starts early. bucket_cap_mb="auto": the ranks measure the first
+        steps and choose together; 25 stays where another size does not pay.
     op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds:
         with another op than "mean", clear the gradients before every backward that is reduced, or
         what was reduced before is reduced once more.
@@ -76,7 +79,7 @@ class Reducer(ReducerFlags):
         self,
         comm: Communicator | None = None,
         *,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_cap_mb: float = 1,
         op: Op = "mean",
         wire_dtype: torch.dtype | None = None,
@@ -105,6 +108,7 @@ class Reducer(ReducerFlags):
         self.n_rounds = 0  # that have ended as they should
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
         self._timeline: Timeline | None = None
+        self._tuning = Tuning(self._options, self.comm.world_size)
 
     __repr__ = describe
 
@@ -138,10 +142,17 @@ class Reducer(ReducerFlags):
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         self.number = next_number(self.comm)
+        self._n_steps = 0
+        self._tuning.begin(self.n_rounds)
+        self._make_buckets(source)
+
+    def _make_buckets(self, source: Model) -> None:
+        """Of the size that the tuning has now. Collective."""
+        named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
             self._buckets = make_buckets(
-                trainable, self.comm, self._options, self.number, self.n_rounds
+                trainable, self.comm, self._tuning.options, self.number, self.n_rounds
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
@@ -149,7 +160,6 @@ class Reducer(ReducerFlags):
                 self.comm.abandon()
             note_abandoned(error)
             raise
-        self._n_steps = 0
         self._hang_hooks()
         if self._timeline is not None:
             self._timeline.follow(self._buckets, source)
@@ -273,6 +283,8 @@ class Reducer(ReducerFlags):
             call_when_outer_goes_on(node, self._go_on_with_outer)
         elif not is_inside or ending is None or ending.is_full:
             self.synchronize()
+            if not self._tuning.is_over:
+                self._tuning.after_backward(self, can_replan=not is_inside)
 
     def _go_on_with_outer(self) -> None:
         """The backward around the one that has ended gives gradients to the same round."""
@@ -440,13 +452,7 @@ class Reducer(ReducerFlags):
         """
         self.synchronize()
         for bucket, slots in chosen:
-            name = bucket.find_unreduced(slots, since)
-            if name is not None:
-                raise FastcommError(
-                    f"the gradient of parameter {name} was made without a backward() that reduces "
-                    "it (by hand, by torch.func, or in a graph that torch.compile has traced "
-                    "through backward): call reducer.reduce() on every rank first"
-                )
+            bucket.refuse_unreduced(slots, since)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
@@ -489,10 +495,4 @@ class Reducer(ReducerFlags):
         state and options if it is given. Collective. Raises MismatchError, on every rank, naming
         the first that differs and the ranks. Waits for the device.
         """
-        model = self._attached_model()
-        tensors = agreement.named_tensors(model)
-        values: list[tuple[str, str]] = []
-        if optimizer is not None:
-            more, values = agreement.optimizer_contents(optimizer, named_parameters(model))
-            tensors += more
-        agreement.check_in_sync(self.comm, tensors, values)
+        agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer)

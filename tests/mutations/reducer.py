@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: steps count on after refresh()",
         file=REDUCER,
-        old="        self._n_steps = 0\n        self._hang_hooks()",
-        new="        self._hang_hooks()",
+        old="        self._n_steps = 0\n        self._tuning.begin(self.n_rounds)",
+        new="        self._tuning.begin(self.n_rounds)",
         tests=("tests/reducer/test_steps.py",),
     ),
     Mutation(

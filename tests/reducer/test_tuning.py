@@ -1,0 +1,183 @@
+"""bucket_cap_mb="auto": the ranks choose together, and nothing but the buckets changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm.insight.advice import DEFAULT_CAP_MB
+from fastcomm.insight.collectives import Cost, MeasuredCosts
+from fastcomm.insight.step_model import Gradient, LocalStep
+from fastcomm.reducer import tuning
+from fastcomm.reducer.options import Options
+from tests.support.models import backward, mlp, seed
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+ROUNDS = 2 * (tuning.WARM_UP_ROUNDS + tuning.MEASURED_ROUNDS)
+TINY_MB = 0.0002
+
+
+def _models(comm, **options):
+    """A model with buckets of the default size, and an equal one with "auto"."""
+    seed(0)
+    fixed = mlp()
+    tuned = copy.deepcopy(fixed)
+    return (
+        (fixed, fastcomm.Reducer(comm, **options).attach(fixed)),
+        (tuned, fastcomm.Reducer(comm, bucket_cap_mb="auto", **options).attach(tuned)),
+    )
+
+
+@contextlib.contextmanager
+def _choosing(cap_mb, pays=True):
+    """The model promises much of this size, and its steps keep the promise or not."""
+    promise = {DEFAULT_CAP_MB: 1.0, cap_mb: 0.5}
+    with (
+        mock.patch.object(tuning, "predict_caps", lambda *_: promise),
+        mock.patch.object(tuning, "pays", lambda *_: pays),
+    ):
+        yield
+
+
+@on_ranks(2, 3)
+def test_gradients_are_the_same_bits_before_and_after_the_buckets_change(comm):
+    with _choosing(TINY_MB):
+        pairs = _models(comm, first_bucket_cap_mb=TINY_MB)
+        optimizers = [
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model, _ in pairs
+        ]
+        for step in range(ROUNDS + 2):
+            for (model, reducer), optimizer in zip(pairs, optimizers, strict=True):
+                optimizer.zero_grad()
+                with reducer.no_sync():
+                    backward(model, comm.rank, 100 + step)
+                backward(model, comm.rank, step)
+            (fixed, by_default), (tuned, by_choice) = pairs
+            for one, other in zip(fixed.parameters(), tuned.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad), step
+            assert by_default.grad_norm() == pytest.approx(by_choice.grad_norm().item())
+            for optimizer in optimizers:
+                optimizer.step()
+    assert f"bucket_cap_mb auto: {TINY_MB:g};" in repr(by_choice)
+    assert "bucket_cap_mb" not in repr(by_default)
+    by_choice.check_in_sync(optimizers[1])
+
+
+@on_ranks(2)
+def test_buckets_that_do_not_pay_are_given_up(comm):
+    with _choosing(TINY_MB, pays=False):
+        _, (model, reducer) = _models(comm)
+        said = []
+        for step in range(ROUNDS):
+            backward(model, comm.rank, step)
+            said.append(repr(reducer).partition("auto: ")[2].partition(";")[0])
+    before, trial = ROUNDS // 2 - 1, ROUNDS // 2
+    tried = [f"{TINY_MB:g} so far"] * trial
+    assert said == ["25 so far"] * before + tried + ["25"]
+
+
+@on_ranks(2)
+def test_ranks_measure_and_come_to_one_choice(comm):
+    _, (model, reducer) = _models(comm)
+    for step in range(ROUNDS + 1):
+        backward(model, comm.rank, step)
+    said = repr(reducer).partition("auto: ")[2].partition(";")[0]
+    assert "so far" not in said
+    chosen = torch.tensor([float(said)])
+    total = chosen.clone()
+    comm.all_reduce(total)
+    assert total == comm.world_size * chosen
+    assert reducer.recorder is None
+
+
+@on_ranks(2)
+def test_a_new_model_is_measured_anew(comm):
+    with _choosing(TINY_MB):
+        _, (model, reducer) = _models(comm)
+        for step in range(ROUNDS):
+            backward(model, comm.rank, step)
+        reducer.refresh()
+        assert "auto: 25 so far" in repr(reducer)
+        backward(model, comm.rank)
+
+
+@on_ranks(2)
+def test_a_backward_inside_another_leaves_the_buckets_alone(comm):
+    with _choosing(TINY_MB):
+        _, (model, reducer) = _models(comm)
+        with mock.patch.object(reducer, "_tuning", reducer._tuning) as watched:
+            for step in range(ROUNDS // 2 - 1):
+                backward(model, comm.rank, step)
+            before = reducer._buckets
+            watched.after_backward(reducer, can_replan=False)
+            assert reducer._buckets is before
+
+
+def _attach_with_different_sizes(comm):
+    caps = ["auto", 25]
+    fastcomm.Reducer(comm, bucket_cap_mb=caps[comm.rank]).attach(mlp())
+
+
+def test_ranks_that_do_not_all_say_auto_are_told(ranks):
+    ranks.raises(
+        2,
+        fastcomm.MismatchError,
+        _attach_with_different_sizes,
+        match="bucket_cap_mb is (auto on rank 0 and 25|25 on rank 1 and auto)",
+        survives=True,
+    )
+
+
+@on_ranks(1)
+def test_one_rank_has_nothing_to_choose(comm):
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(mlp())
+    assert "bucket_cap_mb auto: 25;" in repr(reducer)
+
+
+@on_ranks(1)
+def test_what_cannot_be_chosen_is_refused(comm):
+    with pytest.raises(ValueError, match="a number or \"auto\"; got 'automatic'"):
+        fastcomm.Reducer(comm, bucket_cap_mb="automatic")
+    with pytest.raises(ValueError, match="which a hook need not use"):
+        fastcomm.Reducer(comm, bucket_cap_mb="auto", hook=(None, lambda *_: None))
+
+
+# What the model makes of it
+
+MIB = 1 << 20
+
+
+def _predicted(latency_s, bytes_per_s, delays):
+    """Of 64 gradients of 4 MiB that become ready one after the other."""
+    kinds = [(MIB, torch.float32, 4)] * 64
+    gradients = tuple(Gradient(4 * MIB, (64 - i) / 64) for i in range(64))
+    points = [(n, Cost(latency_s + n / bytes_per_s, n / bytes_per_s)) for n in (1, 1 << 30)]
+    planner = tuning.planner_of(kinds, Options(25, 1, "mean", None, 1, ()))
+    step = LocalStep(gradients, 1.0)
+    return tuning.predict_caps(step, planner, MeasuredCosts(points), delays, overlap=True)
+
+
+def test_a_long_latency_asks_for_large_buckets():
+    seconds = _predicted(latency_s=0.2, bytes_per_s=1e12, delays=False)
+    assert min(seconds, key=seconds.get) >= 50
+
+
+def test_a_slow_link_asks_for_small_buckets():
+    seconds = _predicted(latency_s=1e-6, bytes_per_s=1e9, delays=False)
+    assert min(seconds, key=seconds.get) <= 5
+
+
+def test_where_communication_takes_the_core_the_size_hardly_matters():
+    seconds = _predicted(latency_s=1e-6, bytes_per_s=1e9, delays=True)
+    assert max(seconds.values()) <= 1.01 * min(seconds.values())
+
+
+def test_a_trial_must_be_quicker():
+    assert tuning.pays([0.9, 0.8], 1.0) and not tuning.pays([0.9, 1.0], 1.0)
