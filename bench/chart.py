@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paper_chart
+import simulate_pictures
 
 SUFFIXES = (".png", ".svg", ".pdf")
 INK = "#010203"  # stands for the color of a page's text
@@ -335,4 +336,6 @@ _PICTURES = {
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_chart.draw,
+    "simulate": simulate_pictures.simulate,
+    "tune": simulate_pictures.tune,
 }

@@ -1,5 +1,5 @@
-"""`python -m fastcomm run | info | demo | bench`: starts a script on several ranks, says what this
-machine offers, trains a small GPT on two ranks, runs the benchmarks.
+"""`python -m fastcomm run | info | demo | bench | tune`: starts a script on several ranks, says
+what this machine offers, trains a small GPT on two ranks, runs the benchmarks, advises on buckets.
 
 The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this
 file finds them and gives them the process.
@@ -37,6 +37,7 @@ BENCHMARKS = {
     "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",
     "timeline": "what Reducer.timeline() costs while it is on, and while it is off",
     "paper": "the experiments of the paper on torch DDP, fastcomm and DDP side by side",
+    "simulate": "a model of a step: validated on 2 to 6 ranks, and on up to 1,024",
 }
 
 
@@ -66,6 +67,8 @@ def main() -> int:
         demo(rest)
     if options.command == "bench":
         become(str(script("bench", options.benchmark)), *rest)
+    if options.command == "tune":
+        become(str(script("bench", "tune")), *rest)
     if rest:
         parser.error(f"info does not take {' '.join(rest)}")
     facts = info()
@@ -84,7 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fastcomm {fastcomm.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,info,demo,bench}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{run,info,demo,bench,tune}"
+    )
     says = "starts a Python script on several ranks of this machine, and ends all when one fails"
     of_run = commands.add_parser("run", help=says, description=f"S{says[1:]}.", allow_abbrev=False)
     of_run.add_argument(
@@ -115,6 +120,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for name, says in BENCHMARKS.items():
         names.add_parser(name, help=says, add_help=False, allow_abbrev=False)
+    says = "what bucket size, how often to synchronise, which wire; tune --help lists its options"
+    commands.add_parser("tune", help=says, add_help=False, allow_abbrev=False)
     return parser
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
+    *("simulate", "timeline"),
 )
 
 
@@ -116,6 +117,12 @@ def test_bench_with_options_and_no_name_runs_all(
     assert replaced.value.command == [str(BENCH / "all.py"), *arguments]
 
 
+def test_tune_becomes_its_script_with_what_follows(console: Console) -> None:
+    with pytest.raises(Replaced) as replaced:
+        console("tune", "--model", "mlp", "--help")
+    assert replaced.value.command == [str(BENCH / "tune.py"), "--model", "mlp", "--help"]
+
+
 def test_the_demo_runs_on_two_ranks(console: Console) -> None:
     pytest.importorskip("tqdm")
     with pytest.raises(Replaced) as replaced:
@@ -124,7 +131,9 @@ def test_the_demo_runs_on_two_ranks(console: Console) -> None:
     assert replaced.value.command[-2:] == ["--steps", "3"]
 
 
-@pytest.mark.parametrize("command", [(), ("info",), ("demo",), ("bench",), ("bench", "step")])
+@pytest.mark.parametrize(
+    "command", [(), ("info",), ("demo",), ("bench",), ("bench", "step"), ("tune",)]
+)
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
 def test_other_ranks_than_the_first_leave_the_help_to_it(
     console: Console, monkeypatch: pytest.MonkeyPatch, variable: str, command: tuple[str, ...]
@@ -141,7 +150,7 @@ def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((), "{run,info,demo,bench}"),
+        ((), "{run,info,demo,bench,tune}"),
         (("bench",), "NAME"),
         (("bench", "everything"), "choose from"),
         (("info", "--yaml"), "--yaml"),

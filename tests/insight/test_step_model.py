@@ -204,6 +204,7 @@ def test_a_short_wire_pays_where_bytes_are_what_takes_time():
     step = step_of((1e9, 1.0))
     assert wire_gain(GPUS, 16, step, [[0]]) > 0.2
     assert wire_gain(GPUS, 1, step, [[0]]) == 0
+    assert wire_gain(CPUS, 2, step, [[0]]) == 0
 
 
 # Machines

@@ -1,0 +1,140 @@
+"""One rank of bench/simulate.py and bench/tune.py: profiles steps without communication, measures
+what an all-reduce costs, and makes steps with buckets of several sizes.
+
+Started by bench/launch.py, in a network namespace of its own where hosts are given.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import launch
+import torch
+import turns
+from models import CASES, WARM_UP_STEPS
+from step_profile import Profile, Stopwatch, median_of
+
+import fastcomm
+from fastcomm.insight.transport import SIZES, measure_costs
+
+LOCAL = "local"
+AUTO = "auto"
+AUTO_STEPS = 16  # after which a reducer has made its choice
+LOCAL_ROUNDS = 5
+BUDGET_S = 2.0
+
+
+class Methods:
+    """What the parent calls, on all ranks at once."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def costs(self) -> list[tuple[int, tuple[float, float]]]:
+        """Of an all-reduce, by size: seconds and core seconds."""
+        measured = measure_costs(self.comm, (*SIZES, 1 << 25), BUDGET_S)
+        return [(nbytes, tuple(cost)) for nbytes, cost in measured.points]  # type: ignore[misc]
+
+    def profile(self, model: str, steps: int) -> Profile:
+        """Steps without communication, all ranks at work: when gradients are ready, as parts of
+        what the slowest rank's step takes in steps().
+        """
+        case = CASES[model]
+        original, batch = case.make(self.comm.rank)
+        stopwatch = Stopwatch(case, copy.deepcopy(original), batch)
+        for _ in range(WARM_UP_STEPS):
+            stopwatch.step()
+        profiles = []
+        for _ in range(steps):
+            self.comm.barrier()
+            profiles.append(stopwatch.step())
+        slowest = torch.tensor(self.steps(model, [], LOCAL_ROUNDS, 3), dtype=torch.float64)
+        self.comm.all_reduce(slowest, "max")
+        median = median_of(profiles)
+        scale = slowest.median().item() / median.step().seconds
+        return Profile(
+            median.forward_s * scale,
+            median.backward_s * scale,
+            median.optimizer_s * scale,
+            [ready * scale for ready in median.ready_s],
+            median.sizes,
+        )
+
+    def steps(self, model: str, caps: Sequence[Any], rounds: int, steps: int) -> list[list[float]]:
+        """Seconds of a step, by round and way: without communication, then with these caps."""
+        case = CASES[model]
+        original, batch = case.make(self.comm.rank)
+        reducers = []
+
+        def prepare(cap: Any) -> Callable[[], None]:
+            model = copy.deepcopy(original)
+            if cap is not None:
+                reducers.append(fastcomm.Reducer(self.comm, bucket_cap_mb=cap).attach(model))
+            step = case.training_step(model, batch)
+            for _ in range(AUTO_STEPS if cap == AUTO else WARM_UP_STEPS):
+                step()
+            return step
+
+        ways = {LOCAL: prepare(None)} | {str(cap): prepare(cap) for cap in caps}
+        seconds = self._take_turns(ways, rounds, steps)
+        for reducer in reducers:
+            reducer.detach()
+        return seconds
+
+    def _take_turns(
+        self, ways: dict[str, Callable[[], None]], rounds: int, steps: int
+    ) -> list[list[float]]:
+        table = []
+        for number in range(rounds):
+            gc.collect()
+            row = {}
+            for way in turns.order_of(list(ways), number):
+                self.comm.barrier()
+                row[way] = statistics.median(turns.time_calls(ways[way], steps)) / 1e9
+            table.append([row[way] for way in ways])
+        return table
+
+
+def keep_freed_memory() -> None:
+    """mallopt(3): what is freed stays with the process. Else a step's gradients may come with new
+    pages in each step or not, as the memory around them will have it, and take twice as long.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4
+    libc = ctypes.CDLL(None)
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def serve() -> None:
+    launch.die_with_parent()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    places = json.loads(sys.argv[1]) if sys.argv[1:] else None
+    if places is None:
+        backend, method = "shm", f"file://{launch.scratch()}/ranks"
+    else:
+        from tests.support import namespaces
+
+        namespace, method, environment = places[rank]
+        namespaces.enter(namespace)
+        os.environ.update(environment)
+        backend = "hierarchical"
+    with fastcomm.init(backend, init_method=method, rank=rank, world_size=world_size) as comm:
+        launch.serve(rank, Methods(comm))
+        comm.barrier()
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    serve()

@@ -1,0 +1,162 @@
+"""What bucket size, how often to synchronise, which wire: predicted for a model on this machine, or
+on one that a TOML file describes, by the model of a step that Reducer(bucket_cap_mb="auto") uses.
+
+    python -m fastcomm tune                                 GPT-2 small, two ranks of this machine
+    python -m fastcomm tune --model transformer --measure   and measures what it predicts
+    python -m fastcomm tune --machine cluster.toml --ranks 64
+
+The step's parts and the gradients' times are measured on this machine, without communication;
+[step] of a TOML file overrides how long the parts are. docs/simulate.md says what the file holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import launch
+import machine as this_machine
+import report
+from models import CASES
+from report import Column, Table
+from step_profile import Profile
+
+from fastcomm.insight import machine as machines
+from fastcomm.insight.advice import CHEAP, choose_cap, sweep, sync_every, wire_gain
+from fastcomm.insight.collectives import Cost, MeasuredCosts
+from fastcomm.insight.machine import Machine
+from fastcomm.insight.step_model import LocalStep, Prediction, predict_on
+from fastcomm.insight.transport import link_of
+
+RANK_SCRIPT = Path(__file__).resolve().with_name("simulate_rank.py")
+CALIBRATED_RANKS = 2
+WIRE_PAYS = 0.05  # of the step, for less nobody rounds gradients
+
+
+def main() -> int:
+    options = parse_options()
+    launch.exit_on_sigterm()
+    with launch.Ranks(RANK_SCRIPT, CALIBRATED_RANKS) as ranks:
+        profile = Profile(*ranks.call("profile", model=options.model, steps=options.steps)[0])
+        on = options.machine or this_machine_of(ranks)
+    step = profile.step().lasting(on.step)
+    predictions = sweep(on, options.ranks, step, profile.plan)
+    measured = measure(predictions, options) if options.measure else {}
+    print_sweep(predictions, measured, on, options)
+    advice = advise(predictions, on, step, profile, options.ranks)
+    report.write_results(
+        "tune", figures(predictions, measured, options) | advice, options, default=None
+    )
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcomm tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=tuple(CASES), default="gpt2", help="(gpt2)")
+    parser.add_argument("--ranks", type=int, metavar="N", default=2, help="(2)")
+    parser.add_argument("--machine", type=Path, metavar="TOML", help="default: this machine")
+    parser.add_argument("--measure", action="store_true", help="measure each size, too, here")
+    parser.add_argument("--rounds", type=int, default=5, help="of measured steps (5)")
+    parser.add_argument("--steps", type=int, default=5, help="that are profiled (5)")
+    options = report.parse(parser, "nowhere")
+    if options.ranks < 1:
+        parser.error("--ranks is at least 1")
+    if options.measure and options.machine is not None:
+        parser.error("--measure is for this machine: leave --machine out")
+    if options.machine is not None:
+        try:
+            options.machine = machines.read(options.machine)
+        except ValueError as error:
+            parser.error(f"--machine {error}")
+    return options
+
+
+def this_machine_of(ranks: launch.Ranks) -> Machine:
+    """This machine, from what two ranks of it measure."""
+    costs = MeasuredCosts([(nbytes, Cost(*cost)) for nbytes, cost in ranks.call("costs")[0]])
+    link = link_of(costs, "direct", CALIBRATED_RANKS)
+    cores = this_machine.cores()
+    return Machine(link, algorithm="direct", cores=cores, name=f"this machine, {cores} cores")
+
+
+def measure(
+    predictions: Mapping[float, Prediction], options: argparse.Namespace
+) -> dict[float, float]:
+    """Seconds of a step by size: medians of the slowest rank's."""
+    with launch.Ranks(RANK_SCRIPT, options.ranks) as ranks:
+        answers = ranks.call(
+            "steps", model=options.model, caps=list(predictions), rounds=options.rounds, steps=1
+        )
+    slowest = [[max(of) for of in zip(*row, strict=True)] for row in zip(*answers, strict=True)]
+    return {
+        cap: statistics.median(row[way] for row in slowest)
+        for way, cap in enumerate(predictions, 1)
+    }
+
+
+def print_sweep(
+    predictions: Mapping[float, Prediction],
+    measured: Mapping[float, float],
+    on: Machine,
+    options: argparse.Namespace,
+) -> None:
+    print(f"{CASES[options.model].description}, {options.ranks} ranks, {on.name} (ms)")
+    titles = [("MB", 7), ("buckets", 9), ("step", 10), ("communication", 15), ("exposed", 10)]
+    titles += [("measured", 10)] if measured else []
+    table = Table([Column(width, (title,)) for title, width in titles])
+    table.print_head()
+    for cap, one in predictions.items():
+        times = [one.seconds, one.communication_s, one.exposed_s]
+        times += [measured[cap]] if measured else []
+        cells = [f"{1e3 * seconds:.1f}" for seconds in times]
+        table.print_row([f"{cap:g}", str(len(one.buckets)), *cells])
+
+
+def advise(
+    predictions: Mapping[float, Prediction],
+    on: Machine,
+    step: LocalStep,
+    profile: Profile,
+    ranks: int,
+) -> dict[str, Any]:
+    """Prints what the model says; returns it."""
+    choice = choose_cap({cap: one.seconds for cap, one in predictions.items()})
+    plan = profile.plan(choice.cap_mb)
+    every = sync_every(predict_on(on, ranks, step, plan), step.crowded(on.crowding(ranks)))
+    gain = wire_gain(on, ranks, step, plan)
+    wire = "bfloat16" if gain >= WIRE_PAYS else "the gradients' own dtype"
+    print(
+        f"\nbucket_cap_mb={choice.cap_mb:g}: {choice.gain:.1%} less than with the default\n"
+        f"synchronise every {every} backward{'s' if every > 1 else ''}: communication then takes "
+        f"at most {CHEAP:.0%}{'' if every < 32 else ', or is as rare as is sensible'}\n"
+        f"wire: {wire}; 16 bits save {gain:.1%} of the step"
+    )
+    return {"cap_mb": choice.cap_mb, "every": every, "wire_gain": round(gain, 4)}
+
+
+def figures(
+    predictions: Mapping[float, Prediction],
+    measured: Mapping[float, float],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    rows = [
+        {
+            "cap_mb": cap,
+            "predicted_ms": round(1e3 * one.seconds, 3),
+            "measured_ms": round(1e3 * measured[cap], 3) if measured else None,
+        }
+        for cap, one in predictions.items()
+    ]
+    return {"model": options.model, "ranks": options.ranks, "rows": rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
