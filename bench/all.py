@@ -16,7 +16,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,15 +38,13 @@ def main() -> int:
     print(f"# {machine.summary()}")
     print(f"# {', '.join(SHORT)}: together about three minutes on two cores", flush=True)
     all_results, failed = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, arguments in SHORT.items():
-            path = Path(folder) / f"{name}.json"
-            print(f"\n== {name}", flush=True)
-            ranks = ("--ranks", str(options.ranks))
-            if run(name, [*arguments, *ranks, "--json", str(path)]) != 0:
-                failed.append(name)
-            if path.is_file():
-                all_results.append(json.loads(path.read_text()))
+    for name, arguments in SHORT.items():
+        print(f"\n== {name}", flush=True)
+        status, text = run(name, [*arguments, "--ranks", str(options.ranks), "--json", "-"])
+        if status != 0:
+            failed.append(name)
+        if text:
+            all_results.append(json.loads(text))
     print()
     if all_results:
         write(all_results, options)
@@ -73,12 +70,15 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def run(name: str, arguments: Sequence[str]) -> int:
-    """Its exit status."""
+def run(name: str, arguments: Sequence[str]) -> tuple[int, str]:
+    """Its exit status and its results, if it has come to any. With them on its stdout, what it
+    prints for people is on its stderr.
+    """
     command = [sys.executable, str(Path(__file__).resolve().with_name(f"{name}.py")), *arguments]
-    with subprocess.Popen(command, stdout=sys.stdout) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stdout, text=True) as process:
         try:
-            return process.wait()
+            text, _ = process.communicate()
+            return process.returncode, text
         except BaseException:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
