@@ -14,37 +14,15 @@ One that gives only the first appears with the figures of its `rows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import paper_section
 from chart import LOOKS, size_text, spread_of
-from tables import Column, Spread, Table, Times
+from tables import Column, Ratio, Section, Spread, Table, Times
 
 Results = Mapping[str, Any]
 # Of the ratio to a peer, in every table that has one.
 RATIO = (Column(9, ("ratio",)), Column(9, ("least",)), Column(9, ("most",)))
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times fastcomm's time a peer takes, at one setting."""
-
-    what: str
-    peer: str
-    spread: Spread
-
-
-@dataclass(frozen=True)
-class Section:
-    """A benchmark's part of a page: what was measured and how, the tables, the ratios to each peer,
-    and the command that measures it again where the results do not say it themselves.
-    """
-
-    title: str
-    how: str
-    tables: Sequence[Table]
-    ratios: Sequence[Ratio]
-    command: str
 
 
 def of(results: Results) -> Section:
@@ -478,4 +456,6 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "hierarchical": _hierarchical,
     "flatten": _flatten,
     "host_cost": _host_cost,
+    "paper": paper_section.section,
+    "simulate": _plain,
 }

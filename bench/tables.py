@@ -149,6 +149,34 @@ class Table:
         return max(column.width, 1 + max(map(len, column.titles)))
 
 
+# ---- for the page of a report --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times fastcomm's time a peer takes, at one setting."""
+
+    what: str
+    peer: str
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class Section:
+    """A benchmark's part of a page: what was measured and how, the tables, the ratios to each peer,
+    and the command that measures it again where the results do not say it themselves.
+    """
+
+    title: str
+    how: str
+    tables: Sequence[Table]
+    ratios: Sequence[Ratio]
+    command: str
+
+
+# ---- bars ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Bar:
     """What a figure is to reach, and whether it does."""

@@ -20,9 +20,19 @@ VARIES = "…"
 # What a command prints, and what an object looks like, is no message of an error.
 COMMANDS = ("__main__.py",)
 DESCRIPTIONS = ("__repr__", "describe")
+# What a timeline's tables and pictures say.
+SHOWN = {
+    "…: no step yet that all ranks have recorded",
+    "…: rounds … to …, medians in ms…",
+    "Slowest: rank …, last in … of … rounds. The others then waited … ms for it (median).",
+    "outside lower center",
+    "reducer… over …, … ranks",
+    "waits for rank …",
+    "waits, or is queued",
+}
 # Texts that no user meets: names of threads and collectives, a note between watchdogs, and where
 # torch's own messages are cut off.
-INTERNAL = {
+INTERNAL = SHOWN | {
     "where are you?",
     "meeting of the ranks",
     "fastcomm NCCL call",
