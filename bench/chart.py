@@ -308,6 +308,21 @@ def _flatten(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend(ncols=len(ways))
 
 
+def _timeline(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/timeline.py: what recording adds to a step, with the interval that holds it."""
+    axes = figure.subplots()
+    rows = results["rows"]
+    for i, state in enumerate(("on", "off again")):
+        places = [number + 0.15 * (2 * i - 1) for number in range(len(rows))]
+        shares = [100 * row["cost_ms"][state] / row["step_ms"] for row in rows]
+        widths = [100 * row["half_width_ms"][state] / row["step_ms"] for row in rows]
+        axes.errorbar(shares, places, xerr=widths, fmt="o", capsize=3, label=state)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row["model"] for row in rows])
+    axes.set_xlabel("% of the step without a timeline")
+    axes.legend()
+
+
 def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/host_cost.py: what was predicted beside what was measured, with its quartiles."""
     rows = results["rows"][::-1]
@@ -338,4 +353,5 @@ _PICTURES = {
     "paper": paper_chart.draw,
     "simulate": simulate_pictures.simulate,
     "tune": simulate_pictures.tune,
+    "timeline": _timeline,
 }

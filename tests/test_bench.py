@@ -121,6 +121,16 @@ def test_step_tells_what_the_hooks_cost():
 HOW_GRADIENTS_COME = ("gradients of their own", "views", "bfloat16 wire")
 
 
+def test_timeline_tells_what_recording_costs(tmp_path):
+    path, options = tmp_path / "timeline.json", ["--models", "mlp", "--rounds", "2"]
+    printed = run("timeline.py", *options, "--json", path, "--plot", tmp_path / "timeline.png")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["model"] == "mlp" and row["step_ms"] > 0
+    assert set(row["cost_ms"]) == set(row["half_width_ms"]) == {"on", "off again"}
+    assert "mlp: at most 1% while it is on" in printed and "Recording alone" in printed
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+
+
 def test_host_cost_sets_what_was_predicted_beside_what_was_measured(tmp_path):
     path = tmp_path / "host_cost.json"
     printed = run(
