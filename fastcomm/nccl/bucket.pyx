@@ -298,13 +298,6 @@ cdef class NcclBucket:
         return 0
 
 
-cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:
-    """For a timeline; NULL where nobody asks."""
-    if event != NULL:
-        check(driver.record_event(event, stream), b"cuEventRecord")
-    return 0
-
-
 cdef class Presence:
     """The elements behind the gradients of a bucket, which say for each parameter whether some rank
     has a gradient.
@@ -341,6 +334,13 @@ cdef class Presence:
         """Whether some rank has a gradient, by parameter. Waits for the device."""
         absent, _ = presence_values(op)
         return (self.wire.float() != absent).tolist()
+
+
+cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:
+    """For a timeline; NULL where nobody asks."""
+    if event != NULL:
+        check(driver.record_event(event, stream), b"cuEventRecord")
+    return 0
 
 
 BoundBucket.register(NcclBucket)

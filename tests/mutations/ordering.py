@@ -155,6 +155,7 @@ MUTATIONS = (
         old="""\
             if scatters:
                 self.scattering.unflatten_on(stream, wire, 1, True)
+            _record(ended, stream)
             check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
 """,
         new="""\
