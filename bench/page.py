@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import chart
 import sections
-from sections import Results, Section
-from tables import WIDE_NOTE, Column, Table
+from sections import Results
+from tables import WIDE_NOTE, Column, Section, Table
 
 READING = (
     "A ratio says how many times fastcomm's time a peer takes, in the same run on the same "

@@ -458,4 +458,5 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "host_cost": _host_cost,
     "paper": paper_section.section,
     "simulate": _plain,
+    "timeline": _plain,
 }
