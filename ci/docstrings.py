@@ -18,10 +18,10 @@ import griffe
 
 INTERNAL = ("For reducers", "See ")
 ITEM = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ", re.MULTILINE)
-# A class or a function with a docstring; the list of parameters may have calls in it.
+# A class or a function, and its docstring if it has one; parameters may have calls in them.
 DEFINITION = re.compile(
     r"^( *)(?:cdef class|class|cpdef|def) (?:\w+ )*(\w+)(?:\((?:[^()]|\([^()]*\))*\))?[^\n(]*:\n"
-    r' +"""(.*?)"""',
+    r'(?: +"""(.*?)""")?',
     re.DOTALL | re.MULTILINE,
 )
 
@@ -52,7 +52,8 @@ def docstrings_of(source: str) -> Iterator[tuple[str, str]]:
     for indent, name, text in DEFINITION.findall(source):
         if not indent:
             owner = name
-        yield f"{owner}.{name}" if indent else name, inspect.cleandoc(text)
+        if text:
+            yield f"{owner}.{name}" if indent else name, inspect.cleandoc(text)
 
 
 def markdown(docstring: str) -> str:
