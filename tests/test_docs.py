@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[str]:
 def test_python_on_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n".join(blocks(page)))
-    printed_by(script)
+    printed_by(script, folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

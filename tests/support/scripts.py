@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -16,15 +17,16 @@ from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 
 
-def printed_by(script: Path, *arguments: str) -> str:
-    """What the ranks print, rank 0 first."""
+def printed_by(script: Path, *arguments: str, folder: Path | None = None) -> str:
+    """What the ranks print, rank 0 first. folder: where they run, and leave their files."""
     common = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RESTART_COUNT": "0"}
     environments = [one | common for one in torchrun_env(2)]
-    outcomes = fresh_ranks(2, _run, script, arguments, env=environments, timeout=100)
+    outcomes = fresh_ranks(2, _run, script, arguments, folder, env=environments, timeout=100)
     return "".join(values_of(outcomes))
 
 
-def _run(place: Place, script: Path, arguments: Sequence[str]) -> str:
+def _run(place: Place, script: Path, arguments: Sequence[str], folder: Path | None) -> str:
+    os.chdir(folder or ".")
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     printed = io.StringIO()
