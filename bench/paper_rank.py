@@ -283,6 +283,7 @@ def main() -> None:
         launch.serve(rank, Methods(comm, device))
         gc.collect()
         dist.destroy_process_group()
+        comm.barrier()  # rank 0 serves the store that the others are still leaving
 
 
 def enter(host: Sequence[Any]) -> None:
