@@ -61,11 +61,11 @@ def _steps_table(model: Results) -> Table:
 
 def _ratios_of_steps(model: Results) -> Iterator[Ratio]:
     times = {row["way"]: Spread(*row["ms"]) for row in model["rows"]}
+    name = model["model"].split(",")[0]
     for way, spread in times.items():
-        who, _, how = way.partition(", ")
-        own = times.get(f"fastcomm, {how}")
-        if own is not None and who != "fastcomm":
-            yield Ratio(f"step of {model['model'].split(',')[0]}, {how}", who, spread.over(own))
+        if way.startswith("ddp"):
+            own = times["fastcomm" + way.removeprefix("ddp")]
+            yield Ratio(f"step of {name}{way.removeprefix('ddp')}", "ddp", spread.over(own))
 
 
 def _losses(results: Results) -> Table:
