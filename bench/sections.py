@@ -416,6 +416,24 @@ def _host_cost(results: Results) -> Section:
     )
 
 
+# ---- the model of a step -------------------------------------------------------------------------
+
+
+def _simulate(results: Results) -> Section:
+    titles = ("model", "ranks", "wire", "buckets (MB)", "predicted (ms)", "measured (ms)")
+    names = ("model", "ranks", "wire", "cap_mb", "predicted_ms", "measured_ms")
+    table = Table([Column(14, (title,)) for title in titles])
+    table.rows = [[str(row[name]) for name in names] for row in results["validation"]]
+    return Section(
+        "A model of a step",
+        f"Steps predicted from two ranks' calibration, then measured: off by "
+        f"{results['errors']['all']:.1%} at the median.",
+        [table],
+        [],
+        "python -m fastcomm bench simulate",
+    )
+
+
 # ---- any other -----------------------------------------------------------------------------------
 
 
@@ -457,6 +475,6 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_section.section,
-    "simulate": _plain,
+    "simulate": _simulate,
     "timeline": _plain,
 }
