@@ -150,9 +150,7 @@ def slowest(answers: list[list[list[float]]], ways: tuple[str, ...]) -> dict[str
     """answers: seconds by rank, round and way. Returns by way those of the slowest rank in each
     round.
     """
-    rounds = [
-        [max(of_ranks) for of_ranks in zip(*row, strict=True)] for row in zip(*answers, strict=True)
-    ]
+    rounds = turns.slowest(answers)
     return {way: [seconds[i] for seconds in rounds] for i, way in enumerate(ways)}
 
 

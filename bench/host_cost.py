@@ -34,6 +34,7 @@ import report
 import sections
 import torch
 import torch.distributed as dist
+from models import TinyParameters
 from report import Bar, Spread
 from torch import nn
 from torch.nn import Parameter
@@ -209,25 +210,16 @@ def bucket_turn(
 # ---- a whole step --------------------------------------------------------------------------------
 
 
-class TinyParameters(nn.Module):
-    """Many parameters and hardly any work."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(nn.Parameter(torch.ones(NUMEL)) for _ in range(n))
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack(list(self.all)).sum()
-
-
 def step_rows(comm: Any, n: int, rounds: int) -> list[Row]:
-    plain, reduced = TinyParameters(n), TinyParameters(n)
+    plain, reduced = TinyParameters(n, NUMEL), TinyParameters(n, NUMEL)
     reducer = fastcomm.Reducer(comm).attach(reduced)
     ways = {
         "local": plain,
         "fastcomm": reduced,
-        "ddp": DistributedDataParallel(TinyParameters(n)),
-        "ddp_views": DistributedDataParallel(TinyParameters(n), gradient_as_bucket_view=True),
+        "ddp": DistributedDataParallel(TinyParameters(n, NUMEL)),
+        "ddp_views": DistributedDataParallel(
+            TinyParameters(n, NUMEL), gradient_as_bucket_view=True
+        ),
     }
     samples = take_turns({way: step_turn(way, model) for way, model in ways.items()}, rounds)
     reducer.detach()

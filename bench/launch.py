@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Importing torch on a busy machine takes its time; a call measures all rounds of a model, for some
 # minutes if that is large.
@@ -208,6 +208,13 @@ def die_with_parent() -> None:
     ever. prctl(2), Linux only.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_torchrun(ranks: int) -> NoReturn:
+    """Becomes torchrun with this script and these arguments."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
 
 
 def exit_on_sigterm() -> None:

@@ -46,6 +46,17 @@ class Case(NamedTuple):
         return step
 
 
+class TinyParameters(nn.Module):
+    """Many parameters and hardly any work."""
+
+    def __init__(self, n: int, numel: int = 8) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(n))
+
+    def forward(self) -> Tensor:
+        return torch.stack(list(self.all)).sum()
+
+
 def mlp() -> nn.Module:
     widths = [1024, 2048, 2048, 1024, 10]
     layers: list[nn.Module] = []

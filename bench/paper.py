@@ -37,6 +37,7 @@ import cuda_clock
 import launch
 import machine
 import report
+import turns
 from models import CASES
 from paper_figures import (
     CONTENDERS,
@@ -172,9 +173,7 @@ def measure_all_reduce(
     total = TOTALS[options.wire]
     parts = [n for n in PARTS if total // n >= LEAST]
     answers = ranks.call("all_reduce", total=total, parts=parts, rounds=options.rounds)
-    rounds = [  # [round][contender], of the slowest rank; the first contenders are fastcomm's
-        [max(times) for times in zip(*rows, strict=True)] for rows in zip(*answers, strict=True)
-    ]
+    rounds = turns.slowest(answers)  # the first contenders are fastcomm's
     contenders = [(who, n) for who in CONTENDERS for n in parts]
     seconds = dict(zip(contenders, zip(*rounds, strict=True), strict=True))
     rows = []

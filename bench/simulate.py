@@ -35,14 +35,14 @@ import launch
 import machine as this_machine
 import report
 import torch
+import turns
 from models import CASES, resnet50
 from report import Column, Table
-from simulate_rank import AUTO
+from simulate_rank import AUTO, CALIBRATED_RANKS, SCRIPT, costs_of
 from step_profile import Profile
 
 from fastcomm.insight import machine as machines
 from fastcomm.insight.advice import EVERY, sweep, sync_every, wire_gain
-from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.machine import Machine
 from fastcomm.insight.step_model import predict_on, predict_sharded, seconds_every
 from fastcomm.insight.transport import link_of
@@ -53,10 +53,8 @@ try:
 except ModuleNotFoundError:  # installed
     namespaces = None  # type: ignore[assignment]
 
-RANK_SCRIPT = Path(__file__).resolve().with_name("simulate_rank.py")
 V100 = Path(__file__).resolve().parent / "machines" / "v100.toml"
 PORT = 29500  # in namespaces of our own every port is free
-CALIBRATED_RANKS = 2
 SCALES = tuple(1 << exponent for exponent in range(11))
 GOAL = 0.15
 # Seconds of a step with DDP over NCCL, by GPUs, median; "local": without DDP.
@@ -236,10 +234,6 @@ def calibrate(
     )
 
 
-def costs_of(ranks: launch.Ranks) -> MeasuredCosts:
-    return MeasuredCosts([(nbytes, Cost(*cost)) for nbytes, cost in ranks.call("costs")[0]])
-
-
 def measure_all(ranks: launch.Ranks, rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
     """Completes the rows. Returns for each model what a step takes with bucket_cap_mb="auto"."""
     choices = []
@@ -251,7 +245,7 @@ def measure_all(ranks: launch.Ranks, rows: Sequence[Row], options: argparse.Name
             rounds=options.rounds,
             steps=options.steps,
         )
-        slowest = [[max(of) for of in zip(*row, strict=True)] for row in zip(*answers, strict=True)]
+        slowest = turns.slowest(answers)
         mine = [row for row in rows if row["model"] == model]
         for way, row in enumerate(mine, 1):
             row["measured_ms"] = round(1e3 * statistics.median(r[way] for r in slowest), 2)
@@ -275,7 +269,7 @@ def hosts_of(ranks: int) -> list[int]:
 @contextlib.contextmanager
 def ranks_of(wire: str, n: int, options: argparse.Namespace) -> Iterator[launch.Ranks]:
     if wire == "shm":
-        with launch.Ranks(RANK_SCRIPT, n) as ranks:
+        with launch.Ranks(SCRIPT, n) as ranks:
             yield ranks
         return
     with namespaces.Hosts(hosts_of(n), rate=options.rate) as hosts:
@@ -283,20 +277,17 @@ def ranks_of(wire: str, n: int, options: argparse.Namespace) -> Iterator[launch.
             [hosts.namespace(host), f"tcp://{hosts.address(0)}:{PORT}", hosts.environment(rank)]
             for rank, host in enumerate(hosts.host_of)
         ]
-        with launch.Ranks(RANK_SCRIPT, n, arguments=[json.dumps(places)]) as ranks:
+        with launch.Ranks(SCRIPT, n, arguments=[json.dumps(places)]) as ranks:
             yield ranks
 
 
 def print_errors(rows: Sequence[Row]) -> Row:
     """The medians of what the predictions are off by, as parts of the measured step."""
-    errors: Row = {}
-    for wire in dict.fromkeys(row["wire"] for row in rows):
-        off = [
-            abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows if row["wire"] == wire
-        ]
-        errors[wire] = round(statistics.median(off), 3)
-    every = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
-    errors["all"] = round(statistics.median(every), 3)
+    off: dict[str, list[float]] = {**{row["wire"]: [] for row in rows}, "all": []}
+    for row in rows:
+        for name in (row["wire"], "all"):
+            off[name].append(abs(row["predicted_ms"] / row["measured_ms"] - 1))
+    errors: Row = {name: round(statistics.median(parts), 3) for name, parts in off.items()}
     by_wire = ", ".join(f"{wire} {error:.1%}" for wire, error in errors.items())
     verdict = "met" if errors["all"] <= GOAL else "NOT met"
     print(f"\nmedian error of the predicted step: {by_wire} (goal {GOAL:.0%}: {verdict})")

@@ -7,13 +7,13 @@ Started by bench/launch.py, in a network namespace of its own where hosts are gi
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import launch
@@ -23,8 +23,12 @@ from models import CASES, WARM_UP_STEPS
 from step_profile import Profile, Stopwatch, median_of
 
 import fastcomm
+from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.transport import SIZES, measure_costs
+from fastcomm.shm.memory import keep_freed_memory
 
+SCRIPT = Path(__file__).resolve()
+CALIBRATED_RANKS = 2  # of which all else is predicted
 LOCAL = "local"
 AUTO = "auto"
 AUTO_STEPS = 16  # after which a reducer has made its choice
@@ -103,18 +107,15 @@ class Methods:
         return table
 
 
-def keep_freed_memory() -> None:
-    """mallopt(3): what is freed stays with the process. Else a step's gradients may come with new
-    pages in each step or not, as the memory around them will have it, and take twice as long.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4
-    libc = ctypes.CDLL(None)
-    libc.mallopt(m_mmap_max, 0)
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
+def costs_of(ranks: launch.Ranks) -> MeasuredCosts:
+    """What the ranks' costs() has measured, in the parent."""
+    return MeasuredCosts([(nbytes, Cost(*cost)) for nbytes, cost in ranks.call("costs")[0]])
 
 
 def serve() -> None:
     launch.die_with_parent()
+    # Before any step, as a reducer does: else one without communication may get new pages for its
+    # gradients each time, or not, as the memory around them will have it, and take twice as long.
     keep_freed_memory()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -134,7 +135,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    sys.path.append(str(SCRIPT.parent.parent))
     serve()

@@ -31,15 +31,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cuda_clock
+import launch
 import machine
 import report
 import sections
 import torch
 import torch.distributed as dist
 import turns
-from models import CASES, CUDA_CASES, WARM_UP_STEPS, Case
+from models import CASES, CUDA_CASES, WARM_UP_STEPS, Case, TinyParameters
 from report import Bar, Times
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +57,7 @@ def main() -> int:
         print(f"bench/step.py --device cuda needs a GPU, and {reason}", file=sys.stderr)
         return 2
     if "RANK" not in os.environ:
-        launch(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
+        launch.become_torchrun(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
     torch.set_num_threads(1)
     device = (
         cuda_clock.use_device(int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
@@ -109,20 +109,6 @@ def parse_options() -> argparse.Namespace:
     if unknown:
         parser.error(f"--device {options.device} has no model {', '.join(sorted(unknown))}")
     return options
-
-
-def launch(ranks: int) -> None:
-    """Becomes torchrun with this script and these arguments."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        *sys.argv,
-    ]
-    os.execv(sys.executable, command)
 
 
 def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -263,22 +249,11 @@ def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespa
     report.write_results("step", figures, options, default=f"step-{on}{ranks}ranks.json")
 
 
-class TinyParameters(nn.Module):
-    """Many parameters and hardly any work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(TINY_PARAMETERS))
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack(list(self.all)).sum()
-
-
 def report_hook_cost(comm: Any) -> None:
     """CPU time of zero_grad and backward with the reducer, less that without, per parameter. Python
     and C++ of torch's hooks included.
     """
-    plain, reduced = TinyParameters().to(comm.device), TinyParameters().to(comm.device)
+    plain, reduced = (TinyParameters(TINY_PARAMETERS).to(comm.device) for _ in range(2))
     reducer = fastcomm.Reducer(comm).attach(reduced)
     # a collection now and then is the price of any Python object, and not the reducer's
     gc.disable()

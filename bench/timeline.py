@@ -31,10 +31,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import launch
 import report
 import torch
 import turns
-from models import CASES, WARM_UP_STEPS
+from models import CASES, WARM_UP_STEPS, TinyParameters
 from report import Column, Table
 from torch import nn
 
@@ -50,7 +51,7 @@ PREDICTED_US = {"gpt2": 60.0, "conv": 20.0, "mlp": 16.0, "transformer": 30.0}
 def main() -> int:
     options = parse_options()
     if "RANK" not in os.environ:
-        run_ranks()
+        launch.become_torchrun(2)
     torch.set_num_threads(1)
     with fastcomm.init("shm") as comm:
         rows = [measure(comm, name, options) for name in options.models]
@@ -73,13 +74,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="rounds (20)")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn (2)")
     return report.parse(parser, default="nowhere")
-
-
-def run_ranks() -> None:
-    """Becomes torchrun with this script and these arguments, on two ranks."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
 
 
 def measure(comm: Any, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -127,22 +121,11 @@ def half_width(samples: list[float]) -> float:
     return 1.96 * 1.253 * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
-class Tiny(nn.Module):
-    """Parameters with hardly any work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(N_TINY))
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack(list(self.all)).sum()
-
-
 def recording_us() -> float:
     """CPU time of this thread that recording takes, per parameter of the tiny model: one rank, so
     that nobody waits. The median over pairs of steps.
     """
-    model, differences = Tiny(), []
+    model, differences = TinyParameters(N_TINY), []
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
         with fastcomm.init("shm", init_method=meeting, rank=0, world_size=1) as comm:

@@ -21,26 +21,25 @@ from typing import Any
 import launch
 import machine as this_machine
 import report
+import turns
 from models import CASES
 from report import Column, Table
+from simulate_rank import CALIBRATED_RANKS, SCRIPT, costs_of
 from step_profile import Profile
 
 from fastcomm.insight import machine as machines
 from fastcomm.insight.advice import CHEAP, choose_cap, sweep, sync_every, wire_gain
-from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.machine import Machine
 from fastcomm.insight.step_model import LocalStep, Prediction, predict_on
 from fastcomm.insight.transport import link_of
 
-RANK_SCRIPT = Path(__file__).resolve().with_name("simulate_rank.py")
-CALIBRATED_RANKS = 2
 WIRE_PAYS = 0.05  # of the step, for less nobody rounds gradients
 
 
 def main() -> int:
     options = parse_options()
     launch.exit_on_sigterm()
-    with launch.Ranks(RANK_SCRIPT, CALIBRATED_RANKS) as ranks:
+    with launch.Ranks(SCRIPT, CALIBRATED_RANKS) as ranks:
         profile = Profile(*ranks.call("profile", model=options.model, steps=options.steps)[0])
         on = options.machine or this_machine_of(ranks)
     step = profile.step().lasting(on.step)
@@ -81,8 +80,7 @@ def parse_options() -> argparse.Namespace:
 
 def this_machine_of(ranks: launch.Ranks) -> Machine:
     """This machine, from what two ranks of it measure."""
-    costs = MeasuredCosts([(nbytes, Cost(*cost)) for nbytes, cost in ranks.call("costs")[0]])
-    link = link_of(costs, "direct", CALIBRATED_RANKS)
+    link = link_of(costs_of(ranks), "direct", CALIBRATED_RANKS)
     cores = this_machine.cores()
     return Machine(link, algorithm="direct", cores=cores, name=f"this machine, {cores} cores")
 
@@ -91,11 +89,11 @@ def measure(
     predictions: Mapping[float, Prediction], options: argparse.Namespace
 ) -> dict[float, float]:
     """Seconds of a step by size: medians of the slowest rank's."""
-    with launch.Ranks(RANK_SCRIPT, options.ranks) as ranks:
+    with launch.Ranks(SCRIPT, options.ranks) as ranks:
         answers = ranks.call(
             "steps", model=options.model, caps=list(predictions), rounds=options.rounds, steps=1
         )
-    slowest = [[max(of) for of in zip(*row, strict=True)] for row in zip(*answers, strict=True)]
+    slowest = turns.slowest(answers)
     return {
         cap: statistics.median(row[way] for row in slowest)
         for way, cap in enumerate(predictions, 1)

@@ -16,6 +16,15 @@ def order_of(contenders: Sequence[str], number: int) -> list[str]:
     return [*contenders[first:], *contenders[:first]]
 
 
+def slowest(answers: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """answers: times by rank, round and contender. Those of the slowest rank, by round and
+    contender.
+    """
+    return [
+        [max(times) for times in zip(*rows, strict=True)] for rows in zip(*answers, strict=True)
+    ]
+
+
 def time_calls(call: Callable[[], object], n_calls: int) -> list[int]:
     """Nanoseconds of each of `n_calls` calls, one after the other, with no barrier between them."""
     clock = time.perf_counter_ns

@@ -50,6 +50,11 @@ class Cost(NamedTuple):
     def plus(self, other: Cost) -> Cost:
         return Cost(self.seconds + other.seconds, self.core_seconds + other.core_seconds)
 
+    def crowded(self, factor: float) -> Cost:
+        """The same where what needs a core takes `factor` times as long, as computing does."""
+        busy = factor * self.core_seconds
+        return Cost(self.seconds + busy - self.core_seconds, busy)
+
 
 # Of each algorithm: how many alphas its two halves take, reduce-scatter and all-gather, by ranks.
 _ROUNDS: dict[str, tuple[Callable[[int], int], Callable[[int], int]]] = {

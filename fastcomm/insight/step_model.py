@@ -140,15 +140,10 @@ def predict_on(
     """
     crowding = machine.crowding(ranks)
 
-    def cost(nbytes: float) -> Cost:
-        seconds, core_seconds = machine.all_reduce(nbytes, ranks)
-        # What needs a core waits for it as computing does.
-        return Cost(seconds + (crowding - 1) * core_seconds, crowding * core_seconds)
-
     return predict(
         step.crowded(crowding),
         plan,
-        cost,
+        lambda nbytes: machine.all_reduce(nbytes, ranks).crowded(crowding),
         delays_compute=machine.delays_compute(ranks),
         overlap=overlap,
     )
@@ -159,20 +154,16 @@ def predict_sharded(machine: Machine, ranks: int, step: LocalStep, plan: Plan) -
     beside the backward, and after the optimizer all parameters are gathered.
     """
     crowding = machine.crowding(ranks)
-
-    def crowded(cost: Cost) -> Cost:
-        seconds, core_seconds = cost
-        return Cost(seconds + (crowding - 1) * core_seconds, crowding * core_seconds)
-
     own = step.crowded(crowding)
     reduced = predict(
         replace(own, optimizer_s=own.optimizer_s / ranks),
         plan,
-        lambda nbytes: crowded(machine.reduce_scatter(nbytes, ranks)),
+        lambda nbytes: machine.reduce_scatter(nbytes, ranks).crowded(crowding),
         delays_compute=machine.delays_compute(ranks),
     )
     gather = sum(
-        crowded(machine.all_gather(bucket.nbytes, ranks)).seconds for bucket in reduced.buckets
+        machine.all_gather(bucket.nbytes, ranks).crowded(crowding).seconds
+        for bucket in reduced.buckets
     )
     return reduced._replace(seconds=reduced.seconds + gather, local_s=own.seconds)
 
