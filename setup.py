@@ -54,6 +54,7 @@ EXTENSIONS = (
         "reducer.gradient_hook",
         "reducer.provenance",
         "shm.memory",
+        "shm.descriptor",
         "shm.reduce",
         "shm.ring",
         "shm.bucket",

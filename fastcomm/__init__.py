@@ -22,6 +22,7 @@ from fastcomm.errors import (
     TimeoutError,
 )
 from fastcomm.reducer.reducer import Reducer
+from fastcomm.reducer.sharded import ShardedOptimizer
 from fastcomm.rendezvous import init
 from fastcomm.runner import launch
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
@@ -39,6 +40,7 @@ __all__ = [
     "NcclError",
     "PeerLostError",
     "Reducer",
+    "ShardedOptimizer",
     "TimeoutError",
     "Work",
     "all_reduce_hook",

@@ -7,6 +7,7 @@ which a transport may fuse the gathering of gradients with the reduction.
 from __future__ import annotations
 
 import abc
+import itertools
 import pickle
 import sys
 from types import TracebackType
@@ -44,6 +45,20 @@ class Work(abc.ABC):
         """Whether the result is in place, or never will be: `wait` knows. Moves the collective
         forward if that takes no waiting.
         """
+
+
+class _Together(Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class BucketWork(Work):
@@ -219,6 +234,7 @@ class Communicator(abc.ABC):
         wire_dtype: torch.dtype | None,
         label: int,
         lane: int = 0,
+        bounds: tuple[int, ...] | None = None,
     ) -> BoundBucket:
         """For reducers: prepares the reduction of `flat`, in which gradients have their places:
         views[i] begins at element offsets[i], ascending. It ends with one element for each view, in
@@ -230,7 +246,23 @@ class Communicator(abc.ABC):
         label: a number that is equal on all ranks and different for different buckets. Ranks that
         launch buckets of different labels get MismatchError, all of them. lane: buckets of
         different lanes do not wait for each other, where the transport has lanes.
+
+        bounds: rank r needs only the elements from bounds[r] to bounds[r + 1] of the result, and
+        what lies behind bounds[world_size]; what it has elsewhere is undefined. None: all of them.
+        A transport that gains nothing by it may leave the whole result.
         """
+
+    def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
+        """For reducers: copies each rank's share of `flat`, the elements from bounds[rank] to
+        bounds[rank + 1], to all others. Returns the Work at once.
+
+        flat: made by `empty`; bounds: of world_size + 1 numbers, ascending, equal on all ranks.
+        label: of the bucket whose parameters these are.
+        """
+        del label
+        spans = [(src, flat[a:b]) for src, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
+        works = [self.broadcast(span, src, async_op=True) for src, span in spans]
+        return _Together([work for work in works if work is not None])
 
     def keep_times(self, is_on: bool) -> None:
         """For reducers: from now on, or no longer, the works of buckets know their times. Call it

@@ -176,8 +176,11 @@ class GroupCommunicator(Communicator):
         wire_dtype: torch.dtype | None,
         label: int,
         lane: int = 0,
+        bounds: tuple[int, ...] | None = None,
     ) -> GroupBucket:
-        """See Communicator.bind_bucket. There are no lanes: the ranks share one network."""
+        """See Communicator.bind_bucket. There are no lanes: the ranks share one network. Every rank
+        gets the whole result.
+        """
         if wire_dtype is not None and wire_dtype not in CPU_DTYPES:
             refuse_dtype(wire_dtype, CPU_DTYPES, "wire_dtype")
         reduce = self._exchange.reduction_of(flat, wire_dtype)

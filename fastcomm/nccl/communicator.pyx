@@ -130,6 +130,7 @@ cdef class NcclCommunicator:
     has_streams = reduces_fp8 = counts_nonfinite = progresses_itself = True
     is_threadsafe = False
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
+    spread_shares = Communicator.spread_shares
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
@@ -225,9 +226,11 @@ cdef class NcclCommunicator:
         return memory.view(dtype)
 
     def bind_bucket(
-        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0
+        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
+        tuple bounds=None
     ):
-        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises
+        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Every
+        rank gets the whole result. Raises
         TypeError for dtypes without a kernel, or that NCCL does not reduce; InitError without
         kernels.
         """

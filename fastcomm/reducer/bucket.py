@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.dlpack import from_dlpack
 
 from fastcomm.collective import OTHERS_GRADIENT, bucket_label
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
@@ -19,11 +18,13 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.autograd import is_hooked_behind
+from fastcomm.reducer.geometry import strides_of, view_of
 from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout, plan_buckets
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.provenance import Provenance
+from fastcomm.reducer.shares import RankShare, Sharding
 
 _WHY_RANKS_DIFFER = (
     ". Run a backward inside no_sync() on all ranks or on none. If the ranks have made "
@@ -48,6 +49,7 @@ class Bucket(Counter):
         lane: int,
         hooks: BucketHooks | None,
         n_rounds: int,
+        sharding: tuple[Sharding, tuple[int, ...]] | None,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive. Python could not
@@ -65,15 +67,27 @@ class Bucket(Counter):
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         offsets = [slot.offset for slot in layout.slots]
         self._geometries = [
-            (offset, p.size(), _strides_of(p)) for offset, p in zip(offsets, own, strict=True)
+            (offset, p.size(), strides_of(p)) for offset, p in zip(offsets, own, strict=True)
         ]
-        self.views = [_view(self.flat, *geometry) for geometry in self._geometries]
+        self.views = [view_of(self.flat, *geometry) for geometry in self._geometries]
         self._addresses = [view.data_ptr() for view in self.views]
         self.provenance = Provenance(self._references, self.views, self._addresses, n_rounds)
+        # of a model that a ShardedOptimizer steps
+        self.share: RankShare | None = None
+        bounds = None
+        if sharding is not None:
+            self.share = RankShare(comm, *sharding, self.flat, own, self._geometries, label)
+            bounds = None if self.share.keeps_gradients else sharding[1]
         self._bound: BoundBucket
         if hooks is None:
             self._bound = comm.bind_bucket(
-                self.flat, self.views, offsets, wire_dtype=wire_dtype, label=label, lane=lane
+                self.flat,
+                self.views,
+                offsets,
+                wire_dtype=wire_dtype,
+                label=label,
+                lane=lane,
+                bounds=bounds,
             )
         else:
             self._bound = HookedBucket(comm, hooks, self.flat, self.views, offsets)
@@ -111,7 +125,7 @@ class Bucket(Counter):
         """
         # After parameter.grad.data = ... the view is on the user's memory.
         for i in displaced(self.views, self._addresses):
-            self.views[i] = _view(self.flat, *self._geometries[i])
+            self.views[i] = view_of(self.flat, *self._geometries[i])
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.provenance.taking_part(taking_part, self.ready)
@@ -132,6 +146,11 @@ class Bucket(Counter):
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the
         gradients with one; settle() copies the values back into those.
         """
+        if self.share is not None and not self.share.keeps_gradients:
+            raise FastcommError(
+                "backward(create_graph=True) leaves gradients in .grad, which a ShardedOptimizer "
+                "takes: make it with keep_gradients=True"
+            )
         for i, parameter in enumerate(parameters):
             if (
                 parameter is not None
@@ -250,6 +269,8 @@ class Bucket(Counter):
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
                 self.provenance.note_kept(i)
+        if self.share is not None:
+            self.share.take_round(self.parameters, self.views)
 
     def _settle_missing(self, work: BucketWork) -> list[int]:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what
@@ -316,6 +337,8 @@ class Bucket(Counter):
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
         self.provenance.forget_rounds()
+        if self.share is not None:
+            self.share.drop()
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None
@@ -330,6 +353,8 @@ class Bucket(Counter):
                 gradient = view.clone()
             self.provenance.hand_over(i, gradient)
             parameter.grad = gradient
+        if self.share is not None:
+            self.share.release(self.parameters)
 
 
 def make_buckets(
@@ -338,6 +363,7 @@ def make_buckets(
     options: Options,
     number: int,
     n_rounds: int,
+    sharding: Sharding | None,
 ) -> list[Bucket]:
     """Makes the buckets for these parameters' gradients, in the order in which they will be full.
     number: of the reducer, among those of the communicator. n_rounds: see Reducer.
@@ -349,6 +375,7 @@ def make_buckets(
         cap_bytes=options.cap_bytes,
         first_cap_bytes=options.first_cap_bytes,
     )
+    bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
     last = len(layouts) - 1
     options.hook_calls.begin(comm)
     buckets = [
@@ -362,6 +389,7 @@ def make_buckets(
             i % options.streams,
             BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
             n_rounds,
+            None if sharding is None or bounds is None else (sharding, bounds[i]),
         )
         for i, layout in enumerate(layouts)
     ]
@@ -391,19 +419,3 @@ def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
             "every rank after moving the model"
         )
     return None
-
-
-def _strides_of(parameter: Parameter) -> tuple[int, ...]:
-    """The strides autograd gives to the parameter's gradient: the parameter's if that is dense."""
-    return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-
-
-def _view(flat: Tensor, offset: int, size: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """A tensor on flat's memory, for a parameter's gradient."""
-    # set_ and not a slice: as an autograd view the gradient would refuse detach_(), which users and
-    # optimizers call.
-    view = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
-        flat.untyped_storage(), offset, size, strides
-    )
-    # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
-    return from_dlpack(view) if view.numel() else view

@@ -61,6 +61,31 @@ def plan_buckets(
     return tuple(layout for _, layout in sorted(full, key=lambda entry: entry[0]))
 
 
+def equal_shares(numel: int, itemsize: int, n: int) -> tuple[int, ...]:
+    """Cuts a flat buffer into n shares of about the same size, at cache lines. Returns their
+    bounds: share r is [bounds[r], bounds[r + 1]).
+    """
+    per_line = max(ALIGNMENT // itemsize, 1)
+    lines = -(-numel // per_line)
+    return tuple(min(-(-lines * r // n) * per_line, numel) for r in range(n + 1))
+
+
+def whole_shares(layout: BucketLayout, loads: list[int]) -> tuple[int, ...]:
+    """As equal_shares, but no slot is cut. loads: how many elements each rank has of the buckets
+    before; this bucket's are added.
+    """
+    n = len(loads)
+    goal = (sum(loads) + layout.numel) / n
+    bounds, rank = [0], 0
+    for slot in layout.slots:
+        # the next rank's from here on, where more than half of the slot is beyond this rank's part
+        while rank < n - 1 and loads[rank] + slot.numel / 2 > goal:
+            bounds.append(slot.offset)
+            rank += 1
+        loads[rank] += slot.numel
+    return (*bounds, *[layout.numel] * (n + 1 - len(bounds)))
+
+
 class _Filling:
     """A bucket that still takes parameters."""
 

@@ -1,7 +1,8 @@
 """The norm of all gradients of a model, clipping by it, and the number of elements that are not
 finite: from the flat buffers if all gradients lie there, else by torch's own functions.
 
-Nothing here waits for the device. The reducer sees to it that the gradients are reduced.
+Nothing here waits for the device. The reducer sees to it that the gradients are reduced. Where each
+rank has its shares only, the ranks add up what they find: one collective of one number.
 """
 
 from __future__ import annotations
@@ -12,22 +13,32 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from fastcomm.communicator import Communicator
 from fastcomm.reducer.bucket import Bucket
 
 
-def norm(buckets: Sequence[Bucket]) -> Tensor:
+def norm(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     """The 2-norm of all gradients together, as a scalar."""
+    shared = _in_shares(buckets)
+    if shared is not None:
+        return _norm_over_shares(buckets, shared, comm)
     return _norm_from(buckets, [bucket.square_sum() for bucket in buckets])
 
 
-def clip_(buckets: Sequence[Bucket], max_norm: float) -> Tensor:
+def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Tensor:
     """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before."""
+    shared = _in_shares(buckets)
+    if shared is not None:
+        before = _norm_over_shares(buckets, shared, comm)
+        if shared:
+            torch._foreach_mul_(shared, _clip_factor(max_norm, before))
+        return before
     square_sums = [bucket.square_sum() for bucket in buckets]
     before = _norm_from(buckets, square_sums)
     if None in square_sums:
         torch.nn.utils.clip_grads_with_norm_(_with_gradient(buckets), max_norm, before)
     else:  # all gradients lie in the flat buffers
-        factor = (max_norm / (before + 1e-6)).clamp(max=1)
+        factor = _clip_factor(max_norm, before)
         for bucket in buckets:
             bucket.scale_(factor)
     for bucket in buckets:
@@ -35,22 +46,58 @@ def clip_(buckets: Sequence[Bucket], max_norm: float) -> Tensor:
     return before
 
 
-def nonfinite_count(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
+def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     """How many elements of all gradients are infinite or NaN, as an int64 scalar."""
+    shared = _in_shares(buckets)
+    if shared is not None:
+        count = _count_nonfinite(shared, comm.device)
+        comm.all_reduce(count)
+        return count
     found = [bucket.n_nonfinite() for bucket in buckets]
     counts = [count for count in found if count is not None]
     if len(counts) < len(found):
-        counts = [(~torch.isfinite(gradient)).sum() for gradient in _gradients(buckets)]
+        return _count_nonfinite(_gradients(buckets), comm.device)
+    return torch.stack(counts).sum()
+
+
+def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
+    counts = [(~torch.isfinite(gradient)).sum() for gradient in gradients]
     return (
         torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
     )
+
+
+def _in_shares(buckets: Sequence[Bucket]) -> list[Tensor] | None:
+    """The reduced gradients in this rank's shares; None where every rank has all."""
+    shares = [bucket.share for bucket in buckets if bucket.share is not None]
+    if not shares or shares[0].keeps_gradients:
+        return None
+    return [gradient for share in shares for gradient in share.gradients()]
+
+
+def _norm_over_shares(
+    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Communicator
+) -> Tensor:
+    square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)
+    if gradients:
+        square_sum = _norm_of(gradients).double() ** 2
+    comm.all_reduce(square_sum)
+    return _as_gradients(square_sum.sqrt(), buckets)
+
+
+def _clip_factor(max_norm: float, before: Tensor) -> Tensor:
+    return (max_norm / (before + 1e-6)).clamp(max=1)
 
 
 def _norm_from(buckets: Sequence[Bucket], square_sums: list[Tensor | None]) -> Tensor:
     known = [square_sum for square_sum in square_sums if square_sum is not None]
     if len(known) < len(square_sums):
         return _norm_of(_gradients(buckets))
-    total = torch.stack(known).sum().sqrt()
+    return _as_gradients(torch.stack(known).sum().sqrt(), buckets)
+
+
+def _as_gradients(total: Tensor, buckets: Sequence[Bucket]) -> Tensor:
+    """In float32, unless some gradients are float64."""
     return total if any(bucket.dtype == torch.float64 for bucket in buckets) else total.float()
 
 

@@ -54,7 +54,7 @@ class Steppable(Protocol):
     def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
         """The parameters' shares of the reducer's buckets."""
 
-    def before_step(self, shares: list[Share], since: int | None) -> None:
+    def before_step(self, optimizer: Optimizer, shares: list[Share], since: int | None) -> None:
         """Leaves the gradients in these shares reduced, or raises. since: n_rounds before this
         optimizer's last step, if it has made one.
         """
@@ -134,7 +134,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     for reference, shares in steps.shares:
         reducer = reference()
         if reducer is not None:
-            reducer.before_step(shares, steps.seen.get(reducer))
+            reducer.before_step(optimizer, shares, steps.seen.get(reducer))
             steps.before[reducer] = reducer.n_rounds
 
 

@@ -5,11 +5,16 @@ neither parameters, reducers nor communicators alive.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.communicator import Communicator
+from fastcomm.reducer.autograd import hook_gradient
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.gradient_hook import GradientHook, ReducerFlags
 from fastcomm.reducer.optimizer_steps import Steppable
 
 # By parameter: two reducers would reduce its gradient twice.
@@ -30,12 +35,28 @@ def is_owned(parameter: Tensor) -> bool:
     return owner_of(parameter) is not None
 
 
-def own(parameter: Tensor, reducer: Steppable) -> None:
-    _owners[parameter] = weakref.ref(reducer)
+def take_over(
+    reducer: ReducerFlags, buckets: Sequence[Bucket], has_streams: bool
+) -> list[RemovableHandle]:
+    """Makes the reducer the owner of the buckets' parameters, and hangs its hooks on them. Returns
+    the hooks' handles.
+    """
+    handles = []
+    for bucket in buckets:
+        note_stream = bucket.note_stream if has_streams else None
+        for i, parameter in enumerate(bucket.parameters):
+            assert parameter is not None  # for the type checker: attach() holds the model
+            _owners[parameter] = weakref.ref(reducer)
+            handles.append(hook_gradient(parameter, GradientHook(reducer, bucket, i, note_stream)))
+    return handles
 
 
-def disown(parameter: Tensor) -> None:
-    _owners.pop(parameter, None)
+def let_go(buckets: Sequence[Bucket]) -> None:
+    """The buckets' parameters have no owner any more."""
+    for bucket in buckets:
+        for parameter in bucket.parameters:
+            if parameter is not None:
+                _owners.pop(parameter, None)
 
 
 def next_number(comm: Communicator) -> int:

@@ -25,13 +25,9 @@ from fastcomm.errors import FastcommError
 from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
 from fastcomm.reducer import agreement, norms
-from fastcomm.reducer.autograd import (
-    call_when_outer_goes_on,
-    hook_gradient,
-    refuse_compiled_autograd,
-)
+from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket, make_buckets
-from fastcomm.reducer.gradient_hook import EndOfBackward, GradientHook, ReducerFlags
+from fastcomm.reducer.gradient_hook import EndOfBackward, ReducerFlags
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
 from fastcomm.reducer.optimizer_steps import (
@@ -43,8 +39,9 @@ from fastcomm.reducer.optimizer_steps import (
     watch_steps,
 )
 from fastcomm.reducer.options import Options, describe
-from fastcomm.reducer.owners import disown, is_owned, next_number, own, owner_of
+from fastcomm.reducer.owners import is_owned, let_go, next_number, owner_of, take_over
 from fastcomm.reducer.round import Round
+from fastcomm.reducer.shares import ShardedBy
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.rendezvous import init
@@ -109,6 +106,7 @@ class Reducer(ReducerFlags):
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
         self._timeline: Timeline | None = None
         self._tuning = Tuning(self._options, self.comm.world_size)
+        self.sharded_by = ShardedBy()
 
     __repr__ = describe
 
@@ -152,7 +150,12 @@ class Reducer(ReducerFlags):
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
             self._buckets = make_buckets(
-                trainable, self.comm, self._tuning.options, self.number, self.n_rounds
+                trainable,
+                self.comm,
+                self._tuning.options,
+                self.number,
+                self.n_rounds,
+                self.sharded_by.sharding(),
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
@@ -160,7 +163,7 @@ class Reducer(ReducerFlags):
                 self.comm.abandon()
             note_abandoned(error)
             raise
-        self._hang_hooks()
+        self._handles = take_over(self, self._buckets, self.comm.has_streams)
         if self._timeline is not None:
             self._timeline.follow(self._buckets, source)
         self._remember(source)
@@ -178,27 +181,20 @@ class Reducer(ReducerFlags):
         self._model = reference_to(source)
         self._tripwires.guard(source)
 
-    def _hang_hooks(self) -> None:
-        for bucket in self._buckets:
-            note_stream = bucket.note_stream if self.comm.has_streams else None
-            for i, parameter in enumerate(bucket.parameters):
-                assert parameter is not None  # for the type checker: attach() holds the model
-                own(parameter, self)
-                hook = GradientHook(self, bucket, i, note_stream)
-                self._handles.append(hook_gradient(parameter, hook))
-
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
-        own. Raises FastcommError inside a backward.
+        own. A ShardedOptimizer cannot step any more. Raises FastcommError inside a backward.
         """
         self._refuse_inside_backward("detach()")
+        self._release()
+        self.sharded_by = ShardedBy()
+
+    def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
             bucket.release()
-            for parameter in bucket.parameters:
-                if parameter is not None:
-                    disown(parameter)
+        let_go(self._buckets)
         allow_steps(p for _, p in self._named_parameters())
         self._tripwires.remove()
         self._handles, self._buckets, self._model = [], [], None
@@ -228,10 +224,12 @@ class Reducer(ReducerFlags):
         model = self._attached_model()
         before = [pair for bucket in self._buckets for pair in bucket.named_parameters()]
         now = self._named_parameters()
-        self.detach()
+        self.sharded_by.set_state_aside(self._buckets)
+        self._release()
         refuse_replaced(before, now)
         try:
             self.attach(model)
+            self.sharded_by.take_buckets(self._buckets)
         except BaseException:
             self._stand_still(model)
             raise
@@ -268,6 +266,7 @@ class Reducer(ReducerFlags):
         self._raise_deferred()
         if self._round is None:
             self._tripwires.raise_refusal()
+            self.sharded_by.before_round(self._buckets)
             observer = observer_of(self.recorder, self.number, self.op)
             self._round = Round(
                 self.comm, self._buckets, self.op, self.n_rounds + 1, self._n_steps, observer
@@ -430,8 +429,11 @@ class Reducer(ReducerFlags):
         """See optimizer_steps.Steppable."""
         return shares_in(self._buckets, parameters)
 
-    def before_step(self, shares: list[Share], since: int | None) -> None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, shares: list[Share], since: int | None
+    ) -> None:
         """See optimizer_steps.Steppable."""
+        self.sharded_by.before_step(optimizer)
         self._require_reduced(((self._buckets[number], slots) for number, slots in shares), since)
         if self.recorder is not None:
             self.recorder.begin_optimizer()
@@ -461,7 +463,7 @@ class Reducer(ReducerFlags):
         float32. Raises FastcommError for gradients that nothing has reduced.
         """
         self._require_all_reduced()
-        return norms.norm(self._buckets)
+        return norms.norm(self._buckets, self.comm)
 
     def _require_all_reduced(self) -> None:
         self._attached_model()
@@ -475,14 +477,14 @@ class Reducer(ReducerFlags):
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._require_all_reduced()
-        return norms.clip_(self._buckets, max_norm)
+        return norms.clip_(self._buckets, max_norm, self.comm)
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. To skip a step.
         """
         self._require_all_reduced()
-        return norms.nonfinite_count(self._buckets, self.comm.device)
+        return norms.nonfinite_count(self._buckets, self.comm)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""

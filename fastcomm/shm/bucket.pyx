@@ -12,8 +12,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
-from fastcomm.shm.core cimport SHM_ALL_REDUCE, shm_descriptor, shm_piece
-from fastcomm.shm.ring cimport Ring, ShmWork, descriptor, op_code
+from fastcomm.shm.core cimport SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_descriptor, shm_piece
+from fastcomm.shm.descriptor cimport descriptor, op_code
+from fastcomm.shm.ring cimport Ring, ShmWork
 
 
 cdef size_t SMALL_GRADIENT = 16384  # bytes
@@ -33,6 +34,8 @@ cdef class ShmBucket:
     cdef Ring ring
     cdef FlatBuffer known
     cdef object flat, wire, dtype, presence
+    cdef tuple bounds  # of the ranks' shares; None: every rank gets the whole
+    cdef list narrow, wide  # what a launch casts, and where it casts the result back
     cdef dict tokens  # by op and by what is missing: what to put into `presence`
     cdef list views
     cdef uint32_t label
@@ -42,7 +45,7 @@ cdef class ShmBucket:
     cdef ShmWork next  # of the next launch: holds what gather leaves to it
 
     def __cinit__(
-        self, Ring ring, flat, wire, list views, list offsets, uint32_t label
+        self, Ring ring, flat, wire, list views, list offsets, uint32_t label, tuple bounds
     ):
         self.ring, self.flat, self.wire, self.views, self.label = ring, flat, wire, views, label
         self.dtype, self.itemsize = flat.dtype, flat.element_size()
@@ -54,6 +57,12 @@ cdef class ShmBucket:
         for i, view in enumerate(views):
             self.slots[i] = Slot(offsets[i], view.numel(), view.is_contiguous())
         self.known = FlatBuffer(flat)
+        parts = [slice(None)]
+        if bounds is not None:
+            self.bounds = bounds
+            own = slice(bounds[ring.rank], bounds[ring.rank + 1])
+            parts = [own, slice(bounds[ring.world_size], None)]
+        self.narrow, self.wide = [wire[part] for part in parts], [flat[part] for part in parts]
 
     def __dealloc__(self):
         free(self.slots)
@@ -106,7 +115,7 @@ cdef class ShmBucket:
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         work.ring, work.tensors = self.ring, []
         if self.wire is not self.flat:
-            work.flat, work.wire = self.flat, self.wire
+            work.flat, work.wire = self.wide, self.narrow
         if n_pieces:
             work.pieces = <shm_piece *>malloc(n_pieces * sizeof(shm_piece))
             if work.pieces == NULL:
@@ -117,10 +126,13 @@ cdef class ShmBucket:
     def launch(self, str op, list missing, uint32_t step=0):
         """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
-        cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
+        cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SHARES
+        cdef shm_descriptor d = descriptor(kind, op_code(op))
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None
         work.op, work.presence = op, self.presence
+        if self.bounds is not None:
+            work.take_bounds(self.bounds)
         d.label, d.step = self.label, step
         self.presence.copy_(self._token(op, tuple(missing)))
         if self.wire is not self.flat:

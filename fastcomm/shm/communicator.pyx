@@ -20,8 +20,9 @@ from fastcomm.shm.ring import MAX_RANKS
 from libc.stdint cimport uint32_t
 
 from fastcomm.shm.core cimport *
+from fastcomm.shm.descriptor cimport descriptor, op_code
 from fastcomm.shm.memory cimport Block
-from fastcomm.shm.ring cimport Ring, descriptor, op_code
+from fastcomm.shm.ring cimport Ring, ShmWork
 
 
 cdef class ShmCommunicator:
@@ -180,7 +181,8 @@ cdef class ShmCommunicator:
             leave_backward(self.rank)
 
     def bind_bucket(
-        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0
+        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
+        tuple bounds=None
     ):
         """See Communicator.bind_bucket. There are no lanes: one bucket keeps every core busy
         already.
@@ -189,7 +191,20 @@ cdef class ShmCommunicator:
         wire = flat
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             wire = self.empty(flat.numel(), dtype=wire_dtype).zero_()
-        return ShmBucket(self.ring, flat, wire, views, offsets, label)
+        return ShmBucket(self.ring, flat, wire, views, offsets, label, bounds)
+
+    def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
+        """See Communicator.spread_shares. Every rank reads the others' shares where they lie."""
+        cdef shm_descriptor d = descriptor(SHM_SPREAD_SHARES, SHM_SUM)
+        cdef char *data = self.ring.check(flat, &d)
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        if d.where == SHM_PRIVATE and d.numel:
+            raise ValueError("spread_shares() takes tensors that empty() has made")
+        work.ring, work.tensors = self.ring, flat
+        work.take_bounds(bounds)
+        d.label = label
+        self.ring.post(&d, data, data, work)
+        return work
 
     cdef char *_check_out(self, str name, out, inp, numel) except NULL:
         cdef shm_descriptor d

@@ -9,7 +9,9 @@ cdef class ShmWork:
     cdef Ring ring
     cdef uint32_t seq
     cdef object tensors  # kept alive while they are needed
-    cdef object flat, wire  # of a bucket that is reduced in another dtype, else None
+    # of a bucket that is reduced in another dtype: what is cast back, and from where; else None
+    cdef object flat, wire
+    cdef uint64_t *bounds  # of a collective of shares, else NULL
     cdef shm_piece *pieces
     cdef size_t n_pieces
     cdef str op
@@ -18,6 +20,7 @@ cdef class ShmWork:
     cdef object error
     cdef uint64_t began_ns, ended_ns  # 0 if not noted
 
+    cdef int take_bounds(self, tuple bounds) except -1
     cdef int resolve(self, object error) except -1
     cdef void release(self)
 
@@ -75,7 +78,3 @@ cdef class Ring:
     cdef str _abandonment(self, uint32_t seq)
     cdef str _history(self, int rank)
     cdef str _position(self)
-
-
-cdef shm_descriptor descriptor(int kind, int op) noexcept
-cdef int op_code(op) except -1

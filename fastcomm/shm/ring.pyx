@@ -12,7 +12,7 @@ import time
 import torch
 
 from fastcomm import collective
-from fastcomm.collective import CPU_DTYPES, OPS, canonical_op, presence_values
+from fastcomm.collective import CPU_DTYPES, presence_values
 from fastcomm.errors import (
     CLOSED, AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
 )
@@ -20,8 +20,9 @@ from fastcomm.lifetime import again
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdlib cimport free
+from libc.stdlib cimport free, malloc
 
+from fastcomm.shm.descriptor cimport descriptor, in_words
 from fastcomm.shm.memory cimport Segments
 
 
@@ -33,13 +34,7 @@ cdef object TENSOR = torch.Tensor
 cdef object CPU = torch.device("cpu")
 # the address of a tensor without elements: not NULL, which means that an exception was raised
 cdef char *NO_DATA = b""
-# Their order is that of the core's enums.
 cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(CPU_DTYPES)}
-cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}
-cdef tuple KIND_NAMES = (
-    "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
-    "abandon",
-)
 
 
 # ---- work ----------------------------------------------------------------------------------------
@@ -50,6 +45,7 @@ cdef class ShmWork:
 
     def __dealloc__(self):
         free(self.pieces)
+        free(self.bounds)
 
     def wait(self):
         """See Work.wait. What a signal handler raises meanwhile (Ctrl-C) is raised when the
@@ -78,12 +74,22 @@ cdef class ShmWork:
         """See BucketWork.times."""
         return (0, self.began_ns, self.ended_ns) if self.ended_ns else None
 
+    cdef int take_bounds(self, tuple bounds) except -1:
+        """Keeps them for the C core."""
+        self.bounds = <uint64_t *>malloc(len(bounds) * sizeof(uint64_t))
+        if self.bounds == NULL:
+            raise MemoryError("out of memory")
+        for i, bound in enumerate(bounds):
+            self.bounds[i] = bound
+        return 0
+
     cdef int resolve(self, object error) except -1:
         """Sets the outcome: an error, or None for a result."""
         self.finished = True
         self.error = error
         if error is None and self.flat is not None:
-            self.flat.copy_(self.wire)
+            for flat, wire in zip(self.flat, self.wire):
+                flat.copy_(wire)
         return 0
 
     cdef void release(self):
@@ -208,7 +214,7 @@ cdef class Ring:
             # the first slice of waiting.
             self.busy = True
             with nogil:
-                posted = shm_post(self.handle, d, input, output, NULL, 0, &seq)
+                posted = shm_post(self.handle, d, input, output, NULL, 0, NULL, &seq)
                 if posted == SHM_OK:
                     status = shm_wait(self.handle, seq, SLICE_NS)
             self._come_out()
@@ -246,7 +252,8 @@ cdef class Ring:
                 status = shm_make_room(self.handle, SLICE_NS)
                 if status == SHM_OK:
                     status = shm_post(
-                        self.handle, d, input, output, work.pieces, work.n_pieces, &work.seq
+                        self.handle, d, input, output, work.pieces, work.n_pieces, work.bounds,
+                        &work.seq,
                     )
             self._come_out()
             if status == SHM_OK:
@@ -447,7 +454,7 @@ cdef class Ring:
 
     cdef str _mismatch(self, uint32_t seq):
         return collective.mismatch(seq, [
-            _name(shm_descriptor_of(self.handle, r, seq)) for r in range(self.world_size)
+            in_words(shm_descriptor_of(self.handle, r, seq)) for r in range(self.world_size)
         ])
 
     cdef str _abandonment(self, uint32_t seq):
@@ -460,39 +467,16 @@ cdef class Ring:
         cdef uint32_t last = shm_posted(self.handle, rank)
         if not last:
             return "it has joined no collective yet"
-        name = _name(shm_descriptor_of(self.handle, rank, last))
+        name = in_words(shm_descriptor_of(self.handle, rank, last))
         return f"the last collective it joined is number {last}, {name}"
 
     cdef str _position(self):
         cdef uint32_t last = shm_posted(self.handle, self.rank)
         return (
             f"rank {self.rank} is at number {last}, "
-            f"{_name(shm_descriptor_of(self.handle, self.rank, last))}"
+            f"{in_words(shm_descriptor_of(self.handle, self.rank, last))}"
         )
-
-
-cdef shm_descriptor descriptor(int kind, int op) noexcept:
-    cdef shm_descriptor d
-    d.kind, d.op, d.dtype, d.root, d.numel, d.where = kind, op, 0, 0, 0, SHM_PRIVATE
-    d.label = d.step = 0
-    return d
-
-
-cdef str _name(shm_descriptor d):
-    """A collective in words, for messages."""
-    if d.kind == SHM_BARRIER or d.kind == SHM_ABANDON:
-        return KIND_NAMES[d.kind]
-    return collective.sentence(
-        KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],
-        op=OPS[d.op] if d.kind == SHM_ALL_REDUCE or d.kind == SHM_REDUCE_SCATTER else None,
-        src=d.root if d.kind == SHM_BROADCAST else None, label=d.label, step=d.step,
-    )
 
 
 def _seq_of(ShmWork work):
     return work.seq
-
-
-cdef int op_code(op) except -1:
-    code = OP_CODES.get(op) if type(op) is str else None
-    return OP_CODES[canonical_op(op)] if code is None else code

@@ -45,6 +45,12 @@ enum shm_kind {
     SHM_BROADCAST,
     SHM_ALL_GATHER,
     SHM_REDUCE_SCATTER,
+    /* Of a flat tensor that lies in the ranks' segments and is cut into one share per rank, of any
+     * sizes. REDUCE_SHARES reduces every share into its owner's tensor, and what lies behind the
+     * last share into all ranks' tensors. SPREAD_SHARES copies every owner's share to the others.
+     */
+    SHM_REDUCE_SHARES,
+    SHM_SPREAD_SHARES,
     /* This rank cannot go on with the collectives under way. Whatever the others have posted under
      * the same number ends with SHM_ABANDONED on every rank. A rank that learns of it posts
      * SHM_ABANDON, too, again and again, until all ranks have done so under one number (SHM_OK).
@@ -85,9 +91,13 @@ void shm_free_comm(struct shm_comm *comm);
 
 /* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
  * `output` may be the same. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
- * collectives are already under way: call shm_make_room first. */
+ * collectives are already under way: call shm_make_room first.
+ *
+ * `bounds`: for the kinds with shares, else NULL. Rank r's share is [bounds[r], bounds[r + 1]), in
+ * elements. They are equal on all ranks, and must stay alive until the collective is complete. */
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
-             void *output, const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq);
+             void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
+             uint32_t *seq);
 
 /* Moves collectives forward until `seq` is complete, or `slice_ns` have passed (SHM_AGAIN; 0 =
  * never wait). */

@@ -39,6 +39,7 @@ struct collective {
     char *output;
     const struct shm_piece *pieces;
     size_t n_pieces;
+    const uint64_t *bounds; /* of the ranks' shares, or NULL */
     enum path path;
     int status;
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
@@ -93,6 +94,15 @@ static inline struct range shard_of(uint64_t numel, size_t itemsize, int rank, i
     uint64_t per_rank = (lines + (uint64_t)world_size - 1) / (uint64_t)world_size * per_line;
     uint64_t begin = min64(per_rank * (uint64_t)rank, numel);
     return (struct range){begin, min64(begin + per_rank, numel)};
+}
+
+/* The part of a collective's tensor that this rank reduces on the direct path. */
+static inline struct range own_part(const struct shm_comm *comm, const struct collective *c) {
+    if (c->bounds != NULL) {
+        return (struct range){c->bounds[comm->rank], c->bounds[comm->rank + 1]};
+    }
+    return shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype), comm->rank,
+                    comm->world_size);
 }
 
 enum which_flag { REDUCED, STAGED_IN, STAGED_OUT };

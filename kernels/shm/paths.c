@@ -21,12 +21,19 @@ static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const st
     shm_reduce(c->descriptor.dtype, c->descriptor.op, numel, inputs, comm->world_size, &output, 1);
 }
 
+/* Copies rank r's share from a copy of the whole tensor. */
+static void copy_share(const struct collective *c, int r, const char *tensor) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype), begin = c->bounds[r] * itemsize;
+    memcpy(c->output + begin, tensor + begin, c->bounds[r + 1] * itemsize - begin);
+}
+
 void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
     size_t part = nbytes / (size_t)comm->world_size;
     switch (d->kind) {
     case SHM_ALL_REDUCE:
+    case SHM_REDUCE_SHARES: /* of all shares: there is little */
         reduce_mailboxes(comm, seq, c, 0, d->numel);
         break;
     case SHM_REDUCE_SCATTER:
@@ -42,6 +49,11 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct coll
         for (int r = 0; r < comm->world_size; r++) {
             memcpy(c->output + nbytes * (size_t)r, control_of(comm, r)->mailbox[seq % SHM_RING],
                    nbytes);
+        }
+        break;
+    case SHM_SPREAD_SHARES:
+        for (int r = 0; r < comm->world_size; r++) {
+            copy_share(c, r, control_of(comm, r)->mailbox[seq % SHM_RING]);
         }
         break;
     default: /* a barrier moves nothing, nor does SHM_ABANDON */
@@ -68,37 +80,37 @@ void shm_gather_pieces(const struct collective *c, struct range range) {
     }
 }
 
-/* Reduces `range` of every rank's tensor into every rank's tensor. Reads this rank's own input at
- * `own`. */
+/* Reduces `range` of every rank's tensor into every rank's tensor or, if it is a share, into this
+ * rank's alone. Reads this rank's own input at `own`. */
 static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
                          struct range range, const char *own) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    bool is_share = c->bounds != NULL && range.begin < c->bounds[comm->world_size];
     const void *inputs[SHM_MAX_RANKS];
-    void *outputs[SHM_MAX_RANKS];
+    void *outputs[SHM_MAX_RANKS], *kept = c->output + range.begin * itemsize;
     for (int r = 0; r < comm->world_size; r++) {
         outputs[r] = tensor_of(comm, r, seq) + range.begin * itemsize;
         inputs[r] = r == comm->rank ? own : outputs[r];
     }
     if (comm->world_size > 1 || inputs[0] != outputs[0]) {
         shm_reduce(c->descriptor.dtype, c->descriptor.op, range.end - range.begin, inputs,
-                   comm->world_size, outputs, comm->world_size);
+                   comm->world_size, is_share ? &kept : outputs, is_share ? 1 : comm->world_size);
     }
 }
 
-/* Our own shard is read straight from the pieces: it is never copied into the bucket before the
- * reduction. */
-static void all_reduce_direct(const struct shm_comm *comm, uint32_t seq,
-                              const struct collective *c) {
+/* What pieces hold of the part is read straight from there: it is never copied into the bucket
+ * before the reduction. */
+static void reduce_part(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
+                        struct range part) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
-    struct range shard = shard_of(c->descriptor.numel, itemsize, comm->rank, comm->world_size);
-    uint64_t at = shard.begin;
-    for (size_t i = 0; i < c->n_pieces && at < shard.end; i++) {
+    uint64_t at = part.begin;
+    for (size_t i = 0; i < c->n_pieces && at < part.end; i++) {
         const struct shm_piece *piece = &c->pieces[i];
         if (piece->offset + piece->numel <= at) {
             continue;
         }
-        uint64_t begin = min64(piece->offset > at ? piece->offset : at, shard.end);
-        uint64_t end = min64(piece->offset + piece->numel, shard.end);
+        uint64_t begin = min64(piece->offset > at ? piece->offset : at, part.end);
+        uint64_t end = min64(piece->offset + piece->numel, part.end);
         if (at < begin) {
             reduce_range(comm, seq, c, (struct range){at, begin}, c->output + at * itemsize);
         }
@@ -108,16 +120,29 @@ static void all_reduce_direct(const struct shm_comm *comm, uint32_t seq,
         }
         at = end > begin ? end : begin;
     }
-    if (at < shard.end) {
-        reduce_range(comm, seq, c, (struct range){at, shard.end}, c->output + at * itemsize);
+    if (at < part.end) {
+        reduce_range(comm, seq, c, (struct range){at, part.end}, c->output + at * itemsize);
+    }
+}
+
+static void spread_shares(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
+    for (int r = 0; r < comm->world_size; r++) {
+        if (r != comm->rank) {
+            copy_share(c, r, tensor_of(comm, r, seq));
+        }
     }
 }
 
 void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
-    if (d->kind == SHM_ALL_REDUCE) {
-        all_reduce_direct(comm, seq, c);
+    if (d->kind == SHM_ALL_REDUCE || d->kind == SHM_REDUCE_SHARES) {
+        reduce_part(comm, seq, c, own_part(comm, c));
+        if (d->kind == SHM_REDUCE_SHARES && comm->rank == comm->world_size - 1) {
+            reduce_part(comm, seq, c, (struct range){c->bounds[comm->world_size], d->numel});
+        }
+    } else if (d->kind == SHM_SPREAD_SHARES) {
+        spread_shares(comm, seq, c);
     } else if (d->kind == SHM_BROADCAST && (int)d->root != comm->rank) {
         memcpy(c->output, tensor_of(comm, (int)d->root, seq), d->numel * itemsize);
     } else if (d->kind == SHM_ALL_GATHER) {

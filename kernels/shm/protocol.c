@@ -182,7 +182,8 @@ void shm_free_comm(struct shm_comm *comm) {
 }
 
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
-             void *output, const struct shm_piece *pieces, size_t n_pieces, uint32_t *seq) {
+             void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
+             uint32_t *seq) {
     uint32_t number = comm->next;
     if (!is_settled(comm, number - SHM_RING)) {
         return SHM_AGAIN; /* not all ranks have read the slot */
@@ -192,7 +193,8 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
                              .input = input,
                              .output = output,
                              .pieces = pieces,
-                             .n_pieces = n_pieces};
+                             .n_pieces = n_pieces,
+                             .bounds = bounds};
     size_t itemsize = shm_dtype_size(descriptor->dtype);
     if (shm_fits_mailbox(descriptor, comm->world_size)) {
         shm_gather_pieces(c, (struct range){0, descriptor->numel});
@@ -201,8 +203,8 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
             memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input,
                    descriptor->numel * itemsize);
         }
-    } else { /* our own shard is left to the reduction */
-        struct range own = shard_of(descriptor->numel, itemsize, comm->rank, comm->world_size);
+    } else { /* our own part is left to the reduction */
+        struct range own = own_part(comm, c);
         shm_gather_pieces(c, (struct range){0, own.begin});
         shm_gather_pieces(c, (struct range){own.end, descriptor->numel});
     }

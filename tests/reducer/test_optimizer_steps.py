@@ -25,7 +25,9 @@ class Reducer:
     def shares_of(self, parameters: list[Tensor]) -> list[Share]:
         return [Share(0, [self.number])]
 
-    def before_step(self, shares: list[Share], since: int | None) -> None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, shares: list[Share], since: int | None
+    ) -> None:
         self._steps.append(f"before {self.number}, since {since}")
 
     def after_step(self, shares: list[Share]) -> None:

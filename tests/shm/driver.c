@@ -24,8 +24,12 @@ bool forked, full;
 
 /* ---- one collective ---- */
 
+static bool has_shares(uint32_t kind) {
+    return kind == SHM_REDUCE_SHARES || kind == SHM_SPREAD_SHARES;
+}
+
 bool is_in_place(uint32_t kind) {
-    return kind == SHM_ALL_REDUCE || kind == SHM_BROADCAST;
+    return kind == SHM_ALL_REDUCE || kind == SHM_BROADCAST || has_shares(kind);
 }
 
 static uint64_t output_numel(const struct rank *me, const struct shm_descriptor *d) {
@@ -61,9 +65,34 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
     return q;
 }
 
+/* The rank in whose share the element lies; world_size for one behind the shares. */
+static int owner_of(const struct rank *me, const struct request *q, uint64_t index) {
+    int owner = 0;
+    while (owner < me->world_size && index >= q->bounds[owner + 1]) {
+        owner++;
+    }
+    return owner;
+}
+
+static union element expected_of_shares(const struct rank *me, const struct request *q,
+                                        uint64_t index) {
+    const struct shm_descriptor *d = &q->descriptor;
+    int owner = owner_of(me, q, index);
+    if (d->kind == SHM_SPREAD_SHARES) {
+        return element_of(d->dtype, q->seed, owner < me->world_size ? owner : me->rank, index);
+    }
+    if (owner == me->rank || owner == me->world_size || shm_fits_mailbox(d, me->world_size)) {
+        return reduced(d->dtype, d->op, q->seed, me->world_size, index);
+    }
+    return element_of(d->dtype, q->seed, me->rank, index);
+}
+
 static union element expected(const struct rank *me, const struct request *q, uint64_t index) {
     const struct shm_descriptor *d = &q->descriptor;
     switch (d->kind) {
+    case SHM_REDUCE_SHARES:
+    case SHM_SPREAD_SHARES:
+        return expected_of_shares(me, q, index);
     case SHM_BROADCAST:
         return element_of(d->dtype, q->seed, (int)d->root, index);
     case SHM_ALL_GATHER:
@@ -106,8 +135,9 @@ void verify(struct rank *me, const struct request *q) {
 uint32_t post(struct rank *me, struct request *q) {
     uint32_t seq;
     int status;
+    const uint64_t *bounds = has_shares(q->descriptor.kind) ? q->bounds : NULL;
     while ((status = shm_post(me->comm, &q->descriptor, q->input, q->output, q->pieces, q->n_pieces,
-                              &seq)) == SHM_AGAIN) {
+                              bounds, &seq)) == SHM_AGAIN) {
         status = shm_make_room(me->comm, UINT64_MAX / 2);
         CHECK(status == SHM_OK, "no room: status %d", status);
     }

@@ -1,0 +1,126 @@
+"""The whole state of a sharded optimizer: gathered from all ranks into the format of the plain one,
+and cut into this rank's pieces again.
+
+A parameter's state holds tensors of its shape (exp_avg), which are cut as the parameter is, and
+other things (step), which every owner has alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.reducer import agreement
+from fastcomm.reducer.geometry import in_memory_order, strides_of
+from fastcomm.reducer.shares import Piece
+
+State = dict[str, Any]
+_NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
+
+
+class Part(NamedTuple):
+    """A parameter, and what this rank steps of it.
+
+    spans: by rank, which elements it steps: [begin, end).
+    """
+
+    parameter: Parameter
+    spans: Mapping[int, tuple[int, int]]
+    piece: Piece | None
+
+
+class _Cut(NamedTuple):
+    """Stands for a tensor that is cut as the parameter is."""
+
+    dtype: torch.dtype
+
+
+def gather(
+    comm: Communicator, parts: Sequence[Part], states: Mapping[Tensor, State]
+) -> dict[int, State]:
+    """Each part's whole state, by its index; none for a parameter that was never stepped.
+    Collective.
+
+    states: this rank's, by the pieces' parameters.
+    """
+    mine = [_describe(part.piece, states) for part in parts]
+    by_rank = gather_objects(comm, mine)
+    whole: dict[int, State] = {}
+    slices: dict[int, list[Tensor]] = {rank: [] for rank in range(comm.world_size)}
+    for i, part in enumerate(parts):
+        for rank, (begin, end) in part.spans.items():
+            for key, value in by_rank[rank][i].items():
+                state = whole.setdefault(i, {})
+                if not isinstance(value, _Cut):
+                    state.setdefault(key, value)
+                    continue
+                if key not in state:
+                    state[key] = _empty_like(part.parameter, value.dtype)
+                target = in_memory_order(state[key])[begin:end]
+                slices[rank].append(target)
+                if rank == comm.rank and part.piece is not None:
+                    target.copy_(_flat(states[part.piece.parameter][key], part.piece.parameter))
+    for rank, tensors in slices.items():
+        if tensors:
+            agreement.broadcast(comm, tensors, rank)
+    return whole
+
+
+def cut(part: Part, whole: State) -> State:
+    """The piece's part of a parameter's whole state."""
+    assert part.piece is not None  # for the type checker
+    mine: State = {}
+    for key, value in whole.items():
+        if _is_cut(key, value, part.parameter):
+            ordered = _empty_like(part.parameter, value.dtype).copy_(value)
+            piece = in_memory_order(ordered)[part.piece.begin : part.piece.end]
+            mine[key] = _empty_like(part.piece.parameter, value.dtype)
+            in_memory_order(mine[key]).copy_(piece)
+        else:
+            mine[key] = value.clone() if isinstance(value, Tensor) else value
+    return mine
+
+
+def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
+    """The piece's state, without what is cut."""
+    if piece is None:
+        return {}
+    return {
+        key: _Cut(value.dtype) if _is_cut(key, value, piece.parameter) else value
+        for key, value in states.get(piece.parameter, {}).items()
+    }
+
+
+def _is_cut(key: str, value: object, parameter: Tensor) -> bool:
+    return key != _NEVER_CUT and isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(
+        parameter.size(), strides_of(parameter), dtype=dtype, device=parameter.device
+    )
+
+
+def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The elements in the order in which the parameter's lie."""
+    return in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: group[key] for key in group if key not in ("params", "param_names")}
+
+
+def numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as state_dict() has them: with numbers in place of the parameters."""
+    packed, n = [], 0
+    for group in groups:
+        numbers = list(range(n, n + len(group["params"])))
+        packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+        n += len(numbers)
+    return packed

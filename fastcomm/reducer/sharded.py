@@ -1,0 +1,404 @@
+"""ShardedOptimizer: each rank steps its share of every bucket, and the parameters come back to all.
+
+The method is ZeRO's (arXiv 1910.02054, stage 2): gradients are reduced into the rank that steps
+them, and only that rank has their optimizer state. An optimizer of the user's class steps the
+rank's pieces; this one holds the parameter groups that users and schedulers see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fastcomm.communicator import Communicator, note_abandoned
+from fastcomm.errors import FastcommError
+from fastcomm.reducer import agreement, checkpoints, torch_helpers
+from fastcomm.reducer.checkpoints import Part, options_of
+from fastcomm.reducer.options import AUTO
+from fastcomm.reducer.owners import owner_of
+from fastcomm.reducer.reducer import Reducer
+from fastcomm.reducer.shares import Piece, RankShare, ShardedBucket, ShardedBy, Sharding
+
+# They look at each element by itself, so that a parameter may be cut.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+_REFUSED = {
+    torch.optim.LBFGS: "looks at all parameters together",
+    torch.optim.SparseAdam: "steps sparse gradients, which are not reduced",
+}
+_SAVED_AS = "fastcomm"  # a key of state_dict()
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps the model of a reducer, each rank its share of every bucket: as optimizer_class would
+    on every rank, in 1/world_size of the time and with 1/world_size of the optimizer's state.
+
+        reducer = fastcomm.Reducer().attach(model)
+        optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
+
+    Making it is collective. The parameters that it gives are those of the plain optimizer: the same
+    bits where every element is stepped by itself and gradients are not clipped.
+
+    reducer: attached to the model; reduces its gradients for this optimizer alone.
+    optimizer_class: of torch.optim, or any class that steps each parameter by itself. LBFGS and
+        SparseAdam are refused.
+    params: parameter groups, as optimizer_class takes them, that hold every trainable parameter of
+        the model. None: one group.
+    keep_gradients: every rank gets all reduced gradients, in .grad, which costs what the reduction
+        of shares saves. Else .grad is None after a backward: use reducer.grad_norm(),
+        reducer.clip_grad_norm_() and reducer.nonfinite_count(), which every rank must call then.
+        torch's clip_grad_norm_ raises FastcommError.
+    elementwise: whether a parameter may be cut between ranks, because optimizer_class looks at each
+        element by itself. None: known for the classes of torch.optim, no for others.
+    defaults: for optimizer_class.
+
+    Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
+    a class or option that cannot be sharded; TypeError for anything but a class of optimizers;
+    MismatchError if ranks give different options. After reducer.refresh() the state is where it
+    was; after reducer.detach() step() raises FastcommError.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        optimizer_class: type[Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        keep_gradients: bool = False,
+        elementwise: bool | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
+        reducer._attached_model()
+        named = {name: p for name, p in reducer._named_parameters() if p.requires_grad}
+        plain, problem = None, None
+        try:
+            _refuse_class(optimizer_class, reducer, defaults)
+            groups = list(named.values()) if params is None else list(params)
+            plain = optimizer_class(groups, **defaults)
+            _refuse_groups(plain.param_groups, named)
+        except (ValueError, TypeError) as error:
+            problem = error
+        cuts = optimizer_class in _ELEMENTWISE if elementwise is None else elementwise
+        described = _described(plain, named, optimizer_class, keep_gradients, cuts)
+        agreement.compare(reducer.comm, problem, described, [], "make its ShardedOptimizer")
+        assert plain is not None  # for the type checker: compare() has raised
+        self.sharding = Sharding(keep_gradients, cuts)
+        super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
+        self._aside: dict[Parameter, checkpoints.State] = {}
+        self._parts: dict[Parameter, Part] = {}
+        self._buckets: Sequence[ShardedBucket] = []
+        torch_helpers.watch(ShardedOptimizer, _is_held)
+        reducer.sharded_by = ShardedBy(self)
+        reducer.refresh()
+
+    def __repr__(self) -> str:
+        return f"Sharded{super().__repr__()}".replace(
+            "ShardedShardedOptimizer", f"ShardedOptimizer of {self._class.__name__}"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Parameters that the reducer does not know yet are stepped after
+        reducer.refresh().
+        """
+        super().add_param_group(param_group)
+        if hasattr(self, "_inner"):
+            self._make_inner(dict(self._inner.state))
+
+    # -- the buckets -------------------------------------------------------------------------------
+
+    def set_state_aside(self) -> None:
+        """See shares.Stepper."""
+        parameters = self._parameters()
+        whole = self._gather_state() if self._buckets else {}
+        self._aside = {parameters[i]: state for i, state in whole.items()}
+
+    def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
+        """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
+        self._buckets = buckets
+        self._parts = {}
+        known = set(self._parameters())
+        for bucket in buckets:
+            share = _share_of(bucket)
+            for i, (name, parameter) in enumerate(
+                zip(bucket.names, bucket.parameters, strict=True)
+            ):
+                if parameter not in known:
+                    raise ValueError(
+                        f"parameter {name} is in no group of the ShardedOptimizer: call its "
+                        "add_param_group() before refresh()"
+                    )
+                self._parts[parameter] = Part(parameter, share.spans(i), share.pieces[i])
+        states: dict[Tensor, checkpoints.State] = {
+            part.piece.parameter: checkpoints.cut(part, self._aside[parameter])
+            for parameter, part in self._parts.items()
+            if part.piece is not None and parameter in self._aside
+        }
+        self._aside = {}
+        self._make_inner(states)
+
+    def _make_inner(self, states: dict[Tensor, checkpoints.State]) -> None:
+        """The optimizer of this rank's pieces."""
+        groups = [
+            {**options_of(group), "params": [piece.parameter for piece in self._pieces_of(group)]}
+            for group in self.param_groups
+        ]
+        self._inner = self._class(groups, **self._defaults)
+        self._inner.state.update(states)
+        self.state = self._inner.state
+
+    def _pieces_of(self, group: dict[str, Any]) -> list[Piece]:
+        parts = [self._parts.get(parameter) for parameter in group["params"]]
+        return [part.piece for part in parts if part is not None and part.piece is not None]
+
+    def _pieces(self) -> list[Parameter]:
+        return [p.piece.parameter for p in self._parts.values() if p.piece is not None]
+
+    def _parameters(self) -> list[Parameter]:
+        """In the order of a state_dict()."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps this rank's share, and returns when all ranks' parameters are here. Collective.
+
+        closure: evaluated once, before the step; its value is returned. Raises FastcommError for
+        gradients that no backward has reduced, naming the parameter, and after detach().
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.reducer.sharded_by.stepper() is not self:
+            raise FastcommError(
+                "the reducer was detached, and its ShardedOptimizer with it: make another one "
+                "after attach()"
+            )
+        self.reducer.synchronize()
+        for bucket in self._buckets:
+            _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
+        try:
+            self._step_pieces()
+            self._spread()
+        except BaseException as error:
+            self.comm.abandon()
+            note_abandoned(error)
+            raise
+        return loss
+
+    def _step_pieces(self) -> None:
+        pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))
+        for group, inner in pairs:  # what schedulers have changed
+            inner.update(options_of(group))
+        self._inner.step()
+        for group, inner in pairs:  # what the optimizer has changed
+            group.update(options_of(inner))
+
+    def _spread(self) -> None:
+        works = []
+        for bucket in self._buckets:
+            _share_of(bucket).drop()
+            works.append(_share_of(bucket).spread())
+        for work in works:
+            work.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; drops the reduced gradients that this rank holds, too."""
+        super().zero_grad(set_to_none)
+        for bucket in self._buckets:
+            _share_of(bucket).drop()
+
+    def held(self) -> list[Tensor] | None:
+        """See torch_helpers.Holder."""
+        return None if self.sharding.keeps_gradients else [*self._pieces()]
+
+    @property
+    def comm(self) -> Communicator:
+        """The reducer's."""
+        return self.reducer.comm
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole state, on every rank, in the format of the plain optimizer, whose
+        load_state_dict() takes it. Collective.
+        """
+        return {
+            "state": self._gather_state(),
+            "param_groups": checkpoints.numbered(self.param_groups),
+        }
+
+    def _gather_state(self) -> dict[int, checkpoints.State]:
+        parts = [self._parts.get(p, Part(p, {}, None)) for p in self._parameters()]
+        return checkpoints.gather(self.comm, parts, self._inner.state)
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of full_state_dict(), from any number of ranks, or of the plain
+        optimizer. Every rank gives the same one; no rank is asked. Raises ValueError for other
+        groups than these.
+        """
+        self._load(state_dict, lambda part, state: checkpoints.cut(part, state))
+
+    def _load(
+        self,
+        saved: dict[str, Any],
+        take: Callable[[Part, checkpoints.State], checkpoints.State],
+    ) -> None:
+        groups = saved["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                "the state was saved with other parameter groups: give the optimizer the same "
+                "ones, with as many parameters"
+            )
+        numbers = [number for group in groups for number in group["params"]]
+        state, packed, n = {}, [], 0
+        by_parameter = dict(zip(self._parameters(), numbers, strict=True))
+        for group, options in zip(self.param_groups, groups, strict=True):
+            first = n
+            for parameter in group["params"]:
+                part = self._parts.get(parameter)
+                if part is None or part.piece is None:
+                    continue
+                if by_parameter[parameter] in saved["state"]:
+                    state[n] = take(part, saved["state"][by_parameter[parameter]])
+                n += 1
+            packed.append({**options_of(options), "params": list(range(first, n))})
+            group.update(options_of(options))
+        self._inner.load_state_dict({"state": state, "param_groups": packed})
+        self.state = self._inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, for this rank of as many: save one for each rank, or use
+        full_state_dict().
+        """
+        parts = [self._parts.get(parameter) for parameter in self._parameters()]
+        pieces = {i: part.piece for i, part in enumerate(parts) if part and part.piece}
+        states = {i: self._inner.state.get(piece.parameter) for i, piece in pieces.items()}
+        return {
+            "state": {i: dict(state) for i, state in states.items() if state},
+            "param_groups": checkpoints.numbered(self.param_groups),
+            _SAVED_AS: self._place(),
+        }
+
+    def _place(self) -> tuple[int, int, list[int]]:
+        comm = self.comm
+        return comm.rank, comm.world_size, [piece.numel() for piece in self._pieces()]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() has saved on this rank of as many ranks, or a whole state: see
+        load_full_state_dict(). Raises ValueError for another rank's part.
+        """
+        place = state_dict.get(_SAVED_AS)
+        if place is None:
+            self.load_full_state_dict(state_dict)
+            return
+        if list(place) != list(self._place()):
+            raise ValueError(
+                f"this is the state of rank {place[0]} of {place[1]}, or of other buckets; rank "
+                f"{self.comm.rank} of {self.comm.world_size} cannot take it: save "
+                "full_state_dict(), which any rank takes"
+            )
+        self._load(state_dict, lambda _, state: dict(state))
+
+
+def _share_of(bucket: ShardedBucket) -> RankShare:
+    assert bucket.share is not None  # for the type checker: its reducer has this optimizer
+    return bucket.share
+
+
+def _is_held(parameter: Tensor) -> bool:
+    """Whether a ShardedOptimizer takes the parameter's gradients."""
+    reducer = owner_of(parameter)
+    sharding = reducer.sharded_by.sharding() if isinstance(reducer, Reducer) else None
+    return sharding is not None and not sharding.keeps_gradients
+
+
+def _refuse_class(
+    optimizer_class: type[Optimizer], reducer: Reducer, defaults: dict[str, Any]
+) -> None:
+    """Raises TypeError or ValueError for what cannot be sharded."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(
+            "ShardedOptimizer() takes the class of an optimizer, and then its options; got "
+            f"{optimizer_class!r}"
+        )
+    for refused, why in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise ValueError(f"{optimizer_class.__name__} {why}: use another optimizer")
+    if defaults.get("differentiable"):
+        raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
+    if reducer.sharded_by.is_taken:
+        raise ValueError(
+            "the reducer has a ShardedOptimizer already: give that one more groups, or call "
+            "detach() and attach(model) first"
+        )
+    if reducer._options.bucket_cap_mb == AUTO:
+        raise ValueError(
+            'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
+            "choose a number"
+        )
+
+
+def _refuse_groups(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
+    """Raises ValueError for parameters that are missing, or not the reducer's."""
+    given = {parameter for group in groups for parameter in group["params"]}
+    for name, parameter in named.items():
+        if parameter not in given:
+            raise ValueError(
+                f"parameter {name} is in no group: give it to the optimizer, or freeze it and call "
+                "refresh()"
+            )
+        if agreement.grad_dtype(parameter) != parameter.dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} and its gradient is not: ShardedOptimizer "
+                "takes gradients of the parameters' dtype"
+            )
+    known = set(named.values())
+    for parameter in given:
+        if parameter.requires_grad and parameter not in known:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is not in the reducer's model: "
+                "attach() that model, and give only its parameters"
+            )
+
+
+def _described(
+    plain: Optimizer | None,
+    named: dict[str, Parameter],
+    optimizer_class: type[Optimizer],
+    keep_gradients: bool,
+    cuts: bool,
+) -> dict[str, Any]:
+    """What the ranks compare."""
+    names = {parameter: name for name, parameter in named.items()}
+    groups = [] if plain is None else plain.param_groups
+    return {
+        "optimizer": getattr(optimizer_class, "__qualname__", repr(optimizer_class)),
+        "keep_gradients": keep_gradients,
+        "elementwise": cuts,
+        "groups": [
+            {
+                "params": [names.get(p) for p in group["params"]],
+                **{key: str(value) for key, value in options_of(group).items()},
+            }
+            for group in groups
+        ],
+    }

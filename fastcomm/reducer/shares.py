@@ -1,0 +1,266 @@
+"""RankShare: what one rank steps of one bucket, when a ShardedOptimizer steps the model. Sharding
+and ShardedBy: what buckets and a reducer know of that optimizer.
+
+The parameters of a bucket lie in a flat buffer, as their gradients do, and both are cut alike: rank
+r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.communicator import Communicator, Work
+from fastcomm.errors import FastcommError
+from fastcomm.reducer.geometry import view_of
+from fastcomm.reducer.layout import BucketLayout, equal_shares, whole_shares
+
+Geometry = tuple[int, torch.Size, tuple[int, ...]]  # offset, size, strides
+
+
+class Sharding:
+    """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shares only.
+    cuts: a parameter may be cut, and have elements on several ranks.
+    """
+
+    def __init__(self, keeps_gradients: bool, cuts: bool) -> None:
+        self.keeps_gradients, self.cuts = keeps_gradients, cuts
+
+    def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
+        """Of every bucket's shares, for n ranks."""
+        if not self.cuts:
+            loads = [0] * n
+            return [whole_shares(layout, loads) for layout in layouts]
+        return [
+            equal_shares(layout.numel, layout.dtype.itemsize, n)  # type: ignore[attr-defined]
+            for layout in layouts
+        ]
+
+
+class Piece(NamedTuple):
+    """A parameter's elements in a rank's share: [begin, end), in the order of its memory.
+
+    parameter: on the memory of these elements; what the optimizer steps. It has the whole
+        parameter's shape if that is not cut, and else one dimension.
+    gradient: of the same shape, on the reduced gradient.
+    """
+
+    begin: int
+    end: int
+    parameter: Parameter
+    gradient: Tensor
+
+
+class RankShare:
+    """Of one bucket. Moves the bucket's parameters into a flat buffer.
+
+    bounds: of all ranks' shares. gradients: the bucket's flat buffer. label: the bucket's.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        sharding: Sharding,
+        bounds: tuple[int, ...],
+        gradients: Tensor,
+        parameters: Sequence[Parameter],
+        geometries: Sequence[Geometry],
+        label: int,
+    ) -> None:
+        self._comm, self._label = comm, label
+        self._bounds, self._geometries = bounds, geometries
+        self.keeps_gradients = sharding.keeps_gradients
+        self.is_pending = False  # holds gradients that were neither stepped nor dropped
+        self._flat = comm.empty(bounds[-1], dtype=gradients.dtype).zero_()
+        for parameter, geometry in zip(parameters, geometries, strict=True):
+            view = view_of(self._flat, *geometry)
+            parameter.data = view.copy_(parameter.detach())
+        # by slot
+        self.pieces = [
+            self._piece(i, gradients, parameter.requires_grad)
+            for i, parameter in enumerate(parameters)
+        ]
+
+    def _piece(self, i: int, gradients: Tensor, requires_grad: bool) -> Piece | None:
+        begin, end = self.spans(i).get(self._comm.rank, (0, 0))
+        if begin == end:
+            return None
+        offset, size, strides = self._geometries[i]
+        if end - begin < size.numel():
+            size, strides = torch.Size([end - begin]), (1,)
+        parameter = view_of(self._flat, offset + begin, size, strides)
+        gradient = view_of(gradients, offset + begin, size, strides)
+        return Piece(begin, end, Parameter(parameter, requires_grad), gradient)
+
+    def spans(self, i: int) -> dict[int, tuple[int, int]]:
+        """By rank, which of the i-th parameter's elements lie in its share: [begin, end)."""
+        offset, size, _ = self._geometries[i]
+        numel = size.numel()
+        cuts = [min(max(bound - offset, 0), numel) for bound in self._bounds]
+        spans = zip(cuts, cuts[1:], strict=False)
+        return {rank: span for rank, span in enumerate(spans) if span[0] < span[1]}
+
+    def take_round(self, parameters: Sequence[Parameter | None], views: Sequence[Tensor]) -> None:
+        """A round has ended: the share holds the reduced gradients of the parameters whose .grad is
+        one of the views. Takes those, unless every rank keeps its gradients. May be called again
+        after a signal handler has raised in it.
+        """
+        if self.keeps_gradients:
+            return
+        slots = list(zip(parameters, views, self.pieces, strict=True))
+        if not self.is_pending:
+            for parameter, view, piece in slots:
+                is_present = parameter is not None and parameter.grad is view
+                if piece is not None:
+                    piece.parameter.grad = piece.gradient if is_present else None
+        self.is_pending = True
+        for parameter, view, _ in slots:
+            if parameter is not None and parameter.grad is view:
+                parameter.grad = None
+
+    def refuse_round(self) -> None:
+        """Raises FastcommError where another round would overwrite gradients."""
+        if self.is_pending:
+            raise FastcommError(
+                "the reduced gradients of the last backward were neither stepped nor dropped, and "
+                "a ShardedOptimizer holds one set of them: to accumulate, run the earlier "
+                "backwards in no_sync(), or make it with keep_gradients=True; to drop them, call "
+                "its zero_grad()"
+            )
+
+    def begin_step(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Parameter | None],
+        views: Sequence[Tensor],
+    ) -> None:
+        """Gives the pieces their gradients, if they do not have them yet. Raises FastcommError
+        naming a parameter with a gradient that no round has reduced.
+        """
+        for i, parameter in enumerate(parameters):
+            gradient = None if parameter is None else parameter.grad
+            piece = self.pieces[i]
+            if self.keeps_gradients:
+                if gradient is not None and gradient is not views[i]:
+                    views[i].copy_(gradient)
+                if piece is not None:
+                    piece.parameter.grad = None if gradient is None else piece.gradient
+            elif gradient is not None:
+                raise FastcommError(
+                    f"the gradient of parameter {names[i]} is this rank's own: a ShardedOptimizer "
+                    "steps reduced ones. Run the last backward before step() outside no_sync(), or "
+                    "call reducer.reduce() on every rank"
+                )
+
+    def drop(self) -> None:
+        """Leaves the pieces without gradients."""
+        self.is_pending = False
+        for piece in self.pieces:
+            if piece is not None:
+                piece.parameter.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients in this rank's share."""
+        grads = [None if piece is None else piece.parameter.grad for piece in self.pieces]
+        return [gradient for gradient in grads if gradient is not None]
+
+    def spread(self) -> Work:
+        """Copies this rank's share of the parameters to the other ranks, and theirs to this one."""
+        return self._comm.spread_shares(self._flat, self._bounds, label=self._label)
+
+    def release(self, parameters: Sequence[Parameter | None]) -> None:
+        """Gives the parameters memory of their own, so that the flat buffer can go."""
+        for parameter in parameters:
+            if parameter is not None:
+                parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
+
+
+class Stepper(Protocol):
+    """A ShardedOptimizer, as the reducer sees it."""
+
+    sharding: Sharding
+
+    def set_state_aside(self) -> None:
+        """The buckets are about to go: gathers the optimizer's state. Collective."""
+
+    def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
+        """These are the buckets from now on: takes back the state."""
+
+
+class ShardedBucket(Protocol):
+    """A bucket, as a ShardedOptimizer sees it."""
+
+    names: list[str]
+    views: list[Tensor]
+    share: RankShare | None
+
+    @property
+    def parameters(self) -> list[Parameter | None]: ...
+
+
+class ShardedBy:
+    """The ShardedOptimizer of a reducer's model, if it has one. That holds the reducer, and so is
+    not held here.
+    """
+
+    def __init__(self, stepper: Stepper | None = None) -> None:
+        self._reference = None if stepper is None else weakref.ref(stepper)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is one, and it is not gone."""
+        return self._reference is not None and self._reference() is not None
+
+    def stepper(self) -> Stepper | None:
+        """Raises FastcommError if the optimizer is gone."""
+        if self._reference is None:
+            return None
+        stepper = self._reference()
+        if stepper is None:
+            raise FastcommError(
+                "the ShardedOptimizer of this model is gone: keep it, or call detach() and "
+                "attach(model), on every rank, before you make another optimizer"
+            )
+        return stepper
+
+    def sharding(self) -> Sharding | None:
+        """How the model's buckets are shared out; None: not at all."""
+        stepper = self.stepper()
+        return None if stepper is None else stepper.sharding
+
+    def before_round(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Raises FastcommError where a round would overwrite gradients."""
+        if self.stepper() is not None and buckets[0].share is not None:
+            buckets[0].share.refuse_round()
+
+    def before_step(self, optimizer: object) -> None:
+        """Raises FastcommError for another optimizer."""
+        stepper = self.stepper()
+        if stepper is not None and optimizer is not stepper:
+            raise FastcommError(
+                f"this {type(optimizer).__name__} has parameters that a ShardedOptimizer steps: "
+                "give each parameter to one optimizer"
+            )
+
+    def set_state_aside(self, buckets: Sequence[ShardedBucket]) -> None:
+        """See Stepper. Raises FastcommError for gradients that would be lost."""
+        stepper = self.stepper()
+        if stepper is None:
+            return
+        if any(bucket.share is not None and bucket.share.is_pending for bucket in buckets):
+            raise FastcommError(
+                "refresh() would lose the gradients that the ShardedOptimizer holds: call its "
+                "step() or zero_grad() first"
+            )
+        stepper.set_state_aside()
+
+    def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
+        """See Stepper."""
+        stepper = self.stepper()
+        if stepper is not None:
+            stepper.take_buckets(buckets)

@@ -1,0 +1,89 @@
+"""torch's own helpers for gradients, where a ShardedOptimizer holds them and .grad is None:
+clipping would silently do nothing, and GradScaler find nothing. watch() mends both: clipping raises
+FastcommError, and GradScaler unscales each rank's shares and agrees over the ranks.
+
+The functions are replaced where torch looks them up, so it does not matter how they were imported;
+but for clip_grad_value_, which has to be imported after the first ShardedOptimizer was made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+
+from fastcomm.communicator import Communicator
+from fastcomm.errors import FastcommError
+
+
+class Holder(Protocol):
+    """A ShardedOptimizer."""
+
+    def held(self) -> list[Tensor] | None:
+        """Parameters whose .grad are the gradients that this rank holds; None if every rank has all
+        of them in the model's own .grad.
+        """
+
+    @property
+    def comm(self) -> Communicator: ...
+
+
+_is_watching = False
+
+
+def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
+    """Call it when an optimizer of this kind, a Holder, is made. is_held: whether one of them takes
+    a parameter's gradients.
+    """
+    global _is_watching
+    if _is_watching:
+        return
+    for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+        checked = _refusing(getattr(clip_grad, name), is_held)
+        setattr(clip_grad, name, checked)
+        if hasattr(torch.nn.utils, name):
+            setattr(torch.nn.utils, name, checked)
+    GradScaler._unscale_grads_ = _agreeing(  # type: ignore[method-assign]
+        GradScaler._unscale_grads_, kind
+    )
+    _is_watching = True
+
+
+def _refusing(clip: Callable[..., Any], is_held: Callable[[Tensor], bool]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(map(is_held, parameters)):
+            raise FastcommError(
+                "torch's clipping finds no gradients: a ShardedOptimizer holds them, each rank its "
+                "share. Call reducer.clip_grad_norm_(max_norm) on every rank, or make the "
+                "optimizer with keep_gradients=True"
+            )
+        return clip(parameters, *args, **options)
+
+    return checked
+
+
+def _agreeing(unscale: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
+    """GradScaler._unscale_grads_, which returns by device whether it has found infinities."""
+
+    @functools.wraps(unscale)
+    def agreed(scaler: GradScaler, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        held = optimizer.held() if isinstance(optimizer, kind) else None
+        if held is None:
+            found: dict[torch.device, Tensor] = unscale(scaler, optimizer, *args)
+            return found
+        holder: Holder = optimizer
+        found = unscale(scaler, SimpleNamespace(param_groups=[{"params": held}]), *args)
+        device = holder.comm.device
+        number = found.get(device, torch.zeros((), device=device))
+        holder.comm.all_reduce(number, "max")
+        return {device: number}
+
+    return agreed

@@ -1,0 +1,6 @@
+from fastcomm.shm.core cimport *
+
+
+cdef shm_descriptor descriptor(int kind, int op) noexcept  # of no tensor yet
+cdef int op_code(op) except -1
+cdef str in_words(shm_descriptor d)  # the collective, for messages
