@@ -34,9 +34,11 @@ class Case(NamedTuple):
         torch.manual_seed(1 + rank)
         return model, self.make_batch()
 
-    def training_step(self, model: nn.Module, batch: Tensor) -> Callable[[], None]:
-        """A function that makes one step, with an optimizer of the model's own."""
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    def training_step(
+        self, model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | None = None
+    ) -> Callable[[], None]:
+        """A function that makes one step, with an optimizer of the model's own (SGD)."""
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4)
 
         def step() -> None:
             optimizer.zero_grad()

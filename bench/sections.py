@@ -197,7 +197,7 @@ def _step(results: Results) -> Section:
     on_gpus = results.get("device") == "cuda"
     models = results["models"]
     how = (
-        f"A training step with SGD, {results['ranks']} ranks{' on GPUs' if on_gpus else ''}: "
+        f"A training step, {results['ranks']} ranks{' on GPUs' if on_gpus else ''}: "
         'without communication ("local"), with fastcomm\'s reducer, and with DDP. The ways take '
         "turns in every round; a time is that of the slowest rank. What a way takes over local is "
         "the median over rounds of the difference, so that what slows a whole round does not count."

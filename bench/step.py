@@ -4,10 +4,11 @@ bucket views), in one run.
     python bench/step.py                       over shared memory and Gloo: four models, 2 ranks
     python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
     python bench/step.py --models mlp conv --rounds 30
+    python bench/step.py --models gpt2 --optimizer adamw --ways local fastcomm sharded
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
     python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
 
-Every way has a model and an SGD optimizer of its own, and the same batch. The ways take turns; in
+Every way has a model and an optimizer (SGD) of its own, and the same batch. The ways take turns; in
 every round each makes a few steps, all ranks at once, in an order that changes from round to round.
 "local" is the step without any communication, with all ranks at work, so that it meets the same
 contention for memory. A step's time is that of the slowest rank; the overhead is the median over
@@ -16,6 +17,9 @@ rounds of (way - local), so that what slows a whole round does not count.
 On a GPU a time is what passes between two events around the steps of a turn, and both sides also
 send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. On one card alone NCCL
 moves nothing: the overhead is what the reducers do themselves.
+
+"sharded" is fastcomm.ShardedOptimizer: each rank steps its share, and its step is set beside the
+local one, which steps everything. Printed with it: the bytes of optimizer state of each rank.
 """
 
 from __future__ import annotations
@@ -47,6 +51,14 @@ import fastcomm
 
 SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
 TINY_PARAMETERS = 2000
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+}
+WAYS = ("local", "fastcomm", "sharded", "ddp", "ddp_views")
+USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
 def main() -> int:
@@ -101,11 +113,22 @@ def parse_options() -> argparse.Namespace:
         help="number of ranks, on this machine (2; on GPUs as many as there are)",
     )
     parser.add_argument("--steps", type=int, default=3, help="steps of each turn (3)")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="(sgd)")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(USUAL_WAYS),
+        metavar="WAY",
+        help=f"of {', '.join(WAYS)}; local and fastcomm among them ({' '.join(USUAL_WAYS)})",
+    )
     parser.add_argument(
         "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
     )
     options = report.parse(parser, rounds=16)
     unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
+    if not {"local", "fastcomm"} <= set(options.ways):
+        parser.error("--ways: the others are compared with local and fastcomm")
     if unknown:
         parser.error(f"--device {options.device} has no model {', '.join(sorted(unknown))}")
     return options
@@ -113,7 +136,7 @@ def parse_options() -> argparse.Namespace:
 
 def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Collective. Returns the result of one model; printed by rank 0."""
-    steps = make_steps(comm, case)
+    steps, states = make_steps(comm, case, options)
     for step in steps.values():
         for _ in range(WARM_UP_STEPS):
             step()
@@ -129,10 +152,13 @@ def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any
             )
     seconds = seconds.to(comm.device)
     comm.all_reduce(seconds, "max")
+    state_mb = {way: megabytes(optimizer) for way, optimizer in states.items()}
+    states.clear()
     del step
     steps.clear()
     gc.collect()
     result = summarise(case, ways, seconds.cpu().median(dim=2).values)
+    result |= {"optimizer": options.optimizer, "state_mb": state_mb}
     if comm.rank == 0:
         print_result(result)
     return result
@@ -154,36 +180,57 @@ def turn_on_the_device(step: Callable[[], None], n_steps: int) -> list[float]:
     return [span.microseconds() / 1e6 / n_steps] * n_steps
 
 
-def make_steps(comm: Any, case: Case) -> dict[str, Callable[[], None]]:
-    """For each way, a function that makes one training step."""
+def megabytes(optimizer: torch.optim.Optimizer) -> float:
+    """Of this rank's optimizer state."""
+    tensors = [t for state in optimizer.state.values() for t in state.values()]
+    nbytes = sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
+    return round(nbytes / 1e6, 1)
+
+
+def make_steps(
+    comm: Any, case: Case, options: argparse.Namespace
+) -> tuple[dict[str, Callable[[], None]], dict[str, torch.optim.Optimizer]]:
+    """For each way, a function that makes one training step, and its optimizer."""
     model, batch = case.make(comm.rank)
     original, batch = model.to(comm.device), batch.to(comm.device)
+    kind, kind_options = OPTIMIZERS[options.optimizer]
+    optimizers: dict[str, torch.optim.Optimizer] = {}
 
-    def with_fastcomm(**options: Any) -> Callable[[], None]:
-        model = copy.deepcopy(original)
-        reducer = fastcomm.Reducer(comm, **options).attach(model)
-        step = case.training_step(model, batch)
-        step.keep = reducer  # type: ignore[attr-defined]  # which lives as long as its step
+    def step_of(way: str, model: torch.nn.Module, shared: Any = None) -> Callable[[], None]:
+        if way == "sharded":
+            optimizers[way] = fastcomm.ShardedOptimizer(shared, kind, lr=1e-4, **kind_options)
+        else:
+            optimizers[way] = kind(model.parameters(), lr=1e-4, **kind_options)  # type: ignore[call-arg]
+        step = case.training_step(model, batch, optimizers[way])
+        step.keep = shared  # type: ignore[attr-defined]  # a reducer lives as long as its step
         return step
 
-    def with_ddp(hook: Callable[..., Any] | None = None, **options: Any) -> Callable[[], None]:
-        model = DistributedDataParallel(copy.deepcopy(original), **options)
+    def with_fastcomm(way: str, **reducing: Any) -> Callable[[], None]:
+        model = copy.deepcopy(original)
+        return step_of(way, model, fastcomm.Reducer(comm, **reducing).attach(model))
+
+    def with_ddp(
+        way: str, hook: Callable[..., Any] | None = None, **wrapping: Any
+    ) -> Callable[[], None]:
+        model = DistributedDataParallel(copy.deepcopy(original), **wrapping)
         if hook is not None:
             model.register_comm_hook(None, hook)
-        return case.training_step(model, batch)
+        return step_of(way, model)
 
-    steps = {
-        "local": case.training_step(copy.deepcopy(original), batch),
-        "fastcomm": with_fastcomm(),
-        "ddp": with_ddp(),
-        "ddp_views": with_ddp(gradient_as_bucket_view=True),
+    makers: dict[str, Callable[[], Callable[[], None]]] = {
+        "local": lambda: step_of("local", copy.deepcopy(original)),
+        "fastcomm": lambda: with_fastcomm("fastcomm"),
+        "sharded": lambda: with_fastcomm("sharded"),
+        "ddp": lambda: with_ddp("ddp"),
+        "ddp_views": lambda: with_ddp("ddp_views", gradient_as_bucket_view=True),
     }
+    steps = {way: makers[way]() for way in WAYS if way in options.ways}
     if comm.backend == "nccl":
         steps |= {
-            "fastcomm_bf16": with_fastcomm(wire_dtype=torch.bfloat16),
-            "ddp_bf16": with_ddp(bf16_compress_hook),
+            "fastcomm_bf16": with_fastcomm("fastcomm_bf16", wire_dtype=torch.bfloat16),
+            "ddp_bf16": with_ddp("ddp_bf16", bf16_compress_hook),
         }
-    return steps
+    return steps, optimizers
 
 
 def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str, Any]:
@@ -198,11 +245,14 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
         "tensors": len(numels),
         "quartiles_ms": Times.of(samples).rounded(),
         "overhead_ms": report.rounded(overhead),
-        "fastcomm_share_of_ddp_overhead": round(overhead["fastcomm"] / overhead["ddp"], 3),
-        "fastcomm_share_of_ddp_views_overhead": round(
-            overhead["fastcomm"] / overhead["ddp_views"], 3
-        ),
     }
+    for peer in ("ddp", "ddp_views"):
+        if peer in overhead:
+            share = overhead["fastcomm"] / overhead[peer]
+            result[f"fastcomm_share_of_{peer}_overhead"] = round(share, 3)
+    if "sharded" in ways:
+        ratios = [a / b for a, b in zip(samples["sharded"], samples["local"], strict=True)]
+        result["sharded_over_local"] = round(statistics.median(ratios), 3)
     if "ddp_bf16" in overhead:
         result["fastcomm_bf16_share_of_ddp_bf16_overhead"] = round(
             overhead["fastcomm_bf16"] / overhead["ddp_bf16"], 3
@@ -213,15 +263,17 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
 def print_result(result: dict[str, Any]) -> None:
     print()
     sections.steps_table(result, sections.model_title(result)).print()
-    share, share_of_views = (
-        result["fastcomm_share_of_ddp_overhead"],
-        result["fastcomm_share_of_ddp_views_overhead"],
-    )
-    print(
-        f"  fastcomm's overhead is {share:.2f} of DDP's, {share_of_views:.2f} of that with bucket "
-        "views",
-        flush=True,
-    )
+    for peer, words in (("ddp", "DDP's"), ("ddp_views", "DDP's with bucket views")):
+        share = result.get(f"fastcomm_share_of_{peer}_overhead")
+        if share is not None:
+            print(f"  fastcomm's overhead is {share:.2f} of {words}", flush=True)
+    if "sharded_over_local" in result:
+        state = result["state_mb"]
+        print(
+            f"  the sharded step takes {result['sharded_over_local']:.3f} of the local step; its "
+            f"optimizer's state on this rank {state['sharded']:.0f} MB of {state['local']:.0f} MB",
+            flush=True,
+        )
 
 
 def print_bars(results: dict[str, dict[str, Any]]) -> None:

@@ -160,7 +160,7 @@ def compare(
     problem: Exception | None,
     options: dict[str, Any],
     model: list[Any] | None,
-    doing: str = "attach its model",
+    cannot: str = "cannot attach its model",
 ) -> None:
     """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
     has a problem in place of a model.
@@ -175,7 +175,7 @@ def compare(
         raise problem
     for rank, (trouble, _, _) in enumerate(ranks):
         if trouble is not None:
-            raise FastcommError(f"rank {rank} cannot {doing}: {trouble}")
+            raise FastcommError(f"rank {rank} {cannot}: {trouble}")
     for rank, (_, theirs, their_model) in enumerate(ranks):
         for name, value in theirs.items():
             if value != options[name]:

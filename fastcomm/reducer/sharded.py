@@ -39,8 +39,8 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
 )
 _REFUSED = {
-    torch.optim.LBFGS: "looks at all parameters together",
-    torch.optim.SparseAdam: "steps sparse gradients, which are not reduced",
+    torch.optim.LBFGS: "LBFGS looks at all parameters together: use another optimizer",
+    torch.optim.SparseAdam: "SparseAdam steps sparse gradients, which are not reduced: use another",
 }
 _SAVED_AS = "fastcomm"  # a key of state_dict()
 
@@ -97,7 +97,7 @@ class ShardedOptimizer(Optimizer):
             problem = error
         cuts = optimizer_class in _ELEMENTWISE if elementwise is None else elementwise
         described = _described(plain, named, optimizer_class, keep_gradients, cuts)
-        agreement.compare(reducer.comm, problem, described, [], "make its ShardedOptimizer")
+        agreement.compare(reducer.comm, problem, described, [], "cannot make its ShardedOptimizer")
         assert plain is not None  # for the type checker: compare() has raised
         self.sharding = Sharding(keep_gradients, cuts)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
@@ -342,7 +342,7 @@ def _refuse_class(
         )
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, refused):
-            raise ValueError(f"{optimizer_class.__name__} {why}: use another optimizer")
+            raise ValueError(why)
     if defaults.get("differentiable"):
         raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
     if reducer.sharded_by.is_taken:

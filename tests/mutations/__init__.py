@@ -6,7 +6,18 @@ One file for each area holds its list.
 
 from __future__ import annotations
 
-from tests.mutations import backend, devices, group, kernels, meeting, nccl, ordering, reducer, shm
+from tests.mutations import (
+    backend,
+    devices,
+    group,
+    kernels,
+    meeting,
+    nccl,
+    ordering,
+    reducer,
+    sharded,
+    shm,
+)
 
-AREAS = (kernels, shm, nccl, ordering, devices, group, meeting, reducer, backend)
+AREAS = (kernels, shm, nccl, ordering, devices, group, meeting, reducer, sharded, backend)
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcomm.reducer.layout import plan_buckets
+from fastcomm.reducer.layout import equal_shares, plan_buckets, whole_shares
 
 ALIGNMENT = 64
 
@@ -137,3 +138,27 @@ def plan(parameters, cap, first_cap):
 def nbytes(bucket, without_last=False):
     slots = bucket.slots[:-1] if without_last else bucket.slots
     return sum(slot.numel for slot in slots) * _DTYPES[bucket.dtype]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 16, 17, 1000, 4096])
+def test_equal_shares_cover_everything_and_begin_at_cache_lines(numel: int, n: int) -> None:
+    bounds = equal_shares(numel, 4, n)
+    assert bounds[0] == 0 and bounds[-1] == numel and len(bounds) == n + 1
+    sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+    assert min(sizes) >= 0 and max(sizes) - min(sizes) <= 32
+    assert all(bound % 16 == 0 or bound == numel for bound in bounds)
+
+
+def test_whole_shares_cut_no_slot_and_are_even() -> None:
+    layouts = plan_buckets(
+        [(100 + 40 * (i % 7), torch.float32, 4) for i in range(40)],
+        cap_bytes=2500,
+        first_cap_bytes=800,
+    )
+    loads = [0, 0, 0]
+    for layout in layouts:
+        bounds = whole_shares(layout, loads)
+        assert set(bounds) <= {*(slot.offset for slot in layout.slots), layout.numel}
+        assert list(bounds) == sorted(bounds) and bounds[0] == 0 and bounds[-1] == layout.numel
+    assert max(loads) < 1.1 * min(loads)

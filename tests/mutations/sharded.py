@@ -1,0 +1,109 @@
+"""ShardedOptimizer: shares, pieces, their state, and torch's helpers."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+SHARES = "fastcomm/reducer/shares.py"
+SHARDED = "fastcomm/reducer/sharded.py"
+CHECKPOINTS = "fastcomm/reducer/checkpoints.py"
+NORMS = "fastcomm/reducer/norms.py"
+LAYOUT = "fastcomm/reducer/layout.py"
+HELPERS = "fastcomm/reducer/torch_helpers.py"
+
+TESTS = ("tests/reducer/test_sharded.py",)
+STATE_TESTS = ("tests/reducer/test_sharded_state.py",)
+
+MUTATIONS = (
+    Mutation(
+        name="sharded: unused parameters are stepped with old gradients",
+        file=SHARES,
+        old="piece.gradient if is_present else None",
+        new="piece.gradient",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: a second round overwrites gradients",
+        file=SHARES,
+        old="        self.is_pending = True\n",
+        new="",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: gradients of no_sync() are passed over",
+        file=SHARES,
+        old="            elif gradient is not None:\n",
+        new="            elif False:\n",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: kept gradients that were replaced are not stepped",
+        file=SHARES,
+        old="                    views[i].copy_(gradient)\n",
+        new="                    pass\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: matrices of unknown optimizers are cut",
+        file=SHARES,
+        old="        if not self.cuts:\n",
+        new="        if False:\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: all whole parameters are stepped by rank 0",
+        file=LAYOUT,
+        old="    goal = (sum(loads) + layout.numel) / n\n",
+        new="    goal = float('inf')\n",
+        tests=("tests/reducer/test_layout.py",),
+    ),
+    Mutation(
+        name="sharded: what schedulers change is not seen",
+        file=SHARDED,
+        old="            inner.update(options_of(group))\n",
+        new="            pass\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: parameters stay with their owner",
+        file=SHARDED,
+        old="            self._spread()\n",
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: a step that raises leaves the other ranks waiting",
+        file=SHARDED,
+        old="            self.comm.abandon()\n",
+        new="",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: refresh() forgets the state",
+        file=SHARDED,
+        old="        self._inner.state.update(states)\n",
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: the norm is that of one rank's share",
+        file=NORMS,
+        old="    comm.all_reduce(square_sum)\n",
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: each rank has its own verdict on infinities",
+        file=HELPERS,
+        old='        holder.comm.all_reduce(number, "max")\n',
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: the state is cut in the order of indices, not of memory",
+        file=CHECKPOINTS,
+        old="    return in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))\n",
+        new="    return tensor.reshape(-1)\n",
+        tests=STATE_TESTS,
+    ),
+)

@@ -1,0 +1,254 @@
+"""ShardedOptimizer: its state, whole and by rank; and what it cannot do is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import AbandonedError, FastcommError, MismatchError
+from tests.support.models import (
+    backward,
+    convnet,
+    image_backward,
+    loss_of,
+    mlp,
+)
+from tests.support.ranks import on_ranks
+from tests.support.sharded_pairs import OPTIMIZERS, STEPS, Pair
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = pytest.mark.usefixtures("transport")
+every_transport = pytest.mark.transports(*EVERY_TRANSPORT)
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adafactor", "NAdam", "ASGD"])
+@on_ranks(2)
+def test_the_full_state_is_the_plain_optimizers(comm, name):
+    kind, options = OPTIMIZERS[name]
+    model = convnet().to(memory_format=torch.channels_last)
+    pair = Pair(comm, model, kind, options, bucket_cap_mb=0.005)
+    pair.train(image_backward)
+    mine, theirs = pair.sharded.full_state_dict(), pair.plain.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert mine["state"].keys() == theirs["state"].keys()
+    for i, state in theirs["state"].items():
+        assert mine["state"][i].keys() == state.keys()
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert mine["state"][i][key].dtype == value.dtype
+                assert torch.equal(mine["state"][i][key], value), (i, key)
+            else:
+                assert mine["state"][i][key] == value
+    # each goes on with the other's
+    pair.plain.load_state_dict(mine)
+    pair.sharded.load_full_state_dict(copy.deepcopy(theirs))
+    pair.train(image_backward, first=STEPS)
+
+
+@every_transport
+@on_ranks(3)
+def test_a_state_of_fewer_ranks(comm, buckets):
+    alone = mlp()
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for step in range(STEPS):
+        plain.zero_grad()
+        backward(alone, 0, step)
+        plain.step()
+    pair = Pair(comm, copy.deepcopy(alone), torch.optim.AdamW, {"lr": 0.5}, **buckets)
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(plain.state_dict())
+    assert pair.sharded.param_groups[0]["lr"] == 0.01
+    pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_a_distributed_checkpoint(comm, tmp_path):
+    from torch.distributed import checkpoint
+
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    folder = tmp_path / str(comm.rank)
+    saved = pair.sharded.full_state_dict()
+    checkpoint.save({"optimizer": saved}, checkpoint_id=folder, no_dist=True)
+    pair.train(first=STEPS)
+    for optimizer in pair.optimizers:
+        loaded = pair.sharded.full_state_dict()
+        checkpoint.load({"optimizer": loaded}, checkpoint_id=folder, no_dist=True)
+        optimizer.load_state_dict(copy.deepcopy(loaded))
+    assert pair.plain.state_dict()["state"][0]["step"] == saved["state"][0]["step"] == STEPS
+    pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_a_ranks_own_state(comm, buckets):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
+    pair.train()
+    saved = copy.deepcopy(pair.sharded.state_dict())
+    n_elements = sum(s["exp_avg"].numel() for s in saved["state"].values())
+    n_parameters = sum(p.numel() for p in pair.models[1].parameters())
+    assert n_elements < 0.6 * n_parameters
+    pair.sharded.load_state_dict(saved)
+    pair.train(first=STEPS)
+    saved["fastcomm"] = (1 - comm.rank, *saved["fastcomm"][1:])
+    with pytest.raises(ValueError, match=f"rank {1 - comm.rank} of 2.*full_state_dict"):
+        pair.sharded.load_state_dict(saved)
+
+
+@on_ranks(2)
+def test_a_state_of_other_groups_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="other parameter groups"):
+        pair.sharded.load_full_state_dict(other.state_dict())
+
+
+# what goes wrong
+
+
+@every_transport
+@on_ranks(2)
+def test_a_second_round_would_overwrite_gradients(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    backward(pair.models[1], comm.rank)
+    with pytest.raises(FastcommError, match=r"no_sync\(\)"):
+        backward(pair.models[1], comm.rank)
+    pair.sharded.zero_grad()
+    pair.train()
+
+
+@on_ranks(2)
+def test_gradients_of_no_sync_alone_are_not_stepped(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    with pair.reducers[1].no_sync():
+        backward(pair.models[1], comm.rank)
+    with pytest.raises(FastcommError, match=r"parameter 4\.bias is this rank's own"):
+        pair.sharded.step()
+    pair.reducers[1].reduce()
+    pair.sharded.step()
+
+
+@on_ranks(2)
+def test_another_optimizer_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    other = torch.optim.Adam(pair.models[1].parameters())
+    backward(pair.models[1], comm.rank)
+    with pytest.raises(FastcommError, match="this Adam has parameters"):
+        other.step()
+    with pytest.raises(ValueError, match="has a ShardedOptimizer already"):
+        fastcomm.ShardedOptimizer(pair.reducers[1], torch.optim.SGD, lr=0.1)
+
+
+@on_ranks(2)
+def test_after_the_optimizer_is_gone(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    del optimizer
+    gc.collect()
+    with pytest.raises(FastcommError, match="ShardedOptimizer of this model is gone"):
+        backward(model, comm.rank)
+    reducer.detach()
+    reducer.attach(model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, comm.rank)
+    plain.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_after_detach(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    pair.train()
+    pair.reducers[1].detach()
+    with pytest.raises(FastcommError, match="was detached"):
+        pair.sharded.step()
+    pair.sharded = fastcomm.ShardedOptimizer(
+        pair.reducers[1].attach(pair.models[1]), torch.optim.SGD, lr=0.1
+    )
+    pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_nothing_is_kept_alive(comm):
+    import weakref
+
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    models = [weakref.ref(model[0]) for model in pair.models]
+    del pair
+    gc.collect()
+    assert [model() for model in models] == [None, None]
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_one_rank(comm):
+    class Breaks(torch.optim.SGD):
+        def step(self, closure=None):
+            if comm.rank == 1:
+                raise RuntimeError("broken")
+            return super().step(closure)
+
+    pair = Pair(comm, mlp(), Breaks, {"lr": 0.1})
+    backward(pair.models[1], comm.rank)
+    with pytest.raises(
+        AbandonedError if comm.rank == 0 else RuntimeError,
+        match="rank 1" if comm.rank == 0 else "broken",
+    ):
+        pair.sharded.step()
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "LBFGS": (torch.optim.LBFGS, {}, "LBFGS looks at all parameters together"),
+    "SparseAdam": (torch.optim.SparseAdam, {}, "sparse gradients"),
+    "differentiable": (torch.optim.SGD, {"lr": 0.1, "differentiable": True}, "differentiable"),
+    "bad option": (torch.optim.SGD, {"lr": -1.0}, "Invalid learning rate"),
+    "no class": (torch.optim.SGD([torch.zeros(1)], lr=0.1), {}, "class of an optimizer"),
+    "Muon": (torch.optim.Muon, {}, "2D"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused(comm, what):
+    kind, options, match = REFUSED[what]
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises((ValueError, TypeError), match=match):
+        fastcomm.ShardedOptimizer(reducer, kind, **options)
+
+
+@on_ranks(2)
+def test_parameters_without_a_group_or_a_model_are_refused(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(ValueError, match=r"parameter 2\.weight is in no group"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, model[0].parameters(), lr=0.1)
+    strange = [*model.parameters(), nn.Parameter(torch.zeros(3, 5))]
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) is not in the reducer's model"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, strange, lr=0.1)
+
+
+@on_ranks(2)
+def test_ranks_that_disagree(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(MismatchError, match="different reducers: groups"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1 * (1 + comm.rank))
+    with pytest.raises((FastcommError, ValueError), match="Invalid learning rate"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1 if comm.rank else -1.0)
+
+
+@on_ranks(2)
+def test_create_graph_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(FastcommError, match="keep_gradients=True"):
+        loss_of(pair.models[1], comm.rank).backward(create_graph=True)
