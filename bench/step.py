@@ -51,11 +51,11 @@ import fastcomm
 
 SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
 TINY_PARAMETERS = 2000
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {}),
-    "adamw": (torch.optim.AdamW, {}),
-    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
-    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 1e-4}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
 }
 WAYS = ("local", "fastcomm", "sharded", "ddp", "ddp_views")
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
@@ -193,14 +193,14 @@ def make_steps(
     """For each way, a function that makes one training step, and its optimizer."""
     model, batch = case.make(comm.rank)
     original, batch = model.to(comm.device), batch.to(comm.device)
-    kind, kind_options = OPTIMIZERS[options.optimizer]
+    kind, defaults = OPTIMIZERS[options.optimizer]
     optimizers: dict[str, torch.optim.Optimizer] = {}
 
     def step_of(way: str, model: torch.nn.Module, shared: Any = None) -> Callable[[], None]:
         if way == "sharded":
-            optimizers[way] = fastcomm.ShardedOptimizer(shared, kind, lr=1e-4, **kind_options)
+            optimizers[way] = fastcomm.ShardedOptimizer(shared, kind, **defaults)
         else:
-            optimizers[way] = kind(model.parameters(), lr=1e-4, **kind_options)  # type: ignore[call-arg]
+            optimizers[way] = kind(model.parameters(), **defaults)
         step = case.training_step(model, batch, optimizers[way])
         step.keep = shared  # type: ignore[attr-defined]  # a reducer lives as long as its step
         return step

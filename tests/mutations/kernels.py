@@ -114,8 +114,8 @@ MUTATIONS = (
     Mutation(
         name="kernels: the end of a shard behind the last piece is not reduced",
         file=PATHS,
-        old="if (at < shard.end) {",
-        new="if (at < shard.begin) {",
+        old="if (at < part.end) {",
+        new="if (at < part.begin) {",
         tests=QUICK_DRIVER,
     ),
     Mutation(
