@@ -26,10 +26,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, ReduceOp, Store  # type: ignore[attr-defined]
 
+from fastcomm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.bootstrap import Caller, count_as_finished, own_part
 from fastcomm.collective import CPU_DTYPES, canonical_op
 from fastcomm.errors import PeerLostError
 from fastcomm.rendezvous import connect
+from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import (
@@ -37,6 +39,7 @@ from fastcomm.torch_backend.work import (
     Finished,
     SharedCommunicator,
     hold_works_of_join,
+    is_async,
     put_all,
 )
 
@@ -99,6 +102,7 @@ class ProcessGroup(dist.ProcessGroup):
         count_as_finished(options.store)
         self._register_engines(options)
         hold_works_of_join()
+        lend_memory_to_ddp(self, self._cpu.empty)
 
     def _connect(
         self, name: str, device: torch.device, caller: Caller
@@ -249,11 +253,13 @@ class ProcessGroup(dist.ProcessGroup):
         shared = self._transport(tensor)
         if shared is None or op is None or len(tensors) != 1:
             return self._by_engine("allreduce", tensor, tensors, opts)
-        if _is_async(opts) or not tensor.is_contiguous():
+        # DDP waits at once: what moves only inside calls may as well move in this one.
+        by_ddp = not shared.comm.progresses_itself and caller_is_called_by_autograd()
+        if (is_async(opts) and not by_ddp) or not tensor.is_contiguous():
             return self._all_reduce(shared, tensors, op, opts)
-        with shared.turn:  # the fast path of the most frequent call
+        with shared.turn:  # the fast path of the most frequent calls
             shared.comm.all_reduce(tensor, op)
-        return _DONE
+        return Finished(tensors) if is_async(opts) else _DONE
 
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: Any = _ALL_REDUCE_COALESCED
@@ -270,7 +276,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> c10d.Work:
         flats = [tensor.contiguous() for tensor in tensors]
         calls = [partial(shared.comm.all_reduce, flat, op) for flat in flats]
-        return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), _is_async(opts))
+        return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), is_async(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST) -> c10d.Work:
         self._count()
@@ -281,7 +287,7 @@ class ProcessGroup(dist.ProcessGroup):
         flat = tensor.contiguous()
         places = [] if opts.rootRank == self.rank() else [(tensor, flat)]
         return shared.run(
-            [partial(shared.comm.broadcast, flat, opts.rootRank)], tensors, places, _is_async(opts)
+            [partial(shared.comm.broadcast, flat, opts.rootRank)], tensors, places, is_async(opts)
         )
 
     def allgather(
@@ -300,7 +306,7 @@ class ProcessGroup(dist.ProcessGroup):
             [partial(shared.comm.all_gather_single, rows, tensor.contiguous())],
             outputs,
             places,
-            _is_async(opts),
+            is_async(opts),
         )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = _ALL_GATHER) -> c10d.Work:
@@ -320,7 +326,7 @@ class ProcessGroup(dist.ProcessGroup):
             partial(shared.comm.all_gather_single, flat, inp.contiguous())
             for flat, inp in zip(flats, inputs, strict=True)
         ]
-        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))
+        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), is_async(opts))
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER
@@ -360,13 +366,13 @@ class ProcessGroup(dist.ProcessGroup):
             partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op)
             for flat, inp in zip(flats, inputs, strict=True)
         ]
-        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), _is_async(opts))
+        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), is_async(opts))
 
     def barrier(self, opts: Any = _BARRIER) -> c10d.Work:
         self._count()
         device = opts.device or torch.device("cpu")
         shared = self._nccl_on(device) if device.type == "cuda" else self._cpu
-        return shared.run([shared.comm.barrier], [], [], _is_async(opts))
+        return shared.run([shared.comm.barrier], [], [], is_async(opts))
 
     def _are_alike(self, tensors: list[Tensor], like: Tensor) -> bool:
         """Whether the tensors, one for each rank, are equal parts. Raises ValueError for another
@@ -466,13 +472,6 @@ class ProcessGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _is_async(opts: Any) -> bool:
-    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every
-    Work.
-    """
-    return getattr(opts, "asyncOp", True)
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

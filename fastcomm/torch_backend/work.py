@@ -36,6 +36,13 @@ _TURN_S = 1e-3
 Places = Sequence[tuple[Tensor, Tensor]]
 
 
+def is_async(opts: Any) -> bool:
+    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every
+    Work.
+    """
+    return getattr(opts, "asyncOp", True)
+
+
 class CallCounter:
     """Counts a group's collectives. Threads may call `count` at once: it is atomic."""
 
@@ -65,6 +72,11 @@ class SharedCommunicator:
         )
         self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
         self._progress = _Progress(self.lock)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty."""
+        with self.turn:
+            return self.comm.empty(numel, dtype=dtype)
 
     def run(
         self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool

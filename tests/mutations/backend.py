@@ -12,6 +12,8 @@ PEERS = "fastcomm/torch_backend/peers.py"
 
 HOOK_TESTS = ("tests/backend/test_ddp_hook.py",)
 WAYS_TESTS = ("tests/backend/test_ways.py",)
+DDP_BUCKETS = "fastcomm/torch_backend/ddp_buckets.py"
+DDP_BUCKETS_TESTS = ("tests/backend/test_ddp_buckets.py",)
 COLLECTIVES = "tests/backend/test_collectives.py"
 
 MUTATIONS = (
@@ -107,5 +109,47 @@ MUTATIONS = (
         old="while not (ended := self.ended()) and time.monotonic() < deadline:",
         new="while not (ended := self.ended()) and time.monotonic() > deadline:",
         tests=("tests/backend/test_lost_processes.py",),
+    ),
+    Mutation(
+        name="backend: DDP's first buckets are torch's",
+        file=DDP_BUCKETS,
+        old="        with _Lent(empty):\n            init(self, *arguments, **options)\n",
+        new="        init(self, *arguments, **options)\n",
+        tests=DDP_BUCKETS_TESTS,
+    ),
+    Mutation(
+        name="backend: the buckets that DDP makes anew are torch's",
+        file=DDP_BUCKETS,
+        old="        with _Lent(empty):\n            is_rebuilt = rebuild(self)\n",
+        new="        is_rebuilt = rebuild(self)\n",
+        tests=DDP_BUCKETS_TESTS,
+    ),
+    Mutation(
+        name="backend: 16-bit buckets are torch's",
+        file=DDP_BUCKETS,
+        old="_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)",
+        new="_DTYPES = (torch.float32, torch.float64)",
+        tests=DDP_BUCKETS_TESTS,
+    ),
+    Mutation(
+        name="backend: a reducer that was never used is kept",
+        file=DDP_BUCKETS,
+        old="_borrowers: WeakKeyDictionary[c10d.Reducer, Empty] = WeakKeyDictionary()",
+        new="_borrowers: dict[c10d.Reducer, Empty] = {}",
+        tests=DDP_BUCKETS_TESTS,
+    ),
+    Mutation(
+        name="backend: DDP's buckets are left to Works",
+        file=PROCESS_GROUP,
+        old="if (is_async(opts) and not by_ddp) or",
+        new="if is_async(opts) or",
+        tests=DDP_BUCKETS_TESTS,
+    ),
+    Mutation(
+        name="backend: DDP gets a future without the bucket",
+        file=PROCESS_GROUP,
+        old="return Finished(tensors) if is_async(opts) else _DONE",
+        new="return _DONE",
+        tests=DDP_BUCKETS_TESTS,
     ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import io
 import weakref
@@ -13,6 +12,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm.reducer.bucket import Bucket
+from tests.support.memory import resident_bytes
 from tests.support.models import (
     Heads,
     backward,
@@ -141,30 +141,21 @@ def _memory_of_training(comm, set_to_none):
     model = _layers(16, size=1024)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     comm.barrier()
-    before = _resident_bytes()
+    before = resident_bytes()
     at_the_end_of_backward = []
     # The last gradient of a backward.
     model[0].weight.register_post_accumulate_grad_hook(
-        lambda _: at_the_end_of_backward.append(_resident_bytes())
+        lambda _: at_the_end_of_backward.append(resident_bytes())
     )
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=8).attach(model)
     for _ in range(3):
         model.zero_grad(set_to_none=set_to_none)
         _backward_of_layers(model, comm.rank)
-    after = _resident_bytes()
+    after = resident_bytes()
     reducer.detach()
     grown = torch.tensor([(then - before) / nbytes for then in (at_the_end_of_backward[-1], after)])
     comm.all_reduce(grown, "mean")
     return grown.tolist()
-
-
-def _resident_bytes():
-    """Memory this rank occupies, without what malloc keeps for later. Memory that n ranks share
-    counts as 1/n in each.
-    """
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/smaps_rollup") as rollup:
-        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
 
 def test_a_training_that_zeroes_gradients_in_place_holds_one_gradient_sized_buffer(ranks):
@@ -191,9 +182,9 @@ def test_memory_does_not_grow_when_reducers_come_and_go(comm):
         del model, reducer
         gc.collect()
         if number == 10:
-            before = _resident_bytes()
+            before = resident_bytes()
     # Ten models have gradients of 10 MiB.
-    assert _resident_bytes() - before < 4 * 2**20
+    assert resident_bytes() - before < 4 * 2**20
 
 
 @on_ranks(2)
