@@ -4,11 +4,13 @@ ordinary tensors, and DDP's training step.
     python bench/backend.py                              both, 2 ranks, 1 thread each
     python bench/backend.py --only all_reduce --rounds 9
     python bench/backend.py --only ddp --models mlp conv
+    python bench/backend.py --only ddp --bucket-views
 
 The two engines belong to the same processes and take turns, in an order that changes from round to
 round. An all-reduce takes what the slowest rank's median call takes, a step what it takes the
 slowest rank. The overhead of a step is the median over rounds of (DDP - local), where "local" is
-the same step without communication, with all ranks at work.
+the same step without communication, with all ranks at work. "unreduced" is DDP with a hook that
+reduces nothing: what DDP itself takes, for its copies above all, over any backend.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ import turns
 from allreduce_options import parse_size
 from models import CASES, WARM_UP_STEPS
 from report import Times
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm  # noqa: F401  (registers the backend)
 
 PEERS = ("fastcomm", "gloo")
-WAYS = ("local", *PEERS)
+WAYS = ("local", "unreduced", *PEERS)
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 2))  # bytes: 1 KiB to 64 MiB
 # A turn moves about this much, so that small sizes are called often and large ones do not take all
 # day.
@@ -64,7 +68,7 @@ def main() -> int:
                 for name in report.tracked(options.models, "steps under DDP")
             }
     print_summary(results)
-    figures = {"ranks": options.ranks, **results}
+    figures = {"ranks": options.ranks, "bucket_views": options.bucket_views, **results}
     report.write_results("backend", figures, options, default=f"backend-{options.ranks}ranks.json")
     return 0
 
@@ -86,6 +90,11 @@ def parse_options() -> argparse.Namespace:
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )
     parser.add_argument("--steps", type=int, default=3, help="training steps of each turn (3)")
+    parser.add_argument(
+        "--bucket-views",
+        action="store_true",
+        help="DDP's gradient_as_bucket_view: gradients are not copied out of their buckets",
+    )
     parser.add_argument(
         "-e",
         type=parse_size,
@@ -127,22 +136,33 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
 
 
 def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    seconds = slowest(
-        ranks.call("steps", model=name, rounds=options.rounds, steps=options.steps), WAYS
+    answers = ranks.call(
+        "steps",
+        model=name,
+        rounds=options.rounds,
+        steps=options.steps,
+        bucket_views=options.bucket_views,
     )
+    seconds = slowest(answers, WAYS)
     samples = {way: [1e3 * s for s in turn] for way, turn in seconds.items()}
     times, overhead = Times.of(samples), report.overheads(samples, "local")
     share = overhead["fastcomm"] / overhead["gloo"]
+    floor = overhead["unreduced"] / overhead["gloo"]
     result = {
         "model": CASES[name].description,
         "quartiles_ms": times.rounded(),
         "overhead_ms": report.rounded(overhead),
         "share_of_gloo": round(share, 3),
+        "unreduced_share": round(floor, 3),
         "wide": times.wide(),
     }
     print()
     sections.steps_table(result, f"{CASES[name].description}: a step under DDP").print()
-    print(f"  the overhead over fastcomm is {share:.2f} of that over Gloo", flush=True)
+    print(
+        f"  the overhead over fastcomm is {share:.2f} of that over Gloo; that of DDP itself, "
+        f"without any reduction, {floor:.2f}",
+        flush=True,
+    )
     return result
 
 
@@ -196,14 +216,14 @@ class Methods:
 
         return self.take_turns({peer: functools.partial(turn, peer) for peer in PEERS}, rounds)
 
-    def steps(self, model: str, rounds: int, steps: int) -> list[list[float]]:
+    def steps(self, model: str, rounds: int, steps: int, bucket_views: bool) -> list[list[float]]:
         case = CASES[model]
         original, batch = case.make(self.rank)
 
         def prepare(way: str) -> Callable[[], None]:
             model = copy.deepcopy(original)
             if way != "local":
-                model = DistributedDataParallel(model, process_group=self.groups[way])
+                model = self.ddp(model, way, bucket_views)
             step = case.training_step(model, batch)
             for _ in range(WARM_UP_STEPS):
                 step()
@@ -213,6 +233,16 @@ class Methods:
             return statistics.median(turns.time_calls(step, steps)) / 1e9
 
         return self.take_turns({way: functools.partial(turn, prepare(way)) for way in WAYS}, rounds)
+
+    def ddp(self, model: nn.Module, way: str, bucket_views: bool) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            model,
+            process_group=self.groups.get(way, dist.group.WORLD),
+            gradient_as_bucket_view=bucket_views,
+        )
+        if way == "unreduced":
+            ddp.register_comm_hook(None, noop_hook)
+        return ddp
 
     def take_turns(
         self, contenders: Mapping[str, Callable[[], float]], rounds: int

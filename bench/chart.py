@@ -23,6 +23,7 @@ INK = "#010203"  # stands for the color of a page's text
 # Of each contender: label, color, style of its line.
 LOOKS = {
     "local": ("no communication", "silver", "-"),
+    "unreduced": ("DDP alone,\nno reduction", "lightgray", "-"),
     "fastcomm": ("fastcomm", "tab:blue", "-"),
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
     "ddp": ("DDP", "tab:orange", "-"),

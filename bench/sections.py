@@ -226,7 +226,9 @@ def _backend(results: Results) -> Section:
     how = (
         'torch.distributed over the backend "fastcomm" and over Gloo, in the same '
         f"{results['ranks']} processes: dist.all_reduce of ordinary float32 tensors, and a "
-        "training step under DDP. An all-reduce takes what the slowest rank's median call takes."
+        "training step under DDP, of which a part is DDP's own work: "
+        '"unreduced" is DDP with a hook that reduces nothing. An all-reduce takes what the slowest '
+        "rank's median call takes."
     )
     tables = [_by_size(times)] if times else []
     tables += [steps_table(model, f"DDP, {model['model']}") for model in models.values()]

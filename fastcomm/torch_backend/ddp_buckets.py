@@ -22,6 +22,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastcomm.shm.memory import keep_freed_memory
+
 Empty = Callable[[int, torch.dtype], Tensor]
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -83,6 +85,7 @@ def _lending(init: Callable[..., None]) -> Callable[..., None]:
         if empty is None:  # another backend's
             init(self, *arguments, **options)
             return
+        keep_freed_memory()
         with _Lent(empty):
             init(self, *arguments, **options)
         _borrowers[self] = empty

@@ -15,14 +15,15 @@ def test_the_benchmark_writes_what_it_measured(tmp_path):
     done = python(
         BENCH / "backend.py",
         *["--models", "mlp", "--rounds", "2", "--steps", "1", "-e", "64K", "--json", path],
-        *["--plot", tmp_path / "backend.png"],
+        *["--bucket-views", "--plot", tmp_path / "backend.png"],
         env={"GLOO_SOCKET_IFNAME": "lo"},
         imports=["tests.support.small_models"],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text())
     assert [row["bytes"] for row in result["all_reduce"]] == [1 << 10, 1 << 12, 1 << 14, 1 << 16]
-    assert set(result["ddp"]["mlp"]["overhead_ms"]) == {"fastcomm", "gloo"}
+    assert set(result["ddp"]["mlp"]["overhead_ms"]) == {"unreduced", "fastcomm", "gloo"}
+    assert result["bucket_views"] is True
     assert (tmp_path / "backend.png").stat().st_size > 0
     # Figures, not what they ought to be.
     assert "times as fast as Gloo: " in done.stdout and "met" not in done.stdout.split()

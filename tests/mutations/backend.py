@@ -118,6 +118,13 @@ MUTATIONS = (
         tests=DDP_BUCKETS_TESTS,
     ),
     Mutation(
+        name="backend: DDP's gradients get fresh pages in every step",
+        file=DDP_BUCKETS,
+        old="        keep_freed_memory()\n",
+        new="",
+        tests=DDP_BUCKETS_TESTS,
+    ),
+    Mutation(
         name="backend: the buckets that DDP makes anew are torch's",
         file=DDP_BUCKETS,
         old="        with _Lent(empty):\n            is_rebuilt = rebuild(self)\n",
