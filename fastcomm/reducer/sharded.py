@@ -7,6 +7,7 @@ rank's pieces; this one holds the parameter groups that users and schedulers see
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -101,6 +102,7 @@ class ShardedOptimizer(Optimizer):
         assert plain is not None  # for the type checker: compare() has raised
         self.sharding = Sharding(keep_gradients, cuts)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
+        self.is_torn = False
         self._aside: dict[Parameter, checkpoints.State] = {}
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[ShardedBucket] = []
@@ -131,7 +133,7 @@ class ShardedOptimizer(Optimizer):
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
-        self._buckets = buckets
+        self._buckets, self.is_torn = buckets, False
         self._parts = {}
         known = set(self._parameters())
         for bucket in buckets:
@@ -193,15 +195,19 @@ class ShardedOptimizer(Optimizer):
                 "after attach()"
             )
         self.reducer.synchronize()
-        for bucket in self._buckets:
-            _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
         try:
+            for bucket in self._buckets:
+                _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
+            self.is_torn = True
             self._step_pieces()
             self._spread()
         except BaseException as error:
-            self.comm.abandon()
+            # the other ranks wait for this one's share
+            with contextlib.suppress(FastcommError):
+                self.comm.abandon()
             note_abandoned(error)
             raise
+        self.is_torn = False
         return loss
 
     def _step_pieces(self) -> None:

@@ -77,8 +77,8 @@ class RankShare:
         self.keeps_gradients = sharding.keeps_gradients
         self.is_pending = False  # holds gradients that were neither stepped nor dropped
         self._flat = comm.empty(bounds[-1], dtype=gradients.dtype).zero_()
-        for parameter, geometry in zip(parameters, geometries, strict=True):
-            view = view_of(self._flat, *geometry)
+        self._views = [view_of(self._flat, *geometry) for geometry in geometries]
+        for parameter, view in zip(parameters, self._views, strict=True):
             parameter.data = view.copy_(parameter.detach())
         # by slot
         self.pieces = [
@@ -140,9 +140,12 @@ class RankShare:
         views: Sequence[Tensor],
     ) -> None:
         """Gives the pieces their gradients, if they do not have them yet. Raises FastcommError
-        naming a parameter with a gradient that no round has reduced.
+        naming a parameter with a gradient that no round has reduced, or of another shape or dtype
+        than the piece's.
         """
         for i, parameter in enumerate(parameters):
+            if parameter is not None and parameter.data_ptr() != self._views[i].data_ptr():
+                self._take_back(names[i], parameter, self._views[i])
             gradient = None if parameter is None else parameter.grad
             piece = self.pieces[i]
             if self.keeps_gradients:
@@ -156,6 +159,18 @@ class RankShare:
                     "steps reduced ones. Run the last backward before step() outside no_sync(), or "
                     "call reducer.reduce() on every rank"
                 )
+
+    def _take_back(self, name: str, parameter: Parameter, view: Tensor) -> None:
+        """After parameter.data = ..., as when averaged weights are swapped in, the values lie
+        elsewhere.
+        """
+        if parameter.shape != view.shape or parameter.dtype != view.dtype:
+            raise FastcommError(
+                f"parameter {name} is {parameter.dtype} {list(parameter.shape)}, and was "
+                f"{view.dtype} {list(view.shape)} when its ShardedOptimizer was made: call "
+                "refresh() on every rank after changing it"
+            )
+        parameter.data = view.copy_(parameter.detach())
 
     def drop(self) -> None:
         """Leaves the pieces without gradients."""
@@ -184,6 +199,7 @@ class Stepper(Protocol):
     """A ShardedOptimizer, as the reducer sees it."""
 
     sharding: Sharding
+    is_torn: bool  # a step has failed, and the ranks' parameters may differ
 
     def set_state_aside(self) -> None:
         """The buckets are about to go: gathers the optimizer's state. Collective."""
@@ -234,8 +250,18 @@ class ShardedBy:
         return None if stepper is None else stepper.sharding
 
     def before_round(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Raises FastcommError where a round would overwrite gradients."""
-        if self.stepper() is not None and buckets[0].share is not None:
+        """Raises FastcommError where a round would overwrite gradients, or its gradients be of
+        different parameters.
+        """
+        stepper = self.stepper()
+        if stepper is None:
+            return
+        if stepper.is_torn:
+            raise FastcommError(
+                "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
+                "differ: call refresh() on every rank, which copies rank 0's"
+            )
+        if buckets[0].share is not None:
             buckets[0].share.refuse_round()
 
     def before_step(self, optimizer: object) -> None:

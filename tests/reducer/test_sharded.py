@@ -172,6 +172,21 @@ def test_no_sync_accumulates(comm, buckets):
 
 
 @on_ranks(2)
+def test_parameters_whose_data_was_replaced(comm, buckets):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
+
+    def run(model, rank, step):
+        for p in model.parameters():  # as when averaged weights are swapped in
+            p.data = p.data.clone().mul_(1.5)
+        backward(model, rank, step)
+
+    pair.train(run)
+    pair.models[1][0].double()
+    with pytest.raises(FastcommError, match=r"parameter 0\..* is torch.float64"):
+        pair.sharded.step()
+
+
+@on_ranks(2)
 def test_a_closure(comm):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
     for step in range(STEPS):

@@ -204,6 +204,12 @@ def test_a_step_that_raises_on_one_rank(comm):
         match="rank 1" if comm.rank == 0 else "broken",
     ):
         pair.sharded.step()
+    with pytest.raises(FastcommError, match=r"has failed.*refresh\(\)"):
+        backward(pair.models[1], comm.rank)
+    pair.sharded.zero_grad()
+    pair.reducers[1].refresh()
+    pair.reducers[1].check_in_sync()
+    backward(pair.models[1], comm.rank)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
