@@ -29,6 +29,11 @@ CPU_DTYPES = (
     torch.uint8,
 )
 
+# In which gradients may travel over every transport, and those of 8 bits in which they travel with
+# a scale for each block; see group/wire.py.
+WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
 BUCKETS_PER_REDUCER = 65536
 
 
@@ -182,6 +187,15 @@ def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoRetur
             f"{tensor.stride()}"
         )
     raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
+
+
+def refuse_error_feedback(backend: str) -> NoReturn:
+    """Raises ValueError."""
+    raise ValueError(
+        f"over {backend}, error_feedback=True is not possible: only the transports group and "
+        "hierarchical keep what a wire_dtype drops. Leave it out, or pass it where "
+        "comm.feeds_back_errors"
+    )
 
 
 def check_numel(numel: int) -> None:

@@ -163,7 +163,8 @@ class Communicator(abc.ABC):
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.cuda.driver.Device
-    reduces_fp8: bool  # float8 is a wire_dtype
+    wire_dtypes: tuple[torch.dtype, ...]  # that a reducer may choose
+    feeds_back_errors: bool  # error_feedback is possible
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
     is_threadsafe: bool  # any number of threads may call it and wait at once
@@ -235,6 +236,7 @@ class Communicator(abc.ABC):
         label: int,
         lane: int = 0,
         bounds: tuple[int, ...] | None = None,
+        error_feedback: bool = False,
     ) -> BoundBucket:
         """For reducers: prepares the reduction of `flat`, in which gradients have their places:
         views[i] begins at element offsets[i], ascending. It ends with one element for each view, in
@@ -250,6 +252,9 @@ class Communicator(abc.ABC):
         bounds: rank r needs only the elements from bounds[r] to bounds[r + 1] of the result, and
         what lies behind bounds[world_size]; what it has elsewhere is undefined. None: all of them.
         A transport that gains nothing by it may leave the whole result.
+
+        error_feedback: keep what wire_dtype, of 8 or 16 bits, has dropped, and add it to what is
+        sent in the next round. Only where feeds_back_errors.
         """
 
     def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.collective import (
+    BLOCK_DTYPES,
     CPU_DTYPES,
     OPS,
     addends_of_mean,
@@ -24,6 +25,7 @@ from fastcomm.collective import (
 )
 
 HALVES = (torch.float16, torch.bfloat16)
+CARRIED_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
 KINDS = (
     "barrier",
     "all_reduce",
@@ -48,7 +50,8 @@ class Call:
     step: int = 0
 
     def numbers(self) -> list[int]:
-        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), CPU_DTYPES, CPU_DTYPES, OPS, (), (), ())
+        dtypes = CPU_DTYPES, CARRIED_DTYPES
+        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), *dtypes, OPS, (), (), ())
         return [
             choices.index(value) if choices else value
             for choices, value in zip(codes, astuple(self), strict=True)
@@ -57,7 +60,7 @@ class Call:
     @staticmethod
     def of(numbers: Sequence[int]) -> Call:
         kind, numel, dtype, wire, op, *others = numbers
-        return Call(KINDS[kind], numel, CPU_DTYPES[dtype], CPU_DTYPES[wire], OPS[op], *others)
+        return Call(KINDS[kind], numel, CPU_DTYPES[dtype], CARRIED_DTYPES[wire], OPS[op], *others)
 
     def __str__(self) -> str:
         if self.kind in ("barrier", "abandon"):

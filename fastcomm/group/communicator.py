@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.collective import (
+    BLOCK_DTYPES,
     CPU_DTYPES,
+    WIRE_DTYPES,
     Op,
     canonical_op,
     check_numel,
@@ -37,8 +39,9 @@ from fastcomm.collective import (
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
-from fastcomm.group.call import Call, as_bytes
+from fastcomm.group.call import CARRIED_DTYPES, Call, as_bytes
 from fastcomm.group.exchange import Exchange
+from fastcomm.group.wire import Wire
 from fastcomm.group.work import GroupBucket, GroupWork, Move
 from fastcomm.group.work_queue import WorkQueue
 from fastcomm.watchdog import Notes
@@ -62,8 +65,9 @@ class GroupCommunicator(Communicator):
     """
 
     backend = "group"
-    has_streams = reduces_fp8 = counts_nonfinite = False
-    progresses_itself = is_threadsafe = True
+    has_streams = counts_nonfinite = False
+    progresses_itself = is_threadsafe = feeds_back_errors = True
+    wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
     number = property(attrgetter("_queue.number"))  # of the newest collective announced
@@ -177,19 +181,31 @@ class GroupCommunicator(Communicator):
         label: int,
         lane: int = 0,
         bounds: tuple[int, ...] | None = None,
+        error_feedback: bool = False,
     ) -> GroupBucket:
         """See Communicator.bind_bucket. There are no lanes: the ranks share one network. Every rank
         gets the whole result.
         """
-        if wire_dtype is not None and wire_dtype not in CPU_DTYPES:
-            refuse_dtype(wire_dtype, CPU_DTYPES, "wire_dtype")
-        reduce = self._exchange.reduction_of(flat, wire_dtype)
+        if wire_dtype is not None and wire_dtype not in CARRIED_DTYPES:
+            refuse_dtype(wire_dtype, CARRIED_DTYPES, "wire_dtype")
+        is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
+        if wire_dtype is not None and is_coded:
+            way = Wire(wire_dtype, error_feedback=error_feedback)
+            reduce = self._exchange.coded_reduction_of(flat, len(views), way)
+        else:
+            reduce = self._exchange.reduction_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
 
         def work_of(op: str, presence: Tensor, step: int) -> GroupWork:
             self._queue.check_usable()
             call = Call("all_reduce", flat.numel(), flat.dtype, wire, op, label=label, step=step)
-            return GroupWork(self._queue, call, functools.partial(reduce, op), presence=presence)
+            return GroupWork(
+                self._queue,
+                call,
+                functools.partial(reduce, op),
+                payload=presence if is_coded else None,
+                presence=presence,
+            )
 
         return GroupBucket(flat, views, work_of)
 

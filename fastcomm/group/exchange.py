@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.errors import InitError
 from fastcomm.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
+from fastcomm.group.wire import BLOCK, Wire
 
 # largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
@@ -111,6 +112,21 @@ class Exchange:
 
         return reduce
 
+    def coded_reduction_of(
+        self, flat: Tensor, n_views: int, wire: Wire
+    ) -> Callable[[str, Tensor | None], None]:
+        """As reduction_of, of a bucket whose gradients a wire carries. Their presence is reduced by
+        itself, as no rounding may change it: the rows are of that.
+        """
+        end = flat.numel() - n_views
+        gradients, presence = flat[:end], flat[end:]
+
+        def reduce(op: str, rows: Tensor | None) -> None:
+            self.all_reduce(presence, op, rows)
+            self.reduce_coded(gradients, op, wire)
+
+        return reduce
+
     def announce(
         self, call: Call, payload: Tensor | None = None
     ) -> tuple[list[Call], Tensor | None]:
@@ -156,6 +172,34 @@ class Exchange:
         self.all_gather(whole, part)
         if padding:
             flat.copy_(whole[: flat.numel()])
+
+    def reduce_coded(self, flat: Tensor, op: str, wire: Wire) -> None:
+        """Reduces floats of which a wire carries bytes: every rank decodes the other ranks' values
+        of its shard, adds in float32, and encodes the result for all, itself included.
+        """
+        shard = max(1, CHUNK_NBYTES // 4 // self._world_size // BLOCK) * BLOCK
+        for index, chunk in enumerate(flat.split(shard * self._world_size)):
+            if chunk.numel():
+                self._reduce_coded_chunk(index, chunk, op, wire)
+
+    def _reduce_coded_chunk(self, index: int, chunk: Tensor, op: str, wire: Wire) -> None:
+        n_blocks = -(-chunk.numel() // (BLOCK * self._world_size))
+        rows = torch.zeros(self._world_size, n_blocks * BLOCK, device="cpu")
+        rows.view(-1)[: chunk.numel()] = chunk
+        outgoing = wire.rows_for(rows).zero_()
+        incoming = torch.empty_like(outgoing)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        for rank in others:
+            wire.encode((index, rank), rows[rank], outgoing[rank])
+        self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
+        for rank in others:
+            wire.decode(incoming[rank], rows[rank])
+        result = outgoing[self._rank]
+        wire.encode((index, "result"), reduce_rows(rows, op), result)
+        self._wait(self.group._allgather_base(as_bytes(incoming), result))
+        for rank, coded in enumerate(incoming):
+            wire.decode(coded, rows[rank])
+        cast(rows.view(-1)[: chunk.numel()], chunk)
 
     def reduce_scatter(
         self, part: Tensor, whole: Tensor, op: str, rows: Tensor | None = None

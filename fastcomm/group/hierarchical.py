@@ -32,6 +32,7 @@ from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.group.call import HALVES, cast, reduce_rows
 from fastcomm.group.communicator import Bootstrap, GroupCommunicator
 from fastcomm.group.exchange import GRACE, Exchange
+from fastcomm.group.wire import BLOCK, Wire
 from fastcomm.shm.communicator import ShmCommunicator
 
 # Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
@@ -169,9 +170,25 @@ class HierarchicalExchange(Exchange):
             return
         quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
         numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
-        passages = (
+        self._carry_out(
             self._passage(index, chunk, op, wire) for index, chunk in enumerate(flat.split(numel))
         )
+
+    def reduce_coded(self, flat: Tensor, op: str, wire: Wire) -> None:
+        """See Exchange.reduce_coded. Inside a host nothing is encoded."""
+        if self._n_hosts == 1:
+            self._reduce(flat, op)
+            return
+        quantum = self._n_units * self._n_hosts * BLOCK
+        numel = max(1, CHUNK_NBYTES // 4 // quantum) * quantum
+        self._carry_out(
+            self._coded_passage(index, chunk, op, wire)
+            for index, chunk in enumerate(flat.split(numel))
+            if chunk.numel()
+        )
+
+    def _carry_out(self, passages: Iterator[Iterator[None]]) -> None:
+        """Takes chunks through their steps, several at a time."""
         under_way = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
         for passage in itertools.chain(passages, [_NOTHING] * (2 * AHEAD)):
             under_way.append(passage)  # drops the oldest, which is done
@@ -185,9 +202,7 @@ class HierarchicalExchange(Exchange):
         hosts and send the result; gather it in the host.
         """
         whole = self._whole(chunk)
-        part = self._reduce_in_host(whole, "sum" if op == "mean" else op)
-        if op == "mean":  # before the wire, whose range may be small
-            part.mul_(1 / self._world_size)
+        part = self._reduce_in_host(whole, op)
         outgoing = part.to(wire)
         # One rank rounds to the chunk's dtype for all, unless the wire cannot hold that.
         rounded = chunk.dtype if torch.promote_types(wire, chunk.dtype) == wire else wire
@@ -206,6 +221,36 @@ class HierarchicalExchange(Exchange):
         yield
         self._wait_for_all(works)
         self._gather_in_host(chunk, whole, result)
+
+    def _coded_passage(self, index: int, chunk: Tensor, op: str, wire: Wire) -> Iterator[None]:
+        """As _passage, of bytes that a wire makes of float32. `values` holds what the ranks of this
+        host have, then what has come from the others, then the result.
+        """
+        whole = self._whole(chunk, BLOCK)
+        values = self._reduce_in_host(whole, op).to(torch.float32)
+        segments = self._cut(values)
+        outgoing = [wire.rows_for(rows) for rows in segments]
+        received = [wire.rows_for(rows) for rows in segments]
+        others = [host for host in range(self._n_hosts) if host != self._host]
+        for i, (rows, coded) in enumerate(zip(segments, outgoing, strict=True)):
+            for host in others:
+                wire.encode((index, i, host), rows[host], coded[host])
+        works = self._trade(2 * index, received, outgoing)
+        yield
+        self._wait_for_all(works)
+        for i, (rows, coded) in enumerate(zip(segments, received, strict=True)):
+            for host in others:
+                wire.decode(coded[host], rows[host])
+            result = reduce_rows(rows, "sum" if op == "mean" else op)
+            wire.encode((index, i, "result"), result, coded[self._host])
+        answers = [coded[self._host].expand(self._n_hosts, -1) for coded in received]
+        works = self._trade(2 * index + 1, received, answers)
+        yield
+        self._wait_for_all(works)
+        for rows, coded in zip(segments, received, strict=True):
+            for host in range(self._n_hosts):  # this one's, too: all have what all can decode
+                wire.decode(coded[host], rows[host])
+        self._gather_in_host(chunk, whole, values)
 
     def _cut(self, part: Tensor) -> list[Tensor]:
         """This rank's part of a chunk by segments, each with a row for every host."""
@@ -230,11 +275,12 @@ class HierarchicalExchange(Exchange):
         if whole is not chunk:
             chunk.copy_(whole[: chunk.numel()])
 
-    def _whole(self, chunk: Tensor) -> Tensor:
+    def _whole(self, chunk: Tensor, block: int = 1) -> Tensor:
         """The chunk itself, or a copy of it: padded, so that it can be cut into equal shards, and
-        in float32 for halves, so that nothing is rounded inside the host.
+        in float32 for halves, so that nothing is rounded inside the host. block: shards are
+        multiples of it.
         """
-        padding = -chunk.numel() % (self._n_units * self._n_hosts)
+        padding = -chunk.numel() % (self._n_units * self._n_hosts * block)
         dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
         if not padding and dtype == chunk.dtype:
             return chunk
@@ -244,10 +290,13 @@ class HierarchicalExchange(Exchange):
         return whole
 
     def _reduce_in_host(self, whole: Tensor, op: str) -> Tensor:
-        if self._shm.world_size == 1:
-            return whole
-        part = self.empty(whole.numel() // self._shm.world_size, whole.dtype)
-        self._in_host("reduce_scatter_single", part, whole, op)
+        """This rank's part. A mean is over all ranks: what is left to do is a sum."""
+        part = whole
+        if self._shm.world_size > 1:
+            part = self.empty(whole.numel() // self._shm.world_size, whole.dtype)
+            self._in_host("reduce_scatter_single", part, whole, "sum" if op == "mean" else op)
+        if op == "mean":  # before the wire, whose range may be small
+            part.mul_(1 / self._world_size)
         return part
 
     def _in_host(self, collective: str, *arguments: object) -> None:

@@ -10,8 +10,8 @@ bootstrap.py.
 import torch
 
 from fastcomm.collective import (
-    addends_of_mean, canonical_op, check_numel, check_out, check_src, mean_of_addends,
-    refuse_tensor, share_of,
+    WIRE_DTYPES, addends_of_mean, canonical_op, check_numel, check_out, check_src,
+    mean_of_addends, refuse_error_feedback, refuse_tensor, share_of,
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
@@ -127,8 +127,9 @@ cdef class NcclCommunicator:
     cdef object one  # a tensor for barrier()
 
     backend = "nccl"
-    has_streams = reduces_fp8 = counts_nonfinite = progresses_itself = True
-    is_threadsafe = False
+    has_streams = counts_nonfinite = progresses_itself = True
+    is_threadsafe = feeds_back_errors = False
+    wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
     spread_shares = Communicator.spread_shares
 
@@ -227,7 +228,8 @@ cdef class NcclCommunicator:
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
-        tuple bounds=None
+        tuple bounds=None,
+        bint error_feedback=False,
     ):
         """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Every
         rank gets the whole result. Raises
@@ -235,6 +237,8 @@ cdef class NcclCommunicator:
         kernels.
         """
         self.link.check_usable()
+        if error_feedback:
+            refuse_error_feedback(self.backend)
         wire = flat
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             dtype_number(wire_dtype)

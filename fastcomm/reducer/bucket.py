@@ -46,6 +46,7 @@ class Bucket(Counter):
         names: list[str],
         comm: Communicator,
         wire_dtype: torch.dtype | None,
+        error_feedback: bool,
         lane: int,
         hooks: BucketHooks | None,
         n_rounds: int,
@@ -88,6 +89,7 @@ class Bucket(Counter):
                 label=label,
                 lane=lane,
                 bounds=bounds,
+                error_feedback=error_feedback,
             )
         else:
             self._bound = HookedBucket(comm, hooks, self.flat, self.views, offsets)
@@ -386,6 +388,7 @@ def make_buckets(
             names,
             comm,
             options.wire_dtype,
+            options.error_feedback,
             i % options.streams,
             BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
             n_rounds,

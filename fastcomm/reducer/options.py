@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastcomm.collective import refuse_error_feedback
 from fastcomm.communicator import Communicator
 from fastcomm.reducer.hooked_bucket import Hook, HookCalls
 
@@ -27,6 +28,7 @@ class Options:
     wire_dtype: torch.dtype | None
     streams: int
     hooks: tuple[Hook, ...]
+    error_feedback: bool = False
     hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
@@ -45,10 +47,25 @@ class Options:
             )
         if self.streams < 1:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
+        if self.error_feedback:
+            self._check_error_feedback()
+
+    def _check_error_feedback(self) -> None:
+        if self.wire_dtype is None or self.wire_dtype == torch.float32:
+            raise ValueError(
+                "error_feedback=True keeps what a wire_dtype of 8 or 16 bits drops: choose one; "
+                f"got {self.wire_dtype}"
+            )
+        if self.op not in ("sum", "mean"):
+            raise ValueError(
+                f"error_feedback=True adds to later rounds, which makes no {self.op}: use op sum "
+                "or mean"
+            )
 
     def check_communicator(self, comm: Communicator) -> None:
         """Raises TypeError for anything but a communicator, such as a model; ValueError for a
-        wire_dtype that the communicator does not reduce, or that hooks would ignore.
+        wire_dtype that the communicator does not reduce, or that hooks would ignore, and for an
+        error_feedback that it does not have.
         """
         if not isinstance(comm, Communicator):
             remedy = ": Reducer(comm).attach(model)" if isinstance(comm, nn.Module) else ""
@@ -57,13 +74,14 @@ class Options:
             )
         if self.wire_dtype is None:
             return
-        fp8 = (torch.float8_e4m3fn, torch.float8_e5m2) if comm.reduces_fp8 else ()
-        wires = (torch.bfloat16, torch.float16, torch.float32, *fp8)
+        wires = comm.wire_dtypes
         if self.wire_dtype not in wires:
             raise ValueError(
                 f"over {comm.backend}, wire_dtype must be one of "
                 f"{', '.join(map(str, wires))}; got {self.wire_dtype!r}"
             )
+        if self.error_feedback and not comm.feeds_back_errors:
+            refuse_error_feedback(comm.backend)
         if self.hooks:
             raise ValueError(
                 "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
@@ -86,6 +104,7 @@ class Options:
             "first_bucket_cap_mb": self.first_bucket_cap_mb,
             "op": self.op,
             "wire_dtype": str(self.wire_dtype),
+            "error_feedback": self.error_feedback,
             "streams": self.streams,
             "hook": [
                 function.__qualname__ if hasattr(function, "__qualname__") else repr(function)
@@ -110,6 +129,7 @@ def describe(reducer: Any) -> str:
         )
     return (
         f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}"
+        f"{' with error feedback' if options.error_feedback else ''}"
         f"{reducer._tuning.described()}; over {comm.backend}, rank {comm.rank} of "
         f"{comm.world_size}>"
     )

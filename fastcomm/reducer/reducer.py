@@ -59,9 +59,10 @@ class Reducer(ReducerFlags):
     op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds:
         with another op than "mean", clear the gradients before every backward that is reduced, or
         what was reduced before is reduced once more.
-    wire_dtype: reduce floating-point gradients in this dtype (torch.bfloat16, torch.float16; over
-        NCCL also torch.float8_e4m3fn, in which infinities become 448, and torch.float8_e5m2); they
-        keep their own dtype.
+    wire_dtype: reduce gradients in this dtype; they keep their own. torch.bfloat16, torch.float16;
+        over NCCL also torch.float8_e4m3fn, in which infinities become 448, and torch.float8_e5m2;
+        between hosts torch.int8 and torch.float8_e4m3fn, with a scale for every 256 elements.
+    error_feedback: between hosts, add to the next round what wire_dtype has dropped in this one.
     streams: over NCCL, how many communicators, each with a stream of its own, take turns at the
         buckets. No effect on the CPU.
     hook: a communication hook written for DDP, as (state, function), which then reduces every
@@ -83,10 +84,12 @@ class Reducer(ReducerFlags):
         streams: int = 1,
         hook: Hook | Sequence[Hook] | None = None,
         overlap: bool = True,
+        error_feedback: bool = False,
     ) -> None:
         self.op = canonical_op(op)
+        hooks = hooks_of(hook)
         self._options = Options(
-            bucket_cap_mb, first_bucket_cap_mb, self.op, wire_dtype, streams, hooks_of(hook)
+            bucket_cap_mb, first_bucket_cap_mb, self.op, wire_dtype, streams, hooks, error_feedback
         )
         self.comm: Communicator = init() if comm is None else comm
         self._options.check_communicator(self.comm)

@@ -43,6 +43,7 @@ class ShmCommunicator(Communicator):
         label: int,
         lane: int = 0,
         bounds: tuple[int, ...] | None = None,
+        error_feedback: bool = False,
     ) -> ShmBucket: ...
     def spread_shares(
         self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0

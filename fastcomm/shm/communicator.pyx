@@ -9,7 +9,8 @@ value; see bootstrap.py.
 import torch
 
 from fastcomm.collective import (
-    CPU_DTYPES, check_numel, check_out, check_src, refuse_dtype, share_of,
+    CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_src, refuse_dtype,
+    refuse_error_feedback, share_of,
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import InitError
@@ -41,8 +42,9 @@ cdef class ShmCommunicator:
     cdef Ring ring
 
     backend = "shm"
-    has_streams = reduces_fp8 = counts_nonfinite = False
+    has_streams = counts_nonfinite = feeds_back_errors = False
     progresses_itself = is_threadsafe = False
+    wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
@@ -182,11 +184,14 @@ cdef class ShmCommunicator:
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
-        tuple bounds=None
+        tuple bounds=None,
+        bint error_feedback=False,
     ):
         """See Communicator.bind_bucket. There are no lanes: one bucket keeps every core busy
         already.
         """
+        if error_feedback:
+            refuse_error_feedback(self.backend)
         keep_freed_memory()
         wire = flat
         if wire_dtype is not None and wire_dtype is not flat.dtype:

@@ -288,7 +288,7 @@ def _transmitted():
     return int(line.partition(":")[2].split()[8])
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_host_sends_every_element_once(two_hosts, wire_dtype):
     numel = 4 * 2**20
     for sent in run_on(two_hosts, _bytes_sent, wire_dtype, numel):

@@ -23,7 +23,7 @@ from tests.support.models import (
 )
 from tests.support.outcomes import values_of
 from tests.support.ranks import on_ranks
-from tests.support.transports import EVERY_TRANSPORT
+from tests.support.transports import EVERY_TRANSPORT, TRANSPORTS_OVER_TORCH
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
@@ -140,6 +140,15 @@ def test_ranks_whose_buffers_differ_are_told(comm):
 def test_ranks_whose_options_differ_are_told_when_they_attach(comm, option, values):
     with pytest.raises(MismatchError, match=option):
         fastcomm.Reducer(comm, **{option: values[comm.rank]}).attach(mlp())
+    check_gradients(comm, mlp(), backward)
+
+
+@pytest.mark.transports(*TRANSPORTS_OVER_TORCH)
+@on_ranks(2)
+def test_ranks_of_which_one_feeds_errors_back_are_told_when_they_attach(comm):
+    feeds_back = comm.rank == 1
+    with pytest.raises(MismatchError, match="error_feedback is"):
+        fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=feeds_back).attach(mlp())
     check_gradients(comm, mlp(), backward)
 
 

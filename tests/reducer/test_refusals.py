@@ -35,12 +35,34 @@ BAD_INPUT = (FastcommError, ValueError, TypeError)
         ("wire_dtype", torch.int32, "wire_dtype"),
         ("wire_dtype", torch.complex64, "wire_dtype"),
         ("wire_dtype", "bfloat16", "wire_dtype"),
+        ("error_feedback", True, "error_feedback=True keeps what a wire_dtype.*got None"),
     ],
 )
 @on_ranks(2)
 def test_bad_options_are_refused_when_the_reducer_is_made(comm, option, value, words):
     with pytest.raises((ValueError, TypeError), match=words):
         fastcomm.Reducer(comm, **{option: value})
+
+
+@on_ranks(2)
+def test_error_feedback_is_refused_where_there_is_nothing_to_feed_back(comm):
+    with pytest.raises(ValueError, match=r"wire_dtype of 8 or 16 bits.*got torch.float32"):
+        fastcomm.Reducer(comm, wire_dtype=torch.float32, error_feedback=True)
+    with pytest.raises(ValueError, match="adds to later rounds, which makes no max"):
+        fastcomm.Reducer(comm, op="max", wire_dtype=torch.bfloat16, error_feedback=True)
+    if not comm.feeds_back_errors:
+        with pytest.raises(ValueError, match=f"over {comm.backend}, error_feedback=True is not"):
+            fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, error_feedback=True)
+
+
+@on_ranks(2)
+def test_wires_with_a_scale_for_each_block_are_those_of_several_hosts(comm):
+    if comm.backend in ("shm", "nccl"):
+        with pytest.raises(ValueError, match=rf"over {comm.backend}, wire_dtype must.*torch.int8$"):
+            fastcomm.Reducer(comm, wire_dtype=torch.int8)
+    else:
+        with pytest.raises(ValueError, match=rf"over {comm.backend}, wire_dtype.*float8_e5m2$"):
+            fastcomm.Reducer(comm, wire_dtype=torch.float8_e5m2)
 
 
 @on_ranks(2)

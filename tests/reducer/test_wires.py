@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fastcomm
+from tests.support.models import backward, gradients, mean_gradients, mlp
 from tests.support.ranks import on_ranks
-from tests.support.transports import EVERY_TRANSPORT
+from tests.support.transports import EVERY_TRANSPORT, TRANSPORTS_OVER_TORCH
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
@@ -31,3 +32,102 @@ def test_a_mean_fits_the_wire_dtype_though_the_sum_does_not(comm):
     fastcomm.Reducer(comm, wire_dtype=torch.float16).attach([("weight", parameter)])
     (parameter * great).sum().backward()
     torch.testing.assert_close(parameter.grad, torch.full((8,), great), rtol=2**-9, atol=0)
+
+
+# With a scale for each block, and with error feedback
+
+BLOCK_DTYPES = (torch.int8, torch.float8_e4m3fn)
+over_torch = pytest.mark.transports(*TRANSPORTS_OVER_TORCH)
+# Of the largest gradient: the most that rounding it changes.
+STEP = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 2**-4, torch.bfloat16: 2**-8}
+
+
+@over_torch
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("wire_dtype", STEP, ids=str)
+@on_ranks(2, 3)
+def test_gradients_of_a_model_are_rounded_once_before_and_once_after_the_sum(
+    comm, wire_dtype, error_feedback
+):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    size = 2 * comm.world_size * max(one.abs().max() for one in expected)
+    fastcomm.Reducer(comm, wire_dtype=wire_dtype, error_feedback=error_feedback).attach(model)
+    backward(model, comm.rank)
+    for gradient, exact in zip(gradients(model), expected, strict=True):
+        assert 0 < (gradient - exact).abs().max() <= 2.1 * STEP[wire_dtype] * size
+
+
+def _with_small_ones(scale=1.0):
+    """Gradients of which int8 drops all but the first of each block."""
+    return torch.cat([torch.full((1,), 127.0), torch.full((255,), 0.25)]).repeat(20) * scale
+
+
+def _reduce(parameter, gradient):
+    parameter.grad = None
+    (parameter * gradient).sum().backward()
+    return parameter.grad
+
+
+@over_torch
+@on_ranks(2)
+def test_what_a_round_has_dropped_arrives_in_the_next_one_that_reduces(comm):
+    parameter = torch.nn.Parameter(torch.zeros(20 * 256))
+    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True)
+    reducer.attach([("weight", parameter)])
+    first = _reduce(parameter, _with_small_ones()).clone()
+    with reducer.no_sync():
+        parameter.grad = None
+        (parameter * 0).sum().backward()
+        assert (parameter.grad == 0).all()
+    parameter.grad = None
+    second = _reduce(parameter, torch.zeros(20 * 256))
+    assert (first.view(-1, 256)[:, 1:] == 0).all()
+    torch.testing.assert_close(first + second, _with_small_ones(), rtol=0.02, atol=0)
+
+
+@over_torch
+@on_ranks(2)
+def test_refresh_and_attach_forget_what_was_dropped(comm):
+    parameter = torch.nn.Parameter(torch.zeros(20 * 256))
+    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True)
+    named = [("weight", parameter)]
+    reducer.attach(named)
+    _reduce(parameter, _with_small_ones())
+    reducer.refresh()
+    assert (_reduce(parameter, torch.zeros(20 * 256)) == 0).all()
+    _reduce(parameter, _with_small_ones())
+    reducer.detach()
+    reducer.attach(named)
+    assert (_reduce(parameter, torch.zeros(20 * 256)) == 0).all()
+
+
+@over_torch
+@pytest.mark.parametrize("wire_dtype", BLOCK_DTYPES, ids=str)
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_costs_one_step(comm, wire_dtype):
+    parameter = torch.nn.Parameter(torch.zeros(20 * 256))
+    reducer = fastcomm.Reducer(comm, wire_dtype=wire_dtype, error_feedback=True)
+    reducer.attach([("weight", parameter)])
+    bad = torch.ones(20 * 256)
+    if comm.rank == 1:
+        bad[300] = float("inf")
+    _reduce(parameter, bad)
+    assert not parameter.grad[300].isfinite()
+    assert reducer.nonfinite_count().item() == 256
+    torch.testing.assert_close(_reduce(parameter, torch.ones(20 * 256)), torch.ones(20 * 256))
+
+
+@over_torch
+@on_ranks(2)
+def test_a_parameter_that_one_rank_lacks_gets_the_mean_over_a_narrow_wire(comm):
+    used, unused = torch.nn.Parameter(torch.zeros(300)), torch.nn.Parameter(torch.zeros(300))
+    none = torch.nn.Parameter(torch.zeros(3))
+    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True)
+    reducer.attach([("used", used), ("unused", unused), ("none", none)])
+    loss = (used * 1e20).sum()
+    if comm.rank == 0:
+        loss = loss + (unused * 2e20).sum()
+    loss.backward()
+    torch.testing.assert_close(unused.grad, torch.full((300,), 1e20))
+    assert none.grad is None
