@@ -3,12 +3,13 @@ are limited, in one run.
 
     python bench/hierarchical.py                     2 hosts of 2 ranks, 1 Gbit/s, 64 MiB of float32
     python bench/hierarchical.py --hosts 2,1,2 --rate 10gbit --mib 256
+    python bench/hierarchical.py --wires bfloat16 int8       these beside Gloo and the backend
 
 The hosts are network namespaces that the benchmark makes, for which it needs root's rights, and
-takes down again; links are limited by tc's token bucket. Ranks take turns within every round. A
-time is the median over all calls of the slowest rank's; "bound" is what the bytes that must cross a
-link need at its rate, headers not counted: 2 (h - 1) / h times the buffer between h hosts, each
-way.
+takes down again; links are limited by tc's token bucket. Contenders take turns in every round, in
+random order; narrow wires are also compared with bfloat16's, round by round. A time is the median
+over all calls of the slowest rank's; "bound" is what the bytes that must cross a link need at its
+rate, headers not counted: 2 (h - 1) / h times the buffer between h hosts, each way.
 
 A bucket of fastcomm lies in comm.empty and is launched and waited for as a reducer does it;
 "backend" is dist.all_reduce of an ordinary tensor over the torch.distributed backend "fastcomm".
@@ -21,10 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,10 +49,27 @@ except ModuleNotFoundError:  # installed: --help is all there is
     namespaces = None  # type: ignore[assignment]
 
 PORT = 29500  # in namespaces of our own every port is free
-WIRE_NBYTES = {"gloo": 4, "float32": 4, "bfloat16": 2, "backend": 4}
-CONTENDERS = tuple(WIRE_NBYTES)
-# Rounding of the wire, times the few ranks whose values are added.
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-6, "backend": 1e-6}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """nbytes: of an element. tolerance: the rounding, times the ranks whose values are added."""
+
+    nbytes: float
+    tolerance: float
+    dtype: torch.dtype | None = None
+    error_feedback: bool = False
+
+
+IN_BLOCKS = 1 + 4 / 256  # bytes, with a scale for each block
+WIRES = {
+    "float32": Wire(4, 1e-6),
+    "bfloat16": Wire(2, 2**-6, torch.bfloat16),
+    "int8": Wire(IN_BLOCKS, 2**-6, torch.int8),
+    "int8_feedback": Wire(IN_BLOCKS, 2**-6, torch.int8, error_feedback=True),
+    "float8": Wire(IN_BLOCKS, 2**-3, torch.float8_e4m3fn),
+}
+WHOLE = Wire(4, 1e-6)  # what the others send
 
 
 def main() -> int:
@@ -66,12 +86,22 @@ def main() -> int:
         ]
         arguments = ["--as-rank", json.dumps(places), "--mib", str(options.mib)]
         with launch.Ranks(Path(__file__).resolve(), hosts.world_size, arguments=arguments) as ranks:
-            errors = ranks.call("compare")[0]
-            times = measure(ranks, options.rounds)
+            errors = ranks.call("compare", contenders=options.contenders)[0]
+            samples = measure(ranks, options)
+    times = Times({name: spread_of(seconds) for name, seconds in samples.items()})
     rows = make_rows(times, errors, options)
     print_times(times, rows, options)
+    print_paired(samples, rows, options)
     write_results(rows, options)
-    return 0 if all(errors[wire] <= TOLERANCE[wire] for wire in TOLERANCE) else 1
+    return 0 if all(errors[name] <= wire_of(name).tolerance for name in errors) else 1
+
+
+def wire_of(contender: str) -> Wire:
+    return WIRES.get(contender, WHOLE)
+
+
+def spread_of(seconds: Sequence[float]) -> Spread:
+    return Spread(min(seconds), statistics.median(seconds), max(seconds))
 
 
 def parse_options() -> argparse.Namespace:
@@ -93,9 +123,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--mib", type=int, default=64, help="size of the buffer, in MiB of float32 (64)"
     )
+    parser.add_argument(
+        "--wires", nargs="+", choices=WIRES, default=list(WIRES), help="which of them (all)"
+    )
     options = report.parse(parser, "results/hierarchical.json, of the defaults", rounds=7)
     if options.mib < 1:
         parser.error("--mib is at least 1")
+    options.contenders = ["gloo", *options.wires, "backend"]
     return options
 
 
@@ -113,27 +147,23 @@ def bits_per_second(rate: str) -> float:
     return float(rate[:-4]) * units[rate[-4:]]
 
 
-def measure(ranks: launch.Ranks, rounds: int) -> Times:
-    """Seconds per call, over all calls of the slowest rank: median, fastest and slowest."""
-    seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-    for contender in CONTENDERS:
+def measure(ranks: launch.Ranks, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each call by round, of the slowest rank."""
+    contenders = options.contenders
+    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for contender in contenders:
         ranks.call("time", contender=contender)  # connections open their windows, memory is touched
-    for _ in report.tracked(range(rounds), "all-reduce"):
-        for contender in CONTENDERS:
+    for _ in report.tracked(range(options.rounds), "all-reduce"):
+        for contender in random.sample(contenders, len(contenders)):
             seconds[contender].append(max(ranks.call("time", contender=contender)))
-    return Times(
-        {
-            contender: Spread(min(times), statistics.median(times), max(times))
-            for contender, times in seconds.items()
-        }
-    )
+    return seconds
 
 
 def bound(contender: str, options: argparse.Namespace) -> float:
     """The seconds that what must cross a link needs at its rate."""
     n_hosts = len(options.hosts)
     numel = options.mib * 2**20 // 4
-    nbytes = float(numel * WIRE_NBYTES[contender] * 2 * (n_hosts - 1) / n_hosts)
+    nbytes = float(numel * wire_of(contender).nbytes * 2 * (n_hosts - 1) / n_hosts)
     return nbytes * 8 / bits_per_second(options.rate)
 
 
@@ -161,7 +191,7 @@ def print_times(times: Times, rows: dict[str, dict[str, Any]], options: argparse
         f"{options.mib} MiB of float32, sum"
     )
     sections.hosts_table(rows).print()
-    for contender in ("float32", "bfloat16"):
+    for contender in options.wires:
         ratio, least = times.ratio("gloo", contender), bound(contender, options)
         print(
             f"# {contender} wire: {ratio:.2f} times as fast as Gloo; the link allows "
@@ -169,6 +199,26 @@ def print_times(times: Times, rows: dict[str, dict[str, Any]], options: argparse
         )
     if times.wide():
         print(f"# {report.WIDE_NOTE}")
+
+
+def print_paired(
+    samples: Mapping[str, Sequence[float]],
+    rows: dict[str, dict[str, Any]],
+    options: argparse.Namespace,
+) -> None:
+    """How many times as long the bfloat16 wire takes as narrower ones, round by round; noted in the
+    rows, too.
+    """
+    for contender in options.wires:
+        if "bfloat16" in samples and wire_of(contender).nbytes < 2:
+            pairs = zip(samples["bfloat16"], samples[contender], strict=True)
+            least, ratio, most = spread_of([theirs / its for theirs, its in pairs])
+            rows[contender]["bfloat16/it"] = [round(x, 3) for x in (least, ratio, most)]
+            allowed = bound("bfloat16", options) / bound(contender, options)
+            print(
+                f"# {contender} wire: {ratio:.2f} times as fast as bfloat16 ({least:.2f} to "
+                f"{most:.2f}); the link allows {allowed:.2f}"
+            )
 
 
 def write_results(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
@@ -179,7 +229,8 @@ def write_results(rows: dict[str, dict[str, Any]], options: argparse.Namespace) 
         "rounds": options.rounds,
         "rows": rows,
     }
-    are_defaults = (options.hosts, options.rate, options.mib) == ([2, 2], "1gbit", 64)
+    chosen = options.hosts, options.rate, options.mib, options.wires
+    are_defaults = chosen == ([2, 2], "1gbit", 64, list(WIRES))
     default = "hierarchical.json" if are_defaults else None
     report.write_results("hierarchical", figures, options, default=default, prefix="# ")
 
@@ -205,21 +256,25 @@ class Methods:
         self.values = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         self.gloo, self.tensor = self.values.clone(), self.values.clone()
         self.flat = self.comm.empty(numel, dtype=torch.float32).copy_(self.values)
-        wire_dtypes = {"float32": None, "bfloat16": torch.bfloat16}
         self.buckets = {
             name: self.comm.bind_bucket(
-                self.flat, [self.flat[:1]], [0], wire_dtype=wire_dtype, label=1 + label
+                self.flat,
+                [self.flat[:1]],
+                [0],
+                wire_dtype=wire.dtype,
+                label=1 + label,
+                error_feedback=wire.error_feedback,
             )
-            for label, (name, wire_dtype) in enumerate(wire_dtypes.items())
+            for label, (name, wire) in enumerate(WIRES.items())
         }
 
-    def compare(self) -> dict[str, float]:
+    def compare(self, contenders: list[str]) -> dict[str, float]:
         """The largest difference to Gloo's sum, relative to the largest value."""
         self.gloo.copy_(self.values)
         self._call_of("gloo")()
         last = self.gloo.numel() - 1  # there a bucket keeps what the ranks tell each other
         errors = {}
-        for contender in TOLERANCE:
+        for contender in contenders[1:]:  # without Gloo
             result = self.tensor if contender == "backend" else self.flat
             result.copy_(self.values)
             self._call_of(contender)()

@@ -253,6 +253,9 @@ CONTENDERS = {
     "gloo": "gloo, all ranks",
     "float32": "hierarchical, float32",
     "bfloat16": "hierarchical, bfloat16",
+    "int8": "hierarchical, int8",
+    "int8_feedback": "hierarchical, int8 fb",
+    "float8": "hierarchical, float8",
     "backend": 'backend "fastcomm"',
 }
 
@@ -308,7 +311,7 @@ def _hierarchical(results: Results) -> Section:
         [
             Ratio(f"all-reduce by {CONTENDERS[name]}", "gloo", ratio)
             for name, ratio in _ratios_of_hosts(rows)
-            if name != "bfloat16"  # which sends half as much as Gloo does
+            if name in ("float32", "backend")  # which send as much as Gloo does
         ],
         f"python -m fastcomm bench hierarchical {options} --mib {results['nbytes'] >> 20}",
     )

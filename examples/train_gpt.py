@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from compare_ddp import report, step_times
@@ -96,12 +97,17 @@ def main() -> None:
 
 
 def train(
-    comm: Communicator, model: GPT, text: Tensor, generator: torch.Generator, steps: int
+    comm: Communicator,
+    model: GPT,
+    text: Tensor,
+    generator: torch.Generator,
+    steps: int,
+    **options: Any,
 ) -> tuple[list[float], fastcomm.Reducer]:
     """Trains `model` in place. Returns the loss of every step, averaged over the ranks, and the
-    reducer, still attached.
+    reducer, still attached. options: of that.
     """
-    reducer = fastcomm.Reducer(comm).attach(model)
+    reducer = fastcomm.Reducer(comm, **options).attach(model)
     optimizer = torch.optim.AdamW(
         [
             {"params": model.blocks.parameters(), "lr": 1e-3},

@@ -68,6 +68,12 @@ def test_int8_is_off_by_half_a_step_of_its_block_at_most(values):
     assert (error <= 0.50002 * step).all()
 
 
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES, ids=str)
+def test_the_smallest_numbers_become_zeros_and_not_others(dtype):
+    values = torch.full((BLOCK,), 190 * 2.0**-149)
+    assert (round_trip(Wire(dtype, error_feedback=False), values) == 0).all()
+
+
 @given(blocks())
 def test_float8_keeps_4_bits_of_an_element_or_its_share_of_the_block(values):
     values = values.view(-1)
@@ -179,8 +185,8 @@ def test_a_sum_is_rounded_once_before_and_once_after(comm, wire_dtype, error_fee
 @on_ranks(3)
 def test_ranks_have_the_same_bits_and_no_infinity_is_lost(comm, wire_dtype, error_feedback):
     torch.set_num_threads(1 + comm.rank % 2)  # which cut loops at other places
-    for dtype in FLOATS:
-        for numel in SIZES:
+    for dtype in FLOATS if not error_feedback else FLOATS[:1]:
+        for numel in SIZES[1:] if dtype == torch.float32 else SIZES[1:3]:
             shards = shards_with_nans(dtype, comm.world_size, numel)
             gradients, bucket = _bind(
                 comm, shards[comm.rank], wire_dtype, error_feedback=error_feedback

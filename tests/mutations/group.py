@@ -9,8 +9,10 @@ WORK = "fastcomm/group/work.py"
 HIERARCHICAL = "fastcomm/group/hierarchical.py"
 EXCHANGE = "fastcomm/group/exchange.py"
 CALL = "fastcomm/group/call.py"
+WIRE = "fastcomm/group/wire.py"
 
 ENDING_TESTS = "tests/group/test_ending.py"
+WIRE_TESTS = "tests/group/test_wires.py::test_"
 
 MUTATIONS = (
     Mutation(
@@ -88,8 +90,8 @@ MUTATIONS = (
     Mutation(
         name="group: a mean is scaled in the wire's dtype",
         file=HIERARCHICAL,
-        old="            part.mul_(1 / self._world_size)\n        outgoing = part.to(wire)\n",
-        new="            pass\n        outgoing = part.to(wire) / self._world_size\n",
+        old="        outgoing = part.to(wire)\n",
+        new="        outgoing = (part * self._world_size).to(wire) / self._world_size\n",
         tests=("tests/reducer/test_wires.py",),
     ),
     Mutation(
@@ -100,5 +102,72 @@ MUTATIONS = (
         tests=(
             "tests/group/test_over_torch.py::test_what_is_large_may_take_longer_than_the_deadline",
         ),
+    ),
+    Mutation(
+        name="wire: what was dropped is not added to the next round",
+        file=WIRE,
+        old="        values.add_(residual)\n",
+        new="",
+        tests=(f"{WIRE_TESTS}fed_back_rounds_add_up_to_what_was_given_within_one_rounding",),
+    ),
+    Mutation(
+        name="wire: one residual for all places",
+        file=WIRE,
+        old="self._residuals.get(place)",
+        new="next(iter(self._residuals.values()), None)",
+        tests=(f"{WIRE_TESTS}places_have_residuals_of_their_own",),
+    ),
+    Mutation(
+        name="wire: an infinity is fed back",
+        file=WIRE,
+        old="        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)\n",
+        new="",
+        tests=(
+            f"{WIRE_TESTS}what_is_not_finite_is_not_finite_on_the_other_side_and_is_not_fed_back",
+        ),
+    ),
+    Mutation(
+        name="wire: an infinity leaves its block finite",
+        file=WIRE,
+        old='        scales.masked_fill_(~scales.isfinite(), float("nan"))\n',
+        new="        scales.nan_to_num_()\n",
+        tests=(
+            f"{WIRE_TESTS}what_is_not_finite_is_not_finite_on_the_other_side_and_is_not_fed_back",
+        ),
+    ),
+    Mutation(
+        name="wire: int8 cuts off in place of rounding",
+        file=WIRE,
+        old="else scaled.round_())",
+        new="else scaled)",
+        tests=(f"{WIRE_TESTS}int8_is_off_by_half_a_step_of_its_block_at_most",),
+    ),
+    Mutation(
+        name="wire: a scale has fewer bits than it needs",
+        file=WIRE,
+        old=".clamp_(min=_TINY)",
+        new="",
+        tests=(f"{WIRE_TESTS}the_smallest_numbers_become_zeros_and_not_others",),
+    ),
+    Mutation(
+        name="wire: presence is rounded beside the gradients",
+        file=EXCHANGE,
+        old="gradients, presence = flat[:end], flat[end:]\n",
+        new="gradients, presence = flat, flat[end:].clone()\n",
+        tests=(f"{WIRE_TESTS}presence_is_exact_beside_great_gradients",),
+    ),
+    Mutation(
+        name="hierarchical: a rank keeps a sum that it has rounded for the others",
+        file=HIERARCHICAL,
+        old="            for host in range(self._n_hosts):  # this one's, too",
+        new="            rows[self._host] = rows.sum(0)\n            for host in others:  #",
+        tests=(f"{WIRE_TESTS}a_sum_is_rounded_once_before_and_once_after",),
+    ),
+    Mutation(
+        name="group: a rank adds what others have sent to shards that are not its own",
+        file=EXCHANGE,
+        old="            wire.decode(incoming[rank], rows[rank])\n        result",
+        new="            pass\n        result",
+        tests=(f"{WIRE_TESTS}a_sum_is_rounded_once_before_and_once_after",),
     ),
 )
