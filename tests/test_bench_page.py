@@ -19,7 +19,12 @@ import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 RESULTS = sorted(BENCH.glob("results/*.json"))
-WITHOUT_PEER = ("paper-fig11-shm", "simulate", "simulate-network", "timeline")  # nobody else has them
+WITHOUT_PEER = (
+    "paper-fig11-shm",
+    "simulate",
+    "simulate-network",
+    "timeline",
+)  # nobody else has them
 SHOWN = ("allreduce-2ranks-comm", "step-2ranks", "host_cost")
 DESKTOP, PHONE = 1280, 390
 

@@ -152,13 +152,9 @@ class Reducer(ReducerFlags):
         named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
         try:
+            sharding = self.sharded_by.sharding()
             self._buckets = make_buckets(
-                trainable,
-                self.comm,
-                self._tuning.options,
-                self.number,
-                self.n_rounds,
-                self.sharded_by.sharding(),
+                trainable, self.comm, self._tuning.options, self.number, self.n_rounds, sharding
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
