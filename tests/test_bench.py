@@ -68,6 +68,8 @@ def test_allreduce_prints_the_table_of_nccl_tests_and_writes_json(tmp_path):
     for row in result["rows"]:
         assert set(row["ratios"]) == {"gloo/fastcomm", "fastcomm/bound"}
         assert row["fastcomm"]["in_place"]["wrong"] == 0
+        if result["machine"]["cores"] > 1:
+            assert row["caches"] in ("one", "two", "mixed")
 
 
 def test_allreduce_measures_ordinary_tensors_and_other_dtypes(tmp_path):
@@ -95,6 +97,41 @@ def test_allreduce_measures_ordinary_tensors_and_other_dtypes(tmp_path):
     )
     assert json.loads(path.read_text())["tensors"] == "ordinary"
     assert (tmp_path / "allreduce.png").stat().st_size > 0
+
+
+def test_allreduce_says_of_an_mpi_that_is_missing_how_to_get_it(tmp_path):
+    path = tmp_path / "allreduce.json"
+    size = ["-b", "1K", "-e", "1K", "-n", "5", "--unchanged", "--json", path]
+    printed = run("allreduce.py", *size, "--peers", "mpich", "--mpis", tmp_path)
+    assert f"mpich is not measured: it is not in {tmp_path}/mpich: python3." in printed
+    assert "pip install mpi4py mpich" in json.loads(path.read_text())["peers_not_measured"]["mpich"]
+
+
+def test_allreduce_compares_fastcomm_with_one_of_another_tree(tmp_path):
+    (tmp_path / "fastcomm").symlink_to(ROOT / "fastcomm")
+    path = tmp_path / "allreduce.json"
+    size = ["-b", "1K", "-e", "8K", "-f", "8", "-n", "5", "--json", path]
+    run("allreduce.py", *size, "--peers", "before", "--before", tmp_path)
+    for row in json.loads(path.read_text())["rows"]:
+        assert set(row["ratios"]) == {"before/fastcomm", "fastcomm/bound"}
+
+
+def test_allreduce_wants_to_know_which_fastcomm_was_before():
+    done = start("allreduce.py", "--peers", "before")
+    assert done.returncode == 2 and "--before FOLDER" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "barriers, caches",
+    [([200, 210, 190], "one"), ([900, 700, 800], "two"), ([200, 900, 250, 950], "mixed")],
+)
+def test_a_barrier_tells_whether_the_cores_share_a_cache(barriers, caches):
+    assert values_of(fresh_ranks(1, _caches_of, barriers)) == [caches]
+
+
+def _caches_of(place, barriers):
+    sys.path.insert(0, str(BENCH))
+    return importlib.import_module("allreduce_report").Barrier.of(barriers).caches
 
 
 def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
