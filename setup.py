@@ -24,7 +24,7 @@ def extension(name: str) -> Extension:
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
-            *(("kernels/shm/reduce.c",) if name == "shm.reduce" else ()),
+            *(glob("kernels/shm/reduce*.c") if name == "shm.reduce" else ()),
             *sorted(glob("fastcomm/**/*.pxd", recursive=True)),
             "setup.py",
         ],

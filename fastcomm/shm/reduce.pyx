@@ -5,8 +5,11 @@ from fastcomm.collective import CPU_DTYPES, OPS, canonical_op, refuse_dtype
 
 from fastcomm.shm.core cimport SHM_MAX_RANKS
 
-# Includes the source itself: this extension and ring may be built at the same time, and both would
-# write its object file.
+# Includes the sources themselves: this extension and ring may be built at the same time, and both
+# would write their object files.
+cdef extern from "shm/reduce_16bit.c":
+    pass
+
 cdef extern from "shm/reduce.c":
     void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
                     void *const *outputs, int n_outputs) nogil

@@ -23,7 +23,7 @@
 #include "reduce.h"
 
 enum {
-    SHM_MAX_RANKS = 64,
+    SHM_MAX_RANKS = SHM_MAX_INPUTS,
     SHM_RING = 16,               /* collectives that may be under way at once */
     SHM_INLINE_BYTES = 512,      /* largest payload that travels in a mailbox */
     SHM_STAGING_BYTES = 1 << 18, /* one staging slot */

@@ -5,10 +5,13 @@
  * becomes a wide value (WIDEN), how two wide values combine (COMBINE), how the total is scaled
  * (SCALE), and how it becomes an element again (NARROW). The compiler vectorises the loops, once
  * per instruction set, and the loader picks (CLONES): one binary for AVX-512, AVX2 and plain
- * x86-64. */
+ * x86-64. 16-bit floats have faster kernels of their own where reduce_16bit.c knows the processor.
+ */
 #include "reduce.h"
 
 #include <string.h>
+
+#include "reduce_16bit.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -101,13 +104,6 @@ INLINE uint16_t narrow_bfloat16(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
-struct reduction {
-    size_t numel;
-    const void *const *inputs;
-    void *const *outputs;
-    int n_inputs, n_outputs;
-};
-
 #define REDUCTION(NAME, ELEMENT, WIDE, WIDEN, COMBINE, SCALE, NARROW)                              \
     CLONES static void NAME(const struct reduction *job) {                                         \
         const size_t numel = job->numel; /* a copy, which no store through an output can change */ \
@@ -186,8 +182,6 @@ INTEGER_REDUCTIONS(int32, int32_t, uint32_t, int64_t)
 INTEGER_REDUCTIONS(int64, int64_t, uint64_t, __int128)
 INTEGER_REDUCTIONS(uint8, uint8_t, uint8_t, int64_t)
 
-enum { MEAN_OF_2K = SHM_PROD + 1, KERNELS };
-
 #define KERNELS_OF(DTYPE, MEAN_WHEN_2K)                                                            \
     {                                                                                              \
         [SHM_SUM] = DTYPE##_sum, [SHM_MEAN] = DTYPE##_mean, [SHM_MIN] = DTYPE##_min,               \
@@ -225,7 +219,10 @@ void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *
         }
         return;
     }
-    kernels[dtype][op == SHM_MEAN && power_of_two ? MEAN_OF_2K : (int)op](&job);
+    const int kernel = op == SHM_MEAN && power_of_two ? MEAN_OF_2K : (int)op;
+    if (!shm_reduce_16bit(dtype, kernel, &job)) {
+        kernels[dtype][kernel](&job);
+    }
 }
 
 #if defined(__SSE2__)

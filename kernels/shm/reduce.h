@@ -19,6 +19,8 @@ enum shm_dtype {
     SHM_DTYPES
 };
 
+enum { SHM_MAX_INPUTS = 64 }; /* of one reduction */
+
 size_t shm_dtype_size(enum shm_dtype dtype);
 
 /* outputs[j][i] = reduce over r of inputs[r][i], for i < numel and every j. An output may be one of

@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 PROTOCOL = "kernels/shm/protocol.c"
 PATHS = "kernels/shm/paths.c"
 REDUCE = "kernels/shm/reduce.c"
+REDUCE_16BIT = "kernels/shm/reduce_16bit.c"
 MULTI_TENSOR = "kernels/cuda/multi_tensor.cuh"
 
 QUICK_DRIVER = ("tests/shm/test_core.py::test_driver[threads-quick]",)
@@ -139,7 +140,28 @@ MUTATIONS = (
         file=REDUCE,
         old="<< 23) + 0xfffu + ((magnitude",
         new="<< 23) + 0x1000u + ((magnitude",
+        tests=(f"{CORE}::test_ties_go_to_even", *QUICK_DRIVER),
+    ),
+    Mutation(
+        name="kernels: brains are rounded up where they lie between two",
+        file=REDUCE_16BIT,
+        old="_mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff))",
+        new="_mm256_set1_epi32(0x8000)",
         tests=(f"{CORE}::test_ties_go_to_even",),
+    ),
+    Mutation(
+        name="kernels: a NaN among halves keeps its payload",
+        file=REDUCE_16BIT,
+        old="return _mm_andnot_si128(payload, halves);",
+        new="return payload[0] == 1 ? payload : halves;",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: elements that fill no vector are left out",
+        file=REDUCE_16BIT,
+        old="if (whole.numel < job->numel) {",
+        new="if (whole.numel > job->numel) {",
+        tests=QUICK_DRIVER,
     ),
     Mutation(
         name="kernels: a NaN of a later rank is no maximum",

@@ -27,7 +27,8 @@ class Mutation:
         """Which extension modules have to be compiled anew: shm.ring, for example."""
         path = Path(self.file)
         if path.parts[:2] == ("kernels", "shm"):
-            return ("shm.ring", "shm.reduce") if path.name == "reduce.c" else ("shm.ring",)
+            is_arithmetic = path.name.startswith("reduce")
+            return ("shm.ring", "shm.reduce") if is_arithmetic else ("shm.ring",)
         if path.suffix == ".pyx":
             return (".".join(path.with_suffix("").parts[1:]),)
         return ()  # Python; kernels/cuda is compiled by the tests themselves

@@ -16,6 +16,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
+#include "portable.h"
 #include "reference.h"
 
 enum { LIMIT_S = 120, CANARY = 0xa5, CANARY_BYTES = 64 };
@@ -269,6 +270,11 @@ int main(int argc, char **argv) {
     forked = strcmp(argv[1], "processes") == 0;
     full = strcmp(argv[2], "full") == 0;
     alarm(LIMIT_S);
+    int differences = compare_16bit_kernels();
+    if (differences > 0) {
+        fprintf(stderr, "16-bit kernels: %d elements differ\n", differences);
+        return 1;
+    }
     static const int world_sizes[] = {1, 2, 3, 4, 7};
     for (int i = 0; i < (full ? 5 : 3); i++) {
         run(&basic_scenario, world_sizes[i]);

@@ -1,0 +1,191 @@
+/* float16 and bfloat16 by the conversions of AVX2 and F16C, which compilers do not find in the
+ * portable loops of reduce.c. Results have the same bits, whether the processor flushes subnormals
+ * or not: of halves these conversions flush none, and a NaN keeps its sign alone, as there.
+ *
+ * Eight elements at a time. The last ones, fewer than eight, go through a padded copy. */
+#include "reduce_16bit.h"
+
+#include <string.h>
+
+#if defined(__x86_64__) && !defined(FASTCOMM_PORTABLE)
+
+#include <cpuid.h>
+#include <immintrin.h>
+
+#define AVX2 __attribute__((target("avx2,f16c")))
+#define INLINE_AVX2 AVX2 static inline __attribute__((always_inline))
+
+enum { LANES = 8, AT_A_TIME = 512 }; /* elements: of a vector, and accumulated at a time */
+
+INLINE_AVX2 __m256 widen_halves(__m128i halves) {
+    return _mm256_cvtph_ps(halves);
+}
+
+INLINE_AVX2 __m128i narrow_halves(__m256 wide) {
+    const __m128i halves = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i magnitude = _mm_and_si128(halves, _mm_set1_epi16(0x7fff));
+    const __m128i is_nan = _mm_cmpgt_epi16(magnitude, _mm_set1_epi16(0x7c00));
+    const __m128i payload = _mm_and_si128(is_nan, _mm_set1_epi16(0x01ff));
+    return _mm_andnot_si128(payload, halves);
+}
+
+INLINE_AVX2 __m256 widen_brains(__m128i brains) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16));
+}
+
+INLINE_AVX2 __m128i narrow_brains(__m256 wide) {
+    const __m256i bits = _mm256_castps_si256(wide), upper = _mm256_srli_epi32(bits, 16);
+    const __m256i is_odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    const __m256i just_below_half = _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, just_below_half), 16);
+    const __m256i quiet_nan = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+    const __m256i all = _mm256_blendv_epi8(rounded, quiet_nan, is_nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
+INLINE_AVX2 __m256 add(__m256 a, __m256 b) {
+    return _mm256_add_ps(a, b);
+}
+
+INLINE_AVX2 __m256 multiply(__m256 a, __m256 b) {
+    return _mm256_mul_ps(a, b);
+}
+
+/* A NaN in `b` wins because it differs from itself, one in `a` because nothing compares with it. */
+INLINE_AVX2 __m256 least(__m256 a, __m256 b) {
+    const __m256 is_less = _mm256_cmp_ps(b, a, _CMP_LT_OQ),
+                 is_nan = _mm256_cmp_ps(b, b, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(a, b, _mm256_or_ps(is_less, is_nan));
+}
+
+INLINE_AVX2 __m256 greatest(__m256 a, __m256 b) {
+    const __m256 is_greater = _mm256_cmp_ps(b, a, _CMP_GT_OQ),
+                 is_nan = _mm256_cmp_ps(b, b, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(a, b, _mm256_or_ps(is_greater, is_nan));
+}
+
+INLINE_AVX2 __m128i load(const void *array, size_t index) {
+    return _mm_loadu_si128((const __m128i *)((const uint16_t *)array + index));
+}
+
+INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
+    _mm_storeu_si128((__m128i *)((uint16_t *)array + index), elements);
+}
+
+#define UNSCALED(total) (total)
+#define BY_RECIPROCAL(total) _mm256_mul_ps(total, reciprocal)
+#define BY_COUNT(total) _mm256_div_ps(total, count)
+
+/* numel is a multiple of LANES. As the kernels of reduce.c: a block is accumulated input by input,
+ * and the last input is added while the result is written. */
+#define AVX2_REDUCTION(NAME, WIDEN, COMBINE, SCALE, NARROW)                                        \
+    AVX2 static void NAME(const struct reduction *job) {                                           \
+        const int last = job->n_inputs - 1;                                                        \
+        const size_t numel = job->numel;                                                           \
+        const __m256 count = _mm256_set1_ps((float)job->n_inputs),                                 \
+                     reciprocal = _mm256_div_ps(_mm256_set1_ps(1), count);                         \
+        (void)reciprocal; /* only a mean looks at it */                                            \
+        const void *const a = job->inputs[0], *const b = job->inputs[last];                        \
+        void *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];              \
+        for (size_t i = 0; last == 1 && i < numel; i += LANES) {                                   \
+            const __m256 total = COMBINE(WIDEN(load(a, i)), WIDEN(load(b, i)));                    \
+            const __m128i result = NARROW(SCALE(total));                                           \
+            store(x, i, result);                                                                   \
+            store(y, i, result);                                                                   \
+        }                                                                                          \
+        for (size_t begin = 0; last > 1 && begin < numel; begin += AT_A_TIME) {                    \
+            const size_t end = numel - begin < AT_A_TIME ? numel : begin + AT_A_TIME;              \
+            __m256 wide[AT_A_TIME / LANES], *at = wide;                                            \
+            for (size_t i = begin; i < end; i += LANES)                                            \
+                *at++ = COMBINE(WIDEN(load(a, i)), WIDEN(load(job->inputs[1], i)));                \
+            for (int r = 2; r < last; r++) {                                                       \
+                at = wide;                                                                         \
+                for (size_t i = begin; i < end; i += LANES, at++)                                  \
+                    *at = COMBINE(*at, WIDEN(load(job->inputs[r], i)));                            \
+            }                                                                                      \
+            at = wide;                                                                             \
+            for (size_t i = begin; i < end; i += LANES) {                                          \
+                const __m128i result = NARROW(SCALE(COMBINE(*at++, WIDEN(load(b, i)))));           \
+                store(x, i, result);                                                               \
+                store(y, i, result);                                                               \
+            }                                                                                      \
+            for (int j = 2; j < job->n_outputs; j++)                                               \
+                memcpy((uint16_t *)job->outputs[j] + begin, (uint16_t *)x + begin,                 \
+                       (end - begin) * sizeof(uint16_t));                                          \
+        }                                                                                          \
+        for (int j = 2; last == 1 && j < job->n_outputs; j++)                                      \
+            memcpy(job->outputs[j], x, numel * sizeof(uint16_t));                                  \
+    }
+
+#define AVX2_REDUCTIONS(KIND)                                                                      \
+    AVX2_REDUCTION(KIND##_sum, widen_##KIND, add, UNSCALED, narrow_##KIND)                         \
+    AVX2_REDUCTION(KIND##_mean_of_2k, widen_##KIND, add, BY_RECIPROCAL, narrow_##KIND)             \
+    AVX2_REDUCTION(KIND##_mean, widen_##KIND, add, BY_COUNT, narrow_##KIND)                        \
+    AVX2_REDUCTION(KIND##_min, widen_##KIND, least, UNSCALED, narrow_##KIND)                       \
+    AVX2_REDUCTION(KIND##_max, widen_##KIND, greatest, UNSCALED, narrow_##KIND)                    \
+    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, UNSCALED, narrow_##KIND)
+
+AVX2_REDUCTIONS(halves)
+AVX2_REDUCTIONS(brains)
+
+#define AVX2_KERNELS_OF(KIND)                                                                      \
+    {                                                                                              \
+        [SHM_SUM] = KIND##_sum, [SHM_MEAN] = KIND##_mean, [SHM_MIN] = KIND##_min,                  \
+        [SHM_MAX] = KIND##_max, [SHM_PROD] = KIND##_prod, [MEAN_OF_2K] = KIND##_mean_of_2k,        \
+    }
+
+static void (*const avx2_kernels[][KERNELS])(const struct reduction *) = {
+    AVX2_KERNELS_OF(halves),
+    AVX2_KERNELS_OF(brains),
+};
+
+static bool has_instructions;
+
+__attribute__((constructor)) static void look_at_processor(void) {
+    unsigned a, b, c = 0, d;
+    __builtin_cpu_init();
+    has_instructions =
+        __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+/* The elements that fill no vector: from copies that do. What stands behind them counts for
+ * nothing. */
+static void reduce_tail(void (*run)(const struct reduction *), const struct reduction *job,
+                        size_t begin) {
+    uint16_t copies[SHM_MAX_INPUTS][LANES] = {{0}}, result[LANES];
+    const void *inputs[SHM_MAX_INPUTS];
+    void *outputs[1] = {result};
+    const size_t nbytes = (job->numel - begin) * sizeof(uint16_t);
+    for (int r = 0; r < job->n_inputs; r++) {
+        memcpy(copies[r], (const uint16_t *)job->inputs[r] + begin, nbytes);
+        inputs[r] = copies[r];
+    }
+    run(&(struct reduction){LANES, inputs, outputs, job->n_inputs, 1});
+    for (int j = 0; j < job->n_outputs; j++) {
+        memcpy((uint16_t *)job->outputs[j] + begin, result, nbytes);
+    }
+}
+
+bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job) {
+    if (!has_instructions || (dtype != SHM_FLOAT16 && dtype != SHM_BFLOAT16)) {
+        return false;
+    }
+    void (*run)(const struct reduction *) = avx2_kernels[dtype == SHM_BFLOAT16][kernel];
+    struct reduction whole = *job;
+    whole.numel = job->numel / LANES * LANES;
+    run(&whole);
+    if (whole.numel < job->numel) {
+        reduce_tail(run, job, whole.numel);
+    }
+    return true;
+}
+
+#else
+
+bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job) {
+    (void)dtype, (void)kernel, (void)job;
+    return false;
+}
+
+#endif

@@ -1,0 +1,23 @@
+/* float16 and bfloat16 by the conversions of AVX2 and F16C. Plain C11. */
+#ifndef FASTCOMM_SHM_REDUCE_16BIT_H
+#define FASTCOMM_SHM_REDUCE_16BIT_H
+
+#include <stdbool.h>
+
+#include "reduce.h"
+
+struct reduction {
+    size_t numel;
+    const void *const *inputs;
+    void *const *outputs;
+    int n_inputs, n_outputs;
+};
+
+/* A kernel is named by its operation, but a mean over a power of two inputs has one of its own. */
+enum { MEAN_OF_2K = SHM_PROD + 1, KERNELS };
+
+/* Reduces at least two inputs, with the bits of the portable kernels in reduce.c. Returns false,
+ * and has done nothing, where the processor or the dtype is another one. */
+bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job);
+
+#endif
