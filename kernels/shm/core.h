@@ -11,7 +11,8 @@
  * - inline: the payload fits a mailbox. One flag round; every rank reduces all mailboxes by itself.
  * - direct: every rank's tensor lies in its arena. Every rank reads its peers' memory in place: two
  *   flag rounds, one pass over the data.
- * - staged: any other tensor. Chunks go through the staging area, pipelined.
+ * - staged: any other tensor. Chunks go through the staging area, pipelined; a small all_reduce in
+ *   one flag round.
  *
  * One thread at a time may call into a communicator. */
 #ifndef FASTCOMM_SHM_ALLREDUCE_H
@@ -26,6 +27,7 @@ enum {
     SHM_MAX_RANKS = SHM_MAX_INPUTS,
     SHM_RING = 16,               /* collectives that may be under way at once */
     SHM_INLINE_BYTES = 512,      /* largest payload that travels in a mailbox */
+    SHM_ONE_HOP_BYTES = 8192,    /* of two ranks: a staged all_reduce that each does for itself */
     SHM_STAGING_BYTES = 1 << 18, /* one staging slot */
     SHM_STAGING_SLOTS = 4,
 };

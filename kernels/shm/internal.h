@@ -31,6 +31,9 @@ struct control {
     _Alignas(4096) char staging_out[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
 };
 
+/* `where` of a rank whose tensor is private and whose first chunk was staged before it arrived. */
+#define SHM_STAGED (SHM_PRIVATE - 1)
+
 enum path { UNDECIDED = 0, INLINE, DIRECT, STAGED };
 
 struct collective {
@@ -105,15 +108,13 @@ static inline struct range own_part(const struct shm_comm *comm, const struct co
                     comm->world_size);
 }
 
-enum which_flag { REDUCED, STAGED_IN, STAGED_OUT };
+enum which_flag { REDUCED, STAGED_OUT };
 
 /* Whether every rank has raised its flag to `target`; if not, remembers whom we wait for. */
 static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which, uint32_t target) {
     for (int r = 0; r < comm->world_size; r++) {
         struct control *control = control_of(comm, r);
-        struct shm_flag *flag = which == REDUCED     ? &control->reduced
-                                : which == STAGED_IN ? &control->staged_in
-                                                     : &control->staged_out;
+        struct shm_flag *flag = which == REDUCED ? &control->reduced : &control->staged_out;
         if (!shm_reached(flag, target)) {
             comm->stall = (struct stall){flag, target, r};
             return false;
@@ -127,6 +128,10 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
 
 /* Copies the parts of the pieces inside `range` to where they belong in the tensor. */
 void shm_gather_pieces(const struct collective *c, struct range range);
+
+/* Copies the first chunk of a collective that is being posted into the staging area, if that is
+ * free, so that its arrival announces the chunk as well. Returns whether it has. */
+bool shm_stage_first(struct shm_comm *comm, struct collective *c);
 
 /* Each runs a collective that all ranks have posted, over one path. The staged path may have to
  * wait for the peers half-way; it returns whether it is done. */

@@ -165,7 +165,26 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct coll
 /* A chunk passes three stages: `in` copies what the peers need into our staging area; `work`, once
  * all ranks have copied in, reads the peers' areas; `out`, once all ranks have worked, collects an
  * all_reduce's results. The stages of neighbouring chunks overlap; a chunk may enter only when the
- * chunk SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read. */
+ * chunk SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read.
+ *
+ * The first chunk is copied in when the collective is posted, where that is possible: the ranks'
+ * arrival then announces it, and a flag round is saved. Of a small all_reduce every rank reduces
+ * all, which saves the round before `out`. A slot is free all the same when it is filled again: a
+ * rank works on chunk k - 2 before it stages chunk k, and for that all have to have staged k - 2,
+ * before which they have worked on k - 4. */
+
+static bool is_one_hop(const struct shm_comm *comm, const struct shm_descriptor *d) {
+    size_t nbytes = d->numel * shm_dtype_size(d->dtype);
+    return d->kind == SHM_ALL_REDUCE && nbytes * (size_t)comm->world_size <= 2 * SHM_ONE_HOP_BYTES;
+}
+
+/* The part of a chunk of an all_reduce that this rank reduces. */
+static struct range own_share(const struct shm_comm *comm, const struct shm_descriptor *d,
+                              uint64_t numel) {
+    return is_one_hop(comm, d)
+               ? (struct range){0, numel}
+               : shard_of(numel, shm_dtype_size(d->dtype), comm->rank, comm->world_size);
+}
 
 static uint64_t chunk_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
     size_t parts = d->kind == SHM_REDUCE_SCATTER
@@ -190,7 +209,7 @@ static struct range chunk_range(const struct shm_comm *comm, const struct shm_de
     return (struct range){begin, min64(begin + chunk_numel(comm, d), staged_numel(comm, d))};
 }
 
-static void stage_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
+static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
@@ -198,8 +217,10 @@ static void stage_in(struct shm_comm *comm, const struct collective *c, uint64_t
     const char *input = c->input + chunk.begin * itemsize;
     char *area =
         control_of(comm, comm->rank)->staging_in[(comm->chunk + index) % SHM_STAGING_SLOTS];
-    if (d->kind ==
-        SHM_ALL_REDUCE) { /* all but our own shard, which we reduce straight from the tensor */
+    if (is_one_hop(comm, d)) {
+        memcpy(area, input, numel * itemsize);
+    } else if (d->kind ==
+               SHM_ALL_REDUCE) { /* not our own shard, which we reduce straight from the tensor */
         struct range own = shard_of(numel, itemsize, comm->rank, comm->world_size);
         memcpy(area, input, own.begin * itemsize);
         memcpy(area + own.end * itemsize, input + own.end * itemsize, (numel - own.end) * itemsize);
@@ -212,7 +233,34 @@ static void stage_in(struct shm_comm *comm, const struct collective *c, uint64_t
     } else if (d->kind == SHM_ALL_GATHER || (int)d->root == comm->rank) {
         memcpy(area, input, numel * itemsize);
     }
+}
+
+bool shm_stage_first(struct shm_comm *comm, struct collective *c) {
+    if (comm->head != comm->next) {
+        return false; /* an earlier collective may still stage chunks */
+    }
+    copy_in(comm, c, c->n_in++);
+    return true;
+}
+
+static void stage_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
+    copy_in(comm, c, index);
     shm_raise(&control_of(comm, comm->rank)->staged_in, comm->chunk + (uint32_t)index + 1);
+}
+
+/* Whether all ranks have copied chunk `index` of the oldest collective in. */
+static bool all_staged(struct shm_comm *comm, uint64_t index) {
+    uint32_t target = comm->chunk + (uint32_t)index + 1;
+    for (int r = 0; r < comm->world_size; r++) {
+        struct shm_flag *flag = &control_of(comm, r)->staged_in;
+        bool on_arrival =
+            index == 0 && slot_of(comm, r, comm->head)->descriptor.where == SHM_STAGED;
+        if (!on_arrival && !shm_reached(flag, target)) {
+            comm->stall = (struct stall){flag, target, r};
+            return false;
+        }
+    }
+    return true;
 }
 
 static void stage_work(struct shm_comm *comm, const struct collective *c, uint64_t index) {
@@ -227,7 +275,7 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
         inputs[r] = control_of(comm, r)->staging_in[slot];
     }
     if (d->kind == SHM_ALL_REDUCE) {
-        struct range own = shard_of(numel, itemsize, comm->rank, comm->world_size);
+        struct range own = own_share(comm, d, numel);
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] = (const char *)inputs[r] + own.begin * itemsize;
         }
@@ -235,7 +283,7 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
         void *outputs[2] = {output + own.begin * itemsize,
                             control_of(comm, comm->rank)->staging_out[slot]};
         shm_reduce(d->dtype, d->op, own.end - own.begin, inputs, comm->world_size, outputs,
-                   comm->world_size > 1 ? 2 : 1);
+                   comm->world_size > 1 && !is_one_hop(comm, d) ? 2 : 1);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] =
@@ -255,7 +303,7 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
 
 static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
-    if (d->kind != SHM_ALL_REDUCE) {
+    if (d->kind != SHM_ALL_REDUCE || is_one_hop(comm, d)) {
         return;
     }
     size_t itemsize = shm_dtype_size(d->dtype);
@@ -272,15 +320,15 @@ static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_
 
 bool shm_run_staged(struct shm_comm *comm, struct collective *c) {
     uint64_t total = n_chunks(comm, &c->descriptor);
+    bool one_hop = is_one_hop(comm, &c->descriptor);
     for (;;) {
         if (c->n_out < c->n_worked &&
-            shm_all_reached(comm, STAGED_OUT, comm->chunk + (uint32_t)c->n_out + 1)) {
+            (one_hop || shm_all_reached(comm, STAGED_OUT, comm->chunk + (uint32_t)c->n_out + 1))) {
             stage_out(comm, c, c->n_out++);
         } else if (c->n_in < total && c->n_in < c->n_out + SHM_STAGING_SLOTS &&
                    c->n_in < c->n_worked + 2) {
             stage_in(comm, c, c->n_in++);
-        } else if (c->n_worked < c->n_in &&
-                   shm_all_reached(comm, STAGED_IN, comm->chunk + (uint32_t)c->n_worked + 1)) {
+        } else if (c->n_worked < c->n_in && all_staged(comm, c->n_worked)) {
             stage_work(comm, c, c->n_worked++);
         } else if (c->n_out == total) {
             comm->chunk += (uint32_t)total;

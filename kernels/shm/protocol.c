@@ -38,7 +38,7 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
             c->status = SHM_MISMATCH;
         }
         abandoned = abandoned || theirs->kind == SHM_ABANDON;
-        direct = direct && theirs->where != SHM_PRIVATE;
+        direct = direct && theirs->where < SHM_STAGED;
     }
     if (c->status == SHM_MISMATCH) {
         c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
@@ -49,7 +49,7 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE
               : direct                                           ? DIRECT
                                                                  : STAGED;
-    if (c->path == STAGED) {
+    if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE) { /* see shm_post */
         shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype),
                                       comm->rank, comm->world_size));
     }
@@ -196,6 +196,7 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
                              .n_pieces = n_pieces,
                              .bounds = bounds};
     size_t itemsize = shm_dtype_size(descriptor->dtype);
+    bool staged = false;
     if (shm_fits_mailbox(descriptor, comm->world_size)) {
         shm_gather_pieces(c, (struct range){0, descriptor->numel});
         if (descriptor->numel > 0 &&
@@ -203,6 +204,9 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
             memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input,
                    descriptor->numel * itemsize);
         }
+    } else if (descriptor->where == SHM_PRIVATE) { /* the staged path will be taken */
+        shm_gather_pieces(c, (struct range){0, descriptor->numel});
+        staged = shm_stage_first(comm, c);
     } else { /* our own part is left to the reduction */
         struct range own = own_part(comm, c);
         shm_gather_pieces(c, (struct range){0, own.begin});
@@ -210,6 +214,9 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
     }
     struct slot *slot = slot_of(comm, comm->rank, number);
     slot->descriptor = *descriptor;
+    if (staged) {
+        slot->descriptor.where = SHM_STAGED;
+    }
     shm_raise(&slot->arrived, number);
     comm->next = number + 1;
     *seq = number;

@@ -101,7 +101,7 @@ MUTATIONS = (
     Mutation(
         name="kernels: a rank's own shard is not gathered for staging",
         file=PROTOCOL,
-        old="if (c->path == STAGED) {",
+        old="if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE) {",
         new="if (c->path == UNDECIDED) {",
         tests=QUICK_DRIVER,
     ),
@@ -122,8 +122,29 @@ MUTATIONS = (
     Mutation(
         name="kernels: a chunk is reduced before all ranks have copied it in",
         file=PATHS,
-        old="STAGED_IN, comm->chunk + (uint32_t)c->n_worked + 1)",
-        new="STAGED_IN, comm->chunk + (uint32_t)c->n_worked)",
+        old="uint32_t target = comm->chunk + (uint32_t)index + 1;",
+        new="uint32_t target = comm->chunk + (uint32_t)index;",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a rank's arrival always announces its first chunk",
+        file=PATHS,
+        old="index == 0 && slot_of(",
+        new="index == 0 || slot_of(",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a first chunk is staged where earlier chunks may lie",
+        file=PATHS,
+        old="if (comm->head != comm->next) {",
+        new="if (comm->head == comm->next + 1) {",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a rank keeps its shard from the others in one hop, too",
+        file=PATHS,
+        old="if (is_one_hop(comm, d)) {",
+        new="if (false) {",
         tests=QUICK_DRIVER,
     ),
     Mutation(

@@ -32,6 +32,7 @@ static void every_collective(struct rank *me) {
     for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype++) {
         uint64_t itemsize = shm_dtype_size(dtype);
         uint64_t in_mailbox = SHM_INLINE_BYTES / itemsize, in_slot = SHM_STAGING_BYTES / itemsize;
+        uint64_t in_one_hop = 2 * SHM_ONE_HOP_BYTES / itemsize / (uint64_t)me->world_size;
         uint64_t sizes[] = {
             0,
             1,
@@ -39,6 +40,8 @@ static void every_collective(struct rank *me) {
             in_mailbox - 1,
             in_mailbox,
             in_mailbox + 1,
+            in_one_hop,
+            in_one_hop + 1,
             in_slot - 1,
             in_slot + 1,
             in_slot,
@@ -48,7 +51,7 @@ static void every_collective(struct rank *me) {
          * narrow dtype and one wide do, and three ranks. */
         bool every_size =
             full && me->world_size <= 3 && (dtype == SHM_FLOAT32 || dtype == SHM_FLOAT16);
-        size_t n_sizes = every_size ? sizeof sizes / sizeof *sizes : 7 + (dtype == SHM_FLOAT16);
+        size_t n_sizes = every_size ? sizeof sizes / sizeof *sizes : 9 + (dtype == SHM_FLOAT16);
         for (size_t i = 0; i < n_sizes; i++) {
             for (int place = 0; place < PLACES; place++) {
                 /* Large sizes with one operation each: it is their way through memory that matters.
@@ -89,6 +92,16 @@ static void many_chunks(struct rank *me) {
         one_of(me, SHM_BROADCAST, 0, SHM_FLOAT32, numel + (uint64_t)i, MIXED);
         one_of(me, SHM_ALL_GATHER, 0, SHM_FLOAT32, numel, PRIVATE);
         one_of(me, SHM_REDUCE_SCATTER, SHM_SUM, SHM_FLOAT32, numel, MIXED);
+    }
+}
+
+/* One staged all_reduce right after the other, some in one hop, while ranks come early and late. */
+static void staged_in_a_row(struct rank *me) {
+    for (int i = 0; i < 300; i++) {
+        if ((i * 7 + me->rank * 3) % 13 == 0) {
+            usleep(100);
+        }
+        all_reduce_ints(me, 200 + (uint64_t)(i * i % 1500), me->private);
     }
 }
 
@@ -392,6 +405,7 @@ const struct scenario basic_scenario = {"every_collective", every_collective, AL
 const struct scenario crowd_scenario = {"some_on_many_ranks", some_on_many_ranks, ALWAYS};
 const struct scenario scenarios[] = {
     {"many_chunks", many_chunks, ALWAYS},
+    {"staged_in_a_row", staged_in_a_row, ALWAYS},
     {"many_under_way", many_under_way, ALWAYS},
     {"pieces", pieces, ALWAYS},
     {"shares", shares, ALWAYS},
