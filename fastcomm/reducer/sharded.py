@@ -85,6 +85,8 @@ class ShardedOptimizer(Optimizer):
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
+        if not isinstance(reducer, Reducer):
+            raise _misuse(reducer)
         self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
         reducer._attached_model()
         named = {name: p for name, p in reducer._named_parameters() if p.requires_grad}
@@ -111,9 +113,8 @@ class ShardedOptimizer(Optimizer):
         reducer.refresh()
 
     def __repr__(self) -> str:
-        return f"Sharded{super().__repr__()}".replace(
-            "ShardedShardedOptimizer", f"ShardedOptimizer of {self._class.__name__}"
-        )
+        own = type(self).__name__
+        return super().__repr__().replace(own, f"{own} of {self._class.__name__}", 1)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Parameters that the reducer does not know yet are stepped after
@@ -337,15 +338,19 @@ def _is_held(parameter: Tensor) -> bool:
     return sharding is not None and not sharding.keeps_gradients
 
 
+def _misuse(given: object) -> TypeError:
+    return TypeError(
+        "ShardedOptimizer() takes a Reducer, the class of an optimizer, and options for it; got "
+        f"{given!r}"
+    )
+
+
 def _refuse_class(
     optimizer_class: type[Optimizer], reducer: Reducer, defaults: dict[str, Any]
 ) -> None:
     """Raises TypeError or ValueError for what cannot be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(
-            "ShardedOptimizer() takes the class of an optimizer, and then its options; got "
-            f"{optimizer_class!r}"
-        )
+        raise _misuse(optimizer_class)
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, refused):
             raise ValueError(why)

@@ -91,6 +91,7 @@ def test_a_distributed_checkpoint(comm, tmp_path):
 @on_ranks(2)
 def test_a_ranks_own_state(comm, buckets):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
+    assert repr(pair.sharded).startswith("ShardedOptimizer of AdamW (")
     pair.train()
     saved = copy.deepcopy(pair.sharded.state_dict())
     n_elements = sum(s["exp_avg"].numel() for s in saved["state"].values())
@@ -235,6 +236,8 @@ def test_what_cannot_be_sharded_is_refused(comm, what):
 @on_ranks(2)
 def test_parameters_without_a_group_or_a_model_are_refused(comm):
     model = mlp()
+    with pytest.raises(TypeError, match="takes a Reducer"):
+        fastcomm.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match=r"parameter 2\.weight is in no group"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, model[0].parameters(), lr=0.1)
