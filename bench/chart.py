@@ -26,6 +26,8 @@ LOOKS = {
     "unreduced": ("DDP alone,\nno reduction", "lightgray", "-"),
     "fastcomm": ("fastcomm", "tab:blue", "-"),
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
+    "sharded": ("sharded optimizer", "tab:green", "-"),
+    "shared": ("and one copy\nof the parameters", "tab:olive", "-"),
     "ddp": ("DDP", "tab:orange", "-"),
     "ddp_views": ("DDP, bucket views", "bisque", "-"),
     "ddp_bf16": ("DDP, bfloat16", "peru", "-"),
@@ -201,8 +203,11 @@ def _step(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/step.py: one panel for each model."""
     on = "a GPU each" if results.get("device") == "cuda" else "CPU"
     figure.set_size_inches(9, 3.2)
-    figure.suptitle(f"One training step in milliseconds, {results['ranks']} ranks, {on}, SGD")
     models = list(results["models"].values())
+    optimizer = models[0].get("optimizer", "sgd") if models else "sgd"
+    figure.suptitle(
+        f"One training step in milliseconds, {results['ranks']} ranks, {on}, {optimizer}"
+    )
     part = figure.subfigures()  # its legend keeps off the line below
     _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "ddp")
 
@@ -212,7 +217,9 @@ def _panels(
 ) -> None:
     for axes, model in zip(panels, models, strict=True):
         times = model["quartiles_ms"]
-        ratio = times[peer][1] / times["fastcomm"][1]
+        # of a sharded step no DDP is the peer, but the step without communication
+        own, peer = ("fastcomm", peer) if peer in times else (list(times)[-1], "local")
+        ratio = times[peer][1] / times[own][1]
         name, _, batch = model["model"].partition(", ")
         bars = _bars(axes, times, [number_text(middle) for _, middle, _ in times.values()])
         axes.set_title(

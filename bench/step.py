@@ -5,6 +5,7 @@ bucket views), in one run.
     python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --models gpt2 --optimizer adamw --ways local fastcomm sharded
+    python bench/step.py --models gpt2 --memory   what each way's parameters and gradients take
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
     python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
 
@@ -19,7 +20,8 @@ send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. On on
 moves nothing: the overhead is what the reducers do themselves.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its share, and its step is set beside the
-local one, which steps everything. Printed with it: the bytes of optimizer state of each rank.
+local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
+"shared" all ranks have one copy of the parameters (share_parameters=True).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
 }
-WAYS = ("local", "fastcomm", "sharded", "ddp", "ddp_views")
+WAYS = ("local", "fastcomm", "sharded", "shared", "ddp", "ddp_views")
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -78,6 +80,8 @@ def main() -> int:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if options.hook_cost:
             report_hook_cost(comm)
+        elif options.memory:
+            report_memory(comm, options)
         else:
             cases = CUDA_CASES if is_cuda else CASES
             results = {
@@ -124,6 +128,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the shared segments' memory, not steps"
     )
     options = report.parse(parser, rounds=16)
     unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
@@ -197,8 +204,10 @@ def make_steps(
     optimizers: dict[str, torch.optim.Optimizer] = {}
 
     def step_of(way: str, model: torch.nn.Module, shared: Any = None) -> Callable[[], None]:
-        if way == "sharded":
-            optimizers[way] = fastcomm.ShardedOptimizer(shared, kind, **defaults)
+        if way in ("sharded", "shared"):
+            optimizers[way] = fastcomm.ShardedOptimizer(
+                shared, kind, share_parameters=way == "shared", **defaults
+            )
         else:
             optimizers[way] = kind(model.parameters(), **defaults)
         step = case.training_step(model, batch, optimizers[way])
@@ -221,6 +230,7 @@ def make_steps(
         "local": lambda: step_of("local", copy.deepcopy(original)),
         "fastcomm": lambda: with_fastcomm("fastcomm"),
         "sharded": lambda: with_fastcomm("sharded"),
+        "shared": lambda: with_fastcomm("shared"),
         "ddp": lambda: with_ddp("ddp"),
         "ddp_views": lambda: with_ddp("ddp_views", gradient_as_bucket_view=True),
     }
@@ -299,6 +309,44 @@ def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespa
     on = "cuda-" if options.device == "cuda" else ""
     figures = {"device": options.device, "ranks": ranks, "models": results}
     report.write_results("step", figures, options, default=f"step-{on}{ranks}ranks.json")
+
+
+def report_memory(comm: Any, options: argparse.Namespace) -> None:
+    """Proportional set size (PSS) of the segments in which parameters and gradients lie, all ranks
+    together: a page that n ranks have mapped counts 1/n for each.
+    """
+    for name in options.models or CASES:
+        for way in ("sharded", "shared"):
+            before = segments_mb(comm)
+            chosen = argparse.Namespace(optimizer=options.optimizer, ways=[way])
+            steps, optimizers = make_steps(comm, CASES[name], chosen)
+            for _ in range(2):
+                steps[way]()
+            megabytes = segments_mb(comm) - before
+            steps.clear()
+            optimizers.clear()
+            gc.collect()
+            comm.barrier()
+            if comm.rank == 0:
+                model = CASES[name].make_model()
+                one = sum(p.numel() * p.itemsize for p in model.parameters()) / 1e6
+                share = f"{megabytes / one:.2f} times a model's parameters"
+                print(f"{name}, {way}: {megabytes:.0f} MB, {share}", flush=True)
+
+
+def segments_mb(comm: Any) -> float:
+    """Collective."""
+    pss = torch.zeros(1, dtype=torch.float64)
+    is_ours = False
+    comm.barrier()
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            if "-" in line.split(" ", 1)[0]:
+                is_ours = "memfd:fastcomm" in line
+            elif is_ours and line.startswith("Pss:"):
+                pss += float(line.split()[1]) * 1024 / 1e6
+    comm.all_reduce(pss)
+    return float(pss)
 
 
 def report_hook_cost(comm: Any) -> None:

@@ -165,6 +165,7 @@ class Communicator(abc.ABC):
     cuda: Any  # where there are streams: the device, a fastcomm.cuda.driver.Device
     wire_dtypes: tuple[torch.dtype, ...]  # that a reducer may choose
     feeds_back_errors: bool  # error_feedback is possible
+    has_common_memory: bool  # empty_for_all() is possible
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
     is_threadsafe: bool  # any number of threads may call it and wait at once
@@ -183,6 +184,13 @@ class Communicator(abc.ABC):
         long as the tensor. Asks no peer. Raises ValueError for a negative numel, TypeError for a
         dtype that is not reduced, MemoryError.
         """
+
+    def empty_for_all(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """For reducers: as `empty`, but one tensor for all ranks: what one writes, the others read.
+        Collective. All ranks drop it before they ask for the next one, or keep it; the memory stays
+        as long as any rank has it. Only where has_common_memory.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Work | None:

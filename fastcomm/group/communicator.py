@@ -65,7 +65,7 @@ class GroupCommunicator(Communicator):
     """
 
     backend = "group"
-    has_streams = counts_nonfinite = False
+    has_streams = counts_nonfinite = has_common_memory = False
     progresses_itself = is_threadsafe = feeds_back_errors = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.

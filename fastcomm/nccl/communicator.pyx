@@ -128,10 +128,10 @@ cdef class NcclCommunicator:
 
     backend = "nccl"
     has_streams = counts_nonfinite = progresses_itself = True
-    is_threadsafe = feeds_back_errors = False
+    is_threadsafe = feeds_back_errors = has_common_memory = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
-    spread_shares = Communicator.spread_shares
+    spread_shares, empty_for_all = Communicator.spread_shares, Communicator.empty_for_all
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,

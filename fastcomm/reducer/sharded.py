@@ -67,6 +67,8 @@ class ShardedOptimizer(Optimizer):
         torch's clip_grad_norm_ raises FastcommError.
     elementwise: whether a parameter may be cut between ranks, because optimizer_class looks at each
         element by itself. None: known for the classes of torch.optim, no for others.
+    share_parameters: over shared memory all ranks have one copy of the parameters: what one writes
+        between two steps, the others see. Saves their memory, and the copying after a step.
     defaults: for optimizer_class.
 
     Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
@@ -83,6 +85,7 @@ class ShardedOptimizer(Optimizer):
         *,
         keep_gradients: bool = False,
         elementwise: bool | None = None,
+        share_parameters: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(reducer, Reducer):
@@ -93,16 +96,25 @@ class ShardedOptimizer(Optimizer):
         plain, problem = None, None
         try:
             _refuse_class(optimizer_class, reducer, defaults)
+            if share_parameters and not reducer.comm.has_common_memory:
+                raise ValueError(
+                    f"share_parameters=True needs backend shm; this is {reducer.comm.backend}"
+                )
             groups = list(named.values()) if params is None else list(params)
             plain = optimizer_class(groups, **defaults)
             _refuse_groups(plain.param_groups, named)
         except (ValueError, TypeError) as error:
             problem = error
         cuts = optimizer_class in _ELEMENTWISE if elementwise is None else elementwise
-        described = _described(plain, named, optimizer_class, keep_gradients, cuts)
+        described = _described(plain, named) | {
+            "optimizer": getattr(optimizer_class, "__qualname__", repr(optimizer_class)),
+            "keep_gradients": keep_gradients,
+            "elementwise": cuts,
+            "share_parameters": share_parameters,
+        }
         agreement.compare(reducer.comm, problem, described, [], "cannot make its ShardedOptimizer")
         assert plain is not None  # for the type checker: compare() has raised
-        self.sharding = Sharding(keep_gradients, cuts)
+        self.sharding = Sharding(keep_gradients, cuts, share_parameters)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self.is_torn = False
         self._aside: dict[Parameter, checkpoints.State] = {}
@@ -131,6 +143,9 @@ class ShardedOptimizer(Optimizer):
         parameters = self._parameters()
         whole = self._gather_state() if self._buckets else {}
         self._aside = {parameters[i]: state for i, state in whole.items()}
+        # their memory goes with them
+        self._buckets, self._parts = [], {}
+        self._make_inner({})
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
@@ -199,6 +214,8 @@ class ShardedOptimizer(Optimizer):
         try:
             for bucket in self._buckets:
                 _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
+            if self.sharding.shares_parameters:
+                self.comm.barrier()  # no rank reads them any more
             self.is_torn = True
             self._step_pieces()
             self._spread()
@@ -225,7 +242,10 @@ class ShardedOptimizer(Optimizer):
             _share_of(bucket).drop()
             works.append(_share_of(bucket).spread())
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
+        if self.sharding.shares_parameters:
+            self.comm.barrier()  # all of them are new
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; drops the reduced gradients that this rank holds, too."""
@@ -391,25 +411,16 @@ def _refuse_groups(groups: list[dict[str, Any]], named: dict[str, Parameter]) ->
             )
 
 
-def _described(
-    plain: Optimizer | None,
-    named: dict[str, Parameter],
-    optimizer_class: type[Optimizer],
-    keep_gradients: bool,
-    cuts: bool,
-) -> dict[str, Any]:
-    """What the ranks compare."""
+def _described(plain: Optimizer | None, named: dict[str, Parameter]) -> dict[str, Any]:
+    """The groups, as the ranks compare them."""
     names = {parameter: name for name, parameter in named.items()}
     groups = [] if plain is None else plain.param_groups
     return {
-        "optimizer": getattr(optimizer_class, "__qualname__", repr(optimizer_class)),
-        "keep_gradients": keep_gradients,
-        "elementwise": cuts,
         "groups": [
             {
                 "params": [names.get(p) for p in group["params"]],
                 **{key: str(value) for key, value in options_of(group).items()},
             }
             for group in groups
-        ],
+        ]
     }

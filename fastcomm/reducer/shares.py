@@ -25,11 +25,13 @@ Geometry = tuple[int, torch.Size, tuple[int, ...]]  # offset, size, strides
 
 class Sharding:
     """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shares only.
-    cuts: a parameter may be cut, and have elements on several ranks.
+    cuts: a parameter may be cut, and have elements on several ranks. shares_parameters: all ranks
+    have one copy of the parameters.
     """
 
-    def __init__(self, keeps_gradients: bool, cuts: bool) -> None:
+    def __init__(self, keeps_gradients: bool, cuts: bool, shares_parameters: bool) -> None:
         self.keeps_gradients, self.cuts = keeps_gradients, cuts
+        self.shares_parameters = shares_parameters
 
     def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
         """Of every bucket's shares, for n ranks."""
@@ -76,8 +78,12 @@ class RankShare:
         self._bounds, self._geometries = bounds, geometries
         self.keeps_gradients = sharding.keeps_gradients
         self.is_pending = False  # holds gradients that were neither stepped nor dropped
-        self._flat = comm.empty(bounds[-1], dtype=gradients.dtype).zero_()
+        self._is_shared = sharding.shares_parameters
+        empty = comm.empty_for_all if self._is_shared else comm.empty
+        self._flat = empty(bounds[-1], dtype=gradients.dtype).zero_()
         self._views = [view_of(self._flat, *geometry) for geometry in geometries]
+        if self._is_shared:
+            comm.barrier()  # the zeros of one rank come before the values of another
         for parameter, view in zip(parameters, self._views, strict=True):
             parameter.data = view.copy_(parameter.detach())
         # by slot
@@ -184,8 +190,12 @@ class RankShare:
         grads = [None if piece is None else piece.parameter.grad for piece in self.pieces]
         return [gradient for gradient in grads if gradient is not None]
 
-    def spread(self) -> Work:
-        """Copies this rank's share of the parameters to the other ranks, and theirs to this one."""
+    def spread(self) -> Work | None:
+        """Copies this rank's share of the parameters to the other ranks, and theirs to this one.
+        None where there is one copy.
+        """
+        if self._is_shared:
+            return None
         return self._comm.spread_shares(self._flat, self._bounds, label=self._label)
 
     def release(self, parameters: Sequence[Parameter | None]) -> None:

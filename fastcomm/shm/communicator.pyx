@@ -6,6 +6,8 @@ The ranks find each other through the `bootstrap`, whose `exchange(value)` retur
 value; see bootstrap.py.
 """
 
+import weakref
+
 import torch
 
 from fastcomm.collective import (
@@ -22,7 +24,7 @@ from libc.stdint cimport uint32_t
 
 from fastcomm.shm.core cimport *
 from fastcomm.shm.descriptor cimport descriptor, op_code
-from fastcomm.shm.memory cimport Block
+from fastcomm.shm.memory cimport Block, Loan
 from fastcomm.shm.ring cimport Ring, ShmWork
 
 
@@ -40,9 +42,12 @@ cdef class ShmCommunicator:
     cdef readonly tuple pids
     cdef object __weakref__
     cdef Ring ring
+    cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
 
     backend = "shm"
+    has_common_memory = True
     has_streams = counts_nonfinite = feeds_back_errors = False
+    has_common_memory = True
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
@@ -52,7 +57,7 @@ cdef class ShmCommunicator:
             raise InitError(f"the shm transport takes up to {MAX_RANKS} ranks, not {world_size}")
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = torch.device("cpu"), timeout
-        self.ring = Ring(rank, world_size, bootstrap, timeout)
+        self.ring, self.lent = Ring(rank, world_size, bootstrap, timeout), []
         self.pids = self.ring.segments.pids
 
     def close(self):
@@ -101,6 +106,33 @@ cdef class ShmCommunicator:
             return torch.empty(0, dtype=dtype)
         block = Block(self.ring.arena, numel * dtype.itemsize)
         return torch.frombuffer(block, dtype=dtype, count=numel)
+
+    def empty_for_all(self, numel, *, dtype):
+        """See Communicator.empty_for_all. The tensor lies in rank 0's segment."""
+        cdef size_t nbytes = max(numel, 1) * dtype.itemsize
+        cdef Block block = None
+        place = torch.zeros(1, dtype=torch.int64)
+        self.ring.check_usable()
+        if self.rank == 0:
+            block = Block(self.ring.arena, nbytes)
+            place[0] = block.offset
+        self.broadcast(place)
+        self._take_back_blocks()
+        cdef Loan loan = Loan(self.ring.segments.of(0), place.item(), nbytes)
+        if block is not None:
+            block.is_lent = True
+            self.lent.append((block, weakref.ref(loan)))
+        return torch.frombuffer(loan, dtype=dtype, count=numel)
+
+    cdef _take_back_blocks(self):
+        """All ranks have come to a collective: what this rank has dropped before, so have they."""
+        cdef Block block
+        left = []
+        for block, loan in self.lent:
+            block.is_lent = loan() is not None
+            if block.is_lent:
+                left.append((block, loan))
+        self.lent = left
 
     # -- collectives --
 

@@ -24,7 +24,7 @@ from fastcomm.shm.core cimport SHM_MAX_RANKS
 
 
 cdef extern from "sys/mman.h" nogil:
-    int MADV_REMOVE, MADV_DONTDUMP, MADV_DONTFORK, MAP_NORESERVE
+    int MADV_REMOVE, MADV_DONTDUMP, MADV_DONTFORK, MADV_DOFORK, MAP_NORESERVE
 
 
 cdef extern from "Python.h":
@@ -220,8 +220,24 @@ cdef class Block:
 
     def __dealloc__(self):
         # A forked child shares the pages with its parent and must not release them.
-        if self.segment is not None and self.generation == forks():
+        if self.segment is not None and self.generation == forks() and not self.is_lent:
             self.segment.release(self.offset, self.nbytes)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        cdef void *base = self.segment.base + self.offset
+        PyBuffer_FillInfo(buffer, self, base, <Py_ssize_t>self.nbytes, 0, flags)
+
+
+cdef class Loan:
+    """A part of some rank's segment, as memory of a tensor here. That rank keeps its Block as long
+    as others may use it.
+    """
+
+    def __cinit__(self, Segment segment, size_t offset, size_t nbytes):
+        self.segment, self.offset, self.nbytes = segment, offset, nbytes
+        cdef size_t begin = offset // PAGE * PAGE
+        # a forked DataLoader worker may look at the model
+        madvise(segment.base + begin, offset + nbytes - begin, MADV_DOFORK)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         cdef void *base = self.segment.base + self.offset

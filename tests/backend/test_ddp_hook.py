@@ -137,7 +137,9 @@ def test_no_sync_and_join_of_ddp_work_with_the_hook(comm):
 
 
 @on_ranks(2)
-def test_what_a_failed_backward_has_left_behind_does_no_harm_to_the_next(comm):
+def test_what_a_failed_backward_has_left_behind_does_no_harm_to_the_next(comm, tmp_path):
+    has_failed = tmp_path / "rank 1 has failed"
+
     def fail(gradient):
         raise RuntimeError("out of luck")
 
@@ -146,8 +148,9 @@ def test_what_a_failed_backward_has_left_behind_does_no_harm_to_the_next(comm):
         model = mlp()  # DDP does not go on after an exception
         ddp = _ddp(model, bucket_cap_mb=0.0005)
         ddp.register_comm_hook(state, fastcomm.all_reduce_hook)
-        backward(ddp, comm.rank)  # after which DDP makes several buckets of the first one
-        ddp.zero_grad()
+        for _ in range(2):  # DDP's ranks meet in the second forward, to make several buckets of one
+            backward(ddp, comm.rank)
+            ddp.zero_grad()
         if is_lucky:
             backward(ddp, comm.rank)
         elif comm.rank == 1:
@@ -155,9 +158,11 @@ def test_what_a_failed_backward_has_left_behind_does_no_harm_to_the_next(comm):
             with pytest.raises(RuntimeError, match="out of luck"):
                 backward(ddp, comm.rank)
             assert state._under_way  # as rank 0 has not come
+            has_failed.touch()
             comm.abandon()
         else:
-            time.sleep(0.3)
+            while not has_failed.exists():
+                time.sleep(0.01)
             with pytest.raises(fastcomm.AbandonedError, match="rank 1 abandoned"):
                 backward(ddp, comm.rank)
     assert_gradients(model, mean_gradients(mlp(), comm.world_size, backward))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
+import fastcomm
 from fastcomm import FastcommError
 from tests.support.models import (
     Heads,
@@ -281,3 +284,60 @@ def test_torch_clipping_is_refused(comm):
             clip(pair.models[1].parameters(), 1.0)
         backward(pair.models[0], comm.rank)
         clip(pair.models[0].parameters(), 1.0)
+
+
+# one copy of the parameters
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2, 3)
+def test_shared_parameters_are_those_of_the_plain_optimizer(comm, buckets):
+    pair = Pair(
+        comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, sharding={"share_parameters": True}, **buckets
+    )
+    pair.train()
+    pair.reducers[1].refresh()
+    pair.train(first=STEPS)
+    pair.reducers[1].detach()
+    with torch.no_grad():
+        pair.models[1][0].weight.fill_(comm.rank)  # each has its own again
+    comm.barrier()
+    assert (pair.models[1][0].weight == comm.rank).all()
+
+
+@pytest.mark.transports("shm")
+@on_ranks(3)
+def test_shared_parameters_are_one_memory(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1}, sharding={"share_parameters": True})
+    weight = pair.models[1][0].weight
+    if comm.rank == 2:
+        with torch.no_grad():
+            weight.fill_(42)
+    comm.barrier()
+    assert (weight == 42).all()
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_shared_parameters_outlive_the_rank_that_lends_them(comm, tmp_path):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, share_parameters=True)
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    comm.barrier()
+    if comm.rank == 0:
+        del model, reducer, optimizer
+        gc.collect()
+    comm.barrier()
+    if comm.rank == 1:
+        assert (model[0].weight == 7).all()
+
+
+@pytest.mark.transports("nccl", "group")
+@on_ranks(2)
+def test_shared_parameters_are_refused_where_there_is_no_common_memory(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(ValueError, match="share_parameters=True needs backend shm"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, share_parameters=True)
