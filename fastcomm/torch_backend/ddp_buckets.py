@@ -80,8 +80,8 @@ def _lending(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def lending(self: c10d.Reducer, *arguments: Any, **options: Any) -> None:
         given = (*arguments, *options.values())
-        group = next(one for one in given if isinstance(one, dist.ProcessGroup))
-        empty = _lenders.get(group)
+        groups = [one for one in given if isinstance(one, dist.ProcessGroup)]
+        empty = _lenders.get(groups[0]) if groups else None
         if empty is None:  # another backend's
             init(self, *arguments, **options)
             return
