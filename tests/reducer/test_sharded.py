@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -332,6 +333,24 @@ def test_shared_parameters_outlive_the_rank_that_lends_them(comm, tmp_path):
     comm.barrier()
     if comm.rank == 1:
         assert (model[0].weight == 7).all()
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_a_forked_child_reads_shared_parameters(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1}, sharding={"share_parameters": True})
+    weight = pair.models[1][0].weight
+    expected = pair.models[0][0].weight
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:  # as a worker of a DataLoader
+        os.write(write, b"same" if torch.equal(weight, expected) else b"other")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert os.read(read, 5) == b"same"
+    os.close(read)
+    os.close(write)
 
 
 @pytest.mark.transports("nccl", "group")
