@@ -218,12 +218,12 @@ def _panels(
     for axes, model in zip(panels, models, strict=True):
         times = model["quartiles_ms"]
         # of a sharded step no DDP is the peer, but the step without communication
-        own, peer = ("fastcomm", peer) if peer in times else (list(times)[-1], "local")
-        ratio = times[peer][1] / times[own][1]
+        own, other = ("fastcomm", peer) if peer in times else (list(times)[-1], "local")
+        ratio = times[other][1] / times[own][1]
         name, _, batch = model["model"].partition(", ")
         bars = _bars(axes, times, [number_text(middle) for _, middle, _ in times.values()])
         axes.set_title(
-            f"{name}\n{batch}\n{ratio:.1f} times as fast as {LOOKS[peer][0]}", fontsize=7
+            f"{name}\n{batch}\n{ratio:.1f} times as fast as {LOOKS[other][0]}", fontsize=7
         )
         axes.set_xticks([])
         axes.spines[["top", "right"]].set_visible(False)

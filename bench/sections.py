@@ -204,7 +204,7 @@ def _step(results: Results) -> Section:
         "turns in every round; a time is that of the slowest rank. What a way takes over local is "
         "the median over rounds of the difference, so that what slows a whole round does not count."
     )
-    options = f" --ranks {results['ranks']}" + " --device cuda" * on_gpus
+    options = f" --ranks {results['ranks']}" + " --device cuda" * on_gpus + _chosen(models)
     return Section(
         f"A training step, {results['ranks']} ranks",
         how,
@@ -216,6 +216,16 @@ def _step(results: Results) -> Section:
         ],
         f"python -m fastcomm bench step{options} --models {' '.join(models)}",
     )
+
+
+def _chosen(models: Mapping[str, Any]) -> str:
+    """The options of bench/step.py that were not left to their defaults."""
+    model: Mapping[str, Any] = next(iter(models.values()), {"quartiles_ms": ()})
+    optimizer = model.get("optimizer", "sgd")
+    chosen = "" if optimizer == "sgd" else f" --optimizer {optimizer}"
+    if not {"ddp", "ddp_views"} <= set(model["quartiles_ms"]):
+        chosen += f" --ways {' '.join(model['quartiles_ms'])}"
+    return chosen
 
 
 def _backend(results: Results) -> Section:

@@ -203,15 +203,15 @@ def make_steps(
     kind, defaults = OPTIMIZERS[options.optimizer]
     optimizers: dict[str, torch.optim.Optimizer] = {}
 
-    def step_of(way: str, model: torch.nn.Module, shared: Any = None) -> Callable[[], None]:
+    def step_of(way: str, model: torch.nn.Module, reducer: Any = None) -> Callable[[], None]:
         if way in ("sharded", "shared"):
             optimizers[way] = fastcomm.ShardedOptimizer(
-                shared, kind, share_parameters=way == "shared", **defaults
+                reducer, kind, share_parameters=way == "shared", **defaults
             )
         else:
             optimizers[way] = kind(model.parameters(), **defaults)
         step = case.training_step(model, batch, optimizers[way])
-        step.keep = shared  # type: ignore[attr-defined]  # a reducer lives as long as its step
+        step.keep = reducer  # type: ignore[attr-defined]  # a reducer lives as long as its step
         return step
 
     def with_fastcomm(way: str, **reducing: Any) -> Callable[[], None]:
@@ -322,7 +322,7 @@ def report_memory(comm: Any, options: argparse.Namespace) -> None:
             steps, optimizers = make_steps(comm, CASES[name], chosen)
             for _ in range(2):
                 steps[way]()
-            megabytes = segments_mb(comm) - before
+            taken = segments_mb(comm) - before
             steps.clear()
             optimizers.clear()
             gc.collect()
@@ -330,8 +330,8 @@ def report_memory(comm: Any, options: argparse.Namespace) -> None:
             if comm.rank == 0:
                 model = CASES[name].make_model()
                 one = sum(p.numel() * p.itemsize for p in model.parameters()) / 1e6
-                share = f"{megabytes / one:.2f} times a model's parameters"
-                print(f"{name}, {way}: {megabytes:.0f} MB, {share}", flush=True)
+                share = f"{taken / one:.2f} times a model's parameters"
+                print(f"{name}, {way}: {taken:.0f} MB, {share}", flush=True)
 
 
 def segments_mb(comm: Any) -> float:
