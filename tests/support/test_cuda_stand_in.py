@@ -249,6 +249,13 @@ def test_synchronising_in_a_capture_invalidates_it(cuda: ctypes.CDLL) -> None:
         assert cuda.stand_in_capture(0) == CAPTURE_INVALIDATED
 
 
+def test_an_invalidated_capture_leaves_nothing_behind(cuda: ctypes.CDLL) -> None:
+    cuda.stand_in_capture(1)
+    assert cuda.cuCtxSynchronize() == CAPTURE_UNSUPPORTED
+    assert cuda.stand_in_capture(0) == CAPTURE_INVALIDATED
+    assert cuda.stand_in_capture(0) == 0
+
+
 def test_an_event_of_a_capture_cannot_be_queried(cuda: ctypes.CDLL) -> None:
     event = new_event(cuda)
     cuda.stand_in_capture(1)

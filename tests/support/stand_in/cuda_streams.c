@@ -169,6 +169,7 @@ static CUresult end_capture(void) {
         }
     }
     capture.mode = NO_CAPTURE;
+    capture.invalidated = false;
     order_for_everyone();
     return result;
 }
@@ -177,7 +178,6 @@ static CUresult begin_capture(enum capture_mode mode) {
     capture.mode = mode;
     capture.number++;
     capture.thread = pthread_self();
-    capture.invalidated = false;
     order_for_everyone();
     int device = current_device() != NO_DEVICE ? current_device() : 0;
     struct stream *defaults = &streams[device * DEFAULT_STREAMS];
