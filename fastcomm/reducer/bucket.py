@@ -377,7 +377,9 @@ def make_buckets(
         cap_bytes=options.cap_bytes,
         first_cap_bytes=options.first_cap_bytes,
     )
-    bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
+    shares: list[tuple[Sharding, tuple[int, ...]] | None] = [None] * len(layouts)
+    if sharding is not None:
+        shares = [(sharding, bounds) for bounds in sharding.bounds(layouts, comm.world_size)]
     last = len(layouts) - 1
     options.hook_calls.begin(comm)
     buckets = [
@@ -392,7 +394,7 @@ def make_buckets(
             i % options.streams,
             BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
             n_rounds,
-            None if sharding is None or bounds is None else (sharding, bounds[i]),
+            shares[i],
         )
         for i, layout in enumerate(layouts)
     ]

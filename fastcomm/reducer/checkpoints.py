@@ -71,16 +71,13 @@ def gather(
     return whole
 
 
-def cut(part: Part, whole: State) -> State:
+def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
     """The piece's part of a parameter's whole state."""
-    assert part.piece is not None  # for the type checker
     mine: State = {}
     for key, value in whole.items():
-        if _is_cut(key, value, part.parameter):
-            ordered = _empty_like(part.parameter, value.dtype).copy_(value)
-            piece = in_memory_order(ordered)[part.piece.begin : part.piece.end]
-            mine[key] = _empty_like(part.piece.parameter, value.dtype)
-            in_memory_order(mine[key]).copy_(piece)
+        if _is_cut(key, value, parameter):
+            mine[key] = _empty_like(piece.parameter, value.dtype)
+            in_memory_order(mine[key]).copy_(_flat(value, parameter)[piece.begin : piece.end])
         else:
             mine[key] = value.clone() if isinstance(value, Tensor) else value
     return mine
@@ -121,6 +118,6 @@ def numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     packed, n = [], 0
     for group in groups:
         numbers = list(range(n, n + len(group["params"])))
-        packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+        packed.append({**group, "params": numbers})
         n += len(numbers)
     return packed

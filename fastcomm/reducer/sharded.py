@@ -163,10 +163,10 @@ class ShardedOptimizer(Optimizer):
                         "add_param_group() before refresh()"
                     )
                 self._parts[parameter] = Part(parameter, share.spans(i), share.pieces[i])
+        pieces = self._pieces_of(self._aside)
         states: dict[Tensor, checkpoints.State] = {
-            part.piece.parameter: checkpoints.cut(part, self._aside[parameter])
-            for parameter, part in self._parts.items()
-            if part.piece is not None and parameter in self._aside
+            piece.parameter: checkpoints.cut(parameter, piece, self._aside[parameter])
+            for parameter, piece in pieces.items()
         }
         self._aside = {}
         self._make_inner(states)
@@ -174,19 +174,18 @@ class ShardedOptimizer(Optimizer):
     def _make_inner(self, states: dict[Tensor, checkpoints.State]) -> None:
         """The optimizer of this rank's pieces."""
         groups = [
-            {**options_of(group), "params": [piece.parameter for piece in self._pieces_of(group)]}
+            {**options_of(group), "params": [piece.parameter for piece in pieces.values()]}
             for group in self.param_groups
+            for pieces in [self._pieces_of(group["params"])]
         ]
         self._inner = self._class(groups, **self._defaults)
         self._inner.state.update(states)
         self.state = self._inner.state
 
-    def _pieces_of(self, group: dict[str, Any]) -> list[Piece]:
-        parts = [self._parts.get(parameter) for parameter in group["params"]]
-        return [part.piece for part in parts if part is not None and part.piece is not None]
-
-    def _pieces(self) -> list[Parameter]:
-        return [p.piece.parameter for p in self._parts.values() if p.piece is not None]
+    def _pieces_of(self, parameters: Iterable[Parameter]) -> dict[Parameter, Piece]:
+        """What this rank steps of these parameters, in their order."""
+        parts = {parameter: self._parts.get(parameter) for parameter in parameters}
+        return {p: part.piece for p, part in parts.items() if part and part.piece}
 
     def _parameters(self) -> list[Parameter]:
         """In the order of a state_dict()."""
@@ -255,7 +254,9 @@ class ShardedOptimizer(Optimizer):
 
     def held(self) -> list[Tensor] | None:
         """See torch_helpers.Holder."""
-        return None if self.sharding.keeps_gradients else [*self._pieces()]
+        if self.sharding.keeps_gradients:
+            return None
+        return [piece.parameter for piece in self._pieces_of(self._parameters()).values()]
 
     @property
     def comm(self) -> Communicator:
@@ -282,12 +283,12 @@ class ShardedOptimizer(Optimizer):
         optimizer. Every rank gives the same one; no rank is asked. Raises ValueError for other
         groups than these.
         """
-        self._load(state_dict, lambda part, state: checkpoints.cut(part, state))
+        self._load(state_dict, checkpoints.cut)
 
     def _load(
         self,
         saved: dict[str, Any],
-        take: Callable[[Part, checkpoints.State], checkpoints.State],
+        take: Callable[[Parameter, Piece, checkpoints.State], checkpoints.State],
     ) -> None:
         groups = saved["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
@@ -295,20 +296,19 @@ class ShardedOptimizer(Optimizer):
                 "the state was saved with other parameter groups: give the optimizer the same "
                 "ones, with as many parameters"
             )
+        for mine, inner, theirs in zip(
+            self.param_groups, self._inner.param_groups, groups, strict=True
+        ):
+            mine.update(options_of(theirs))
+            inner.update(options_of(theirs))
         numbers = [number for group in groups for number in group["params"]]
-        state, packed, n = {}, [], 0
-        by_parameter = dict(zip(self._parameters(), numbers, strict=True))
-        for group, options in zip(self.param_groups, groups, strict=True):
-            first = n
-            for parameter in group["params"]:
-                part = self._parts.get(parameter)
-                if part is None or part.piece is None:
-                    continue
-                if by_parameter[parameter] in saved["state"]:
-                    state[n] = take(part, saved["state"][by_parameter[parameter]])
-                n += 1
-            packed.append({**options_of(options), "params": list(range(first, n))})
-            group.update(options_of(options))
+        number_of = dict(zip(self._parameters(), numbers, strict=True))
+        state = {
+            i: take(parameter, piece, saved["state"][number_of[parameter]])
+            for i, (parameter, piece) in enumerate(self._pieces_of(number_of).items())
+            if number_of[parameter] in saved["state"]
+        }
+        packed = checkpoints.numbered(self._inner.param_groups)
         self._inner.load_state_dict({"state": state, "param_groups": packed})
         self.state = self._inner.state
 
@@ -316,9 +316,11 @@ class ShardedOptimizer(Optimizer):
         """This rank's part of the state, for this rank of as many: save one for each rank, or use
         full_state_dict().
         """
-        parts = [self._parts.get(parameter) for parameter in self._parameters()]
-        pieces = {i: part.piece for i, part in enumerate(parts) if part and part.piece}
-        states = {i: self._inner.state.get(piece.parameter) for i, piece in pieces.items()}
+        number_of = {parameter: i for i, parameter in enumerate(self._parameters())}
+        states = {
+            number_of[parameter]: self._inner.state.get(piece.parameter)
+            for parameter, piece in self._pieces_of(number_of).items()
+        }
         return {
             "state": {i: dict(state) for i, state in states.items() if state},
             "param_groups": checkpoints.numbered(self.param_groups),
@@ -326,8 +328,8 @@ class ShardedOptimizer(Optimizer):
         }
 
     def _place(self) -> tuple[int, int, list[int]]:
-        comm = self.comm
-        return comm.rank, comm.world_size, [piece.numel() for piece in self._pieces()]
+        pieces = self._pieces_of(self._parameters()).values()
+        return self.comm.rank, self.comm.world_size, [piece.parameter.numel() for piece in pieces]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has saved on this rank of as many ranks, or a whole state: see
@@ -343,7 +345,7 @@ class ShardedOptimizer(Optimizer):
                 f"{self.comm.rank} of {self.comm.world_size} cannot take it: save "
                 "full_state_dict(), which any rank takes"
             )
-        self._load(state_dict, lambda _, state: dict(state))
+        self._load(state_dict, lambda _, __, state: dict(state))
 
 
 def _share_of(bucket: ShardedBucket) -> RankShare:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,15 +24,16 @@ from fastcomm.reducer.layout import BucketLayout, equal_shares, whole_shares
 Geometry = tuple[int, torch.Size, tuple[int, ...]]  # offset, size, strides
 
 
+@dataclass(frozen=True)
 class Sharding:
     """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shares only.
     cuts: a parameter may be cut, and have elements on several ranks. shares_parameters: all ranks
     have one copy of the parameters.
     """
 
-    def __init__(self, keeps_gradients: bool, cuts: bool, shares_parameters: bool) -> None:
-        self.keeps_gradients, self.cuts = keeps_gradients, cuts
-        self.shares_parameters = shares_parameters
+    keeps_gradients: bool
+    cuts: bool
+    shares_parameters: bool
 
     def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
         """Of every bucket's shares, for n ranks."""
