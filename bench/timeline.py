@@ -43,7 +43,6 @@ import fastcomm
 
 STATES = ("off", "on", "off again")
 MOST = 0.01  # of a step: what a timeline is to cost while it is on
-PAIRS = 400
 N_TINY = 1000  # parameters of the model that has hardly any work
 PREDICTED_US = {"gpt2": 60.0, "conv": 20.0, "mlp": 16.0, "transformer": 30.0}
 
@@ -55,8 +54,8 @@ def main() -> int:
     torch.set_num_threads(1)
     with fastcomm.init("shm") as comm:
         rows = [measure(comm, name, options) for name in options.models]
-        tiny_us = recording_us()
         if comm.rank == 0:
+            tiny_us = recording_us(options.pairs)
             print_rows(rows)
             print(f"Recording alone: {tiny_us:.3f} us per parameter, of {N_TINY} in one bucket")
             figures = {"rows": rows, "recording_us_per_parameter": round(tiny_us, 4)}
@@ -73,6 +72,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=20, help="rounds (20)")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn (2)")
+    parser.add_argument(
+        "--pairs", type=int, default=400, help="pairs of steps for the recording alone (400)"
+    )
     return report.parse(parser, default="nowhere")
 
 
@@ -121,7 +123,7 @@ def half_width(samples: list[float]) -> float:
     return 1.96 * 1.253 * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
-def recording_us() -> float:
+def recording_us(n_pairs: int) -> float:
     """CPU time of this thread that recording takes, per parameter of the tiny model: one rank, so
     that nobody waits. The median over pairs of steps.
     """
@@ -132,7 +134,7 @@ def recording_us() -> float:
             reducer = fastcomm.Reducer(comm).attach(model)
             timeline = reducer.timeline()
             gc.disable()
-            for _ in range(PAIRS):
+            for _ in range(n_pairs):
                 timeline.stop()
                 without = step_us(model)
                 timeline.start()

@@ -159,7 +159,7 @@ HOW_GRADIENTS_COME = ("gradients of their own", "views", "bfloat16 wire")
 
 
 def test_timeline_tells_what_recording_costs(tmp_path):
-    path, options = tmp_path / "timeline.json", ["--models", "mlp", "--rounds", "2"]
+    path, options = tmp_path / "timeline.json", ["--models", "mlp", "--rounds", "2", "--pairs", "4"]
     printed = run("timeline.py", *options, "--json", path, "--plot", tmp_path / "timeline.png")
     (row,) = json.loads(path.read_text())["rows"]
     assert row["model"] == "mlp" and row["step_ms"] > 0

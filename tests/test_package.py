@@ -74,22 +74,30 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-# Compiles a source only where it, a header of ours or the command is new: in place of the compiler,
-# in the folder of the sdist.
+# In place of the compiler, in the folder of the sdist: takes the object that `make` has made of the
+# same source, with the same headers and options, or the one of an earlier run, if there is one.
 COMPILER = """
 for argument; do
     case $previous in -c) source=$argument ;; -o) object=$argument ;; esac
     previous=$argument
 done
 [ "$source" ] || exec {compiler} "$@"
-headers=$(find kernels -name '*.[ch]' | sort)
-made=$( (echo "$@"; {compiler} --version; cat "$source" $headers) | sha256sum | cut -d ' ' -f 1)
+inputs() {{
+    (cd "$1" && sha256sum "$source" setup.py $(find kernels -name '*.[ch]' | sort)) 2>/dev/null
+}}
+built={built}/${{source%.*}}.o
+if [ -f "$built" ] && [ "$(inputs .)" = "$(inputs {root})" ] &&
+    [ -z "$(find {root}/"$source" {root}/setup.py {root}/kernels -type f -newer "$built")" ]; then
+    exec cp "$built" "$object"
+fi
+made=$( (echo "$@"; {compiler} --version; inputs .) | sha256sum | cut -d ' ' -f 1)
 if [ ! -f {made}/$made ]; then
     # How fast the code is does not matter here: `make` has built it all with its own options.
     {compiler} "$@" -O0 && cp "$object" {made}/$$ && mv {made}/$$ {made}/$made || exit
 fi
 cp {made}/$made "$object"
 """
+BUILT = f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +115,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     lend_translations(unpacked)
     made = ROOT / "build" / "tests" / "objects"
     made.mkdir(parents=True, exist_ok=True)
-    text = COMPILER.format(compiler=os.environ.get("CC", "gcc"), made=shlex.quote(str(made)))
+    paths = {"root": ROOT, "built": ROOT / "build" / BUILT, "made": made}
+    quoted = {name: shlex.quote(str(path)) for name, path in paths.items()}
+    text = COMPILER.format(compiler=os.environ.get("CC", "gcc"), **quoted)
     nvcc = script(scratch / "cuda" / "bin" / "nvcc", 'for last; do :; done; echo kernels >"$last"')
     home = nvcc.parent.parent
     call(*build, "--wheel", unpacked, cwd=scratch, CC=script(scratch / "cc", text), CUDA_HOME=home)

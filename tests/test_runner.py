@@ -16,6 +16,7 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
+from tests.support.forked_python import python
 
 
 def _sum(number):
@@ -57,11 +58,7 @@ sys.exit(3 if sys.argv[1] == "fail" and os.environ["RANK"] == "1" else 0)
 def _run(tmp_path, *arguments):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "-m", "fastcomm", "run", "--ranks", "2", script, *arguments],
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", "fastcomm", "run", "--ranks", "2", script, *arguments)
 
 
 def test_a_script_runs_on_ranks_with_its_own_arguments(tmp_path):

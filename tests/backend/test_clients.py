@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -19,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastcomm
 from tests.support import process_groups
 from tests.support.bodies import my_place
+from tests.support.forked_python import python
 from tests.support.models import (
     Heads,
     Transformer,
@@ -379,14 +377,8 @@ TRAINING_SCRIPT = """
 def test_a_script_under_torchrun_trains(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAINING_SCRIPT))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = python(
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
+        env={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr

@@ -160,7 +160,8 @@ def _bind(comm, gradients, wire_dtype, label=1, **options):
 @on_ranks(2, 3)
 def test_a_sum_is_rounded_once_before_and_once_after(comm, wire_dtype, error_feedback):
     for dtype in FLOATS:
-        for numel in SIZES:
+        results = []
+        for numel in SIZES if dtype == torch.float32 else SIZES[:3]:
             shards = shards_of(dtype, comm.world_size, numel)
             gradients, bucket = _bind(
                 comm, shards[comm.rank], wire_dtype, error_feedback=error_feedback
@@ -169,13 +170,14 @@ def test_a_sum_is_rounded_once_before_and_once_after(comm, wire_dtype, error_fee
                 gradients.copy_(shards[comm.rank])
                 with in_chunks():
                     assert bucket.launch(op, []).present() == [True]
-                assert_same_on_all(comm, gradients)
+                results.append(gradients.clone())
                 if op == "sum" or not error_feedback:  # else there is a residual of the sum
                     exact = reduced([shard.double() for shard in shards], op)
                     sizes = torch.stack([shard.double().abs().max() for shard in shards])
                     bound = 2.1 * STEP[wire_dtype] * (sizes.sum() if op == "sum" else sizes.mean())
                     own = torch.finfo(dtype).eps * exact.abs()
                     assert ((gradients.double() - exact).abs() <= bound + own).all()
+        assert_same_on_all(comm, torch.cat(results))
 
 
 @over_torch
@@ -186,6 +188,7 @@ def test_a_sum_is_rounded_once_before_and_once_after(comm, wire_dtype, error_fee
 def test_ranks_have_the_same_bits_and_no_infinity_is_lost(comm, wire_dtype, error_feedback):
     torch.set_num_threads(1 + comm.rank % 2)  # which cut loops at other places
     for dtype in FLOATS if not error_feedback else FLOATS[:1]:
+        results = []
         for numel in SIZES[1:] if dtype == torch.float32 else SIZES[1:3]:
             shards = shards_with_nans(dtype, comm.world_size, numel)
             gradients, bucket = _bind(
@@ -194,9 +197,10 @@ def test_ranks_have_the_same_bits_and_no_infinity_is_lost(comm, wire_dtype, erro
             for op in ("mean",) if error_feedback else OPS:
                 gradients.copy_(shards[comm.rank])
                 bucket.launch(op, []).wait()
-                assert_same_on_all(comm, gradients)
+                results.append(gradients.clone())
                 exact = reduced(shards, op)
                 assert not gradients[~exact.isfinite()].isfinite().any()
+        assert_same_on_all(comm, torch.cat(results))
     torch.set_num_threads(1)
 
 
