@@ -223,7 +223,7 @@ class Reducer(ReducerFlags):
         model = self._attached_model()
         before = [pair for bucket in self._buckets for pair in bucket.named_parameters()]
         now = self._named_parameters()
-        self.sharded_by.set_state_aside(self._buckets)
+        self.sharded_by.set_state_aside()
         self._release()
         refuse_replaced(before, now)
         try:

@@ -140,12 +140,25 @@ class ShardedOptimizer(Optimizer):
 
     def set_state_aside(self) -> None:
         """See shares.Stepper."""
+        if self._buckets:
+            self._agree_on_refresh()
         parameters = self._parameters()
         whole = self._gather_state() if self._buckets else {}
         self._aside = {parameters[i]: state for i, state in whole.items()}
         # their memory goes with them
         self._buckets, self._parts = [], {}
         self._make_inner({})
+
+    def _agree_on_refresh(self) -> None:
+        problem = None
+        try:
+            for bucket in self._buckets:
+                _share_of(bucket).refuse_refresh(
+                    bucket.names, bucket.parameters, bool(self._inner.state)
+                )
+        except FastcommError as error:
+            problem = error
+        agreement.compare(self.comm, problem, {}, [], "cannot refresh its ShardedOptimizer")
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
@@ -219,6 +232,8 @@ class ShardedOptimizer(Optimizer):
             self._step_pieces()
             self._spread()
         except BaseException as error:
+            if self.is_torn:
+                self._drop()
             # the other ranks wait for this one's share
             with contextlib.suppress(FastcommError):
                 self.comm.abandon()
@@ -249,6 +264,9 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; drops the reduced gradients that this rank holds, too."""
         super().zero_grad(set_to_none)
+        self._drop()
+
+    def _drop(self) -> None:
         for bucket in self._buckets:
             _share_of(bucket).drop()
 

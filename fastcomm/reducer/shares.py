@@ -131,6 +131,25 @@ class RankShare:
             if parameter is not None and parameter.grad is view:
                 parameter.grad = None
 
+    def refuse_refresh(
+        self, names: Sequence[str], parameters: Sequence[Parameter | None], has_state: bool
+    ) -> None:
+        """Raises FastcommError for gradients that would be lost, and naming a parameter of another
+        shape or dtype than its state.
+        """
+        if self.is_pending:
+            raise FastcommError(
+                "refresh() would lose the gradients that the ShardedOptimizer holds: call its "
+                "step() or zero_grad() first"
+            )
+        for name, parameter, view in zip(names, parameters, self._views, strict=True):
+            if has_state and parameter is not None and not _are_alike(parameter, view):
+                raise FastcommError(
+                    f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when the "
+                    "ShardedOptimizer stepped it, whose state does not fit: call detach() and "
+                    "attach(model), and make the optimizer anew, on every rank"
+                )
+
     def refuse_round(self) -> None:
         """Raises FastcommError where another round would overwrite gradients."""
         if self.is_pending:
@@ -172,11 +191,10 @@ class RankShare:
         """After parameter.data = ..., as when averaged weights are swapped in, the values lie
         elsewhere.
         """
-        if parameter.shape != view.shape or parameter.dtype != view.dtype:
+        if not _are_alike(parameter, view):
             raise FastcommError(
-                f"parameter {name} is {parameter.dtype} {list(parameter.shape)}, and was "
-                f"{view.dtype} {list(view.shape)} when its ShardedOptimizer was made: call "
-                "refresh() on every rank after changing it"
+                f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when its "
+                "ShardedOptimizer was made: call refresh() on every rank after changing it"
             )
         parameter.data = view.copy_(parameter.detach())
 
@@ -207,6 +225,14 @@ class RankShare:
                 parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
 
 
+def _are_alike(parameter: Tensor, view: Tensor) -> bool:
+    return parameter.shape == view.shape and parameter.dtype == view.dtype
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
 class Stepper(Protocol):
     """A ShardedOptimizer, as the reducer sees it."""
 
@@ -214,7 +240,9 @@ class Stepper(Protocol):
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
 
     def set_state_aside(self) -> None:
-        """The buckets are about to go: gathers the optimizer's state. Collective."""
+        """The buckets are about to go: gathers the optimizer's state. Collective. Raises on every
+        rank if one holds gradients that would be lost, or a state that would not fit.
+        """
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """These are the buckets from now on: takes back the state."""
@@ -285,17 +313,11 @@ class ShardedBy:
                 "give each parameter to one optimizer"
             )
 
-    def set_state_aside(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See Stepper. Raises FastcommError for gradients that would be lost."""
+    def set_state_aside(self) -> None:
+        """See Stepper."""
         stepper = self.stepper()
-        if stepper is None:
-            return
-        if any(bucket.share is not None and bucket.share.is_pending for bucket in buckets):
-            raise FastcommError(
-                "refresh() would lose the gradients that the ShardedOptimizer holds: call its "
-                "step() or zero_grad() first"
-            )
-        stepper.set_state_aside()
+        if stepper is not None:
+            stepper.set_state_aside()
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See Stepper."""

@@ -79,6 +79,20 @@ MUTATIONS = (
         tests=STATE_TESTS,
     ),
     Mutation(
+        name="sharded: a failed step keeps gradients that refresh() refuses to lose",
+        file=SHARDED,
+        old="            if self.is_torn:\n                self._drop()\n",
+        new="",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: a rank refuses a refresh() alone",
+        file=SHARDED,
+        old="            problem = error\n        agreement",
+        new="            raise\n        agreement",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
         name="sharded: refresh() forgets the state",
         file=SHARDED,
         old="        self._inner.state.update(states)\n",

@@ -207,10 +207,30 @@ def test_a_step_that_raises_on_one_rank(comm):
         pair.sharded.step()
     with pytest.raises(FastcommError, match=r"has failed.*refresh\(\)"):
         backward(pair.models[1], comm.rank)
-    pair.sharded.zero_grad()
     pair.reducers[1].refresh()
     pair.reducers[1].check_in_sync()
     backward(pair.models[1], comm.rank)
+
+
+@on_ranks(2)
+def test_a_refresh_that_one_rank_must_refuse(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    model, reducer = pair.models[1], pair.reducers[1]
+    pair.train()
+    backward(model, comm.rank)
+    if comm.rank == 0:
+        pair.sharded.zero_grad()
+    with pytest.raises(FastcommError, match=r"refresh\(\) would lose the gradients"):
+        reducer.refresh()
+    pair.sharded.zero_grad()
+    if comm.rank == 1:
+        model[2].weight.data = torch.zeros(16, 8)
+    with pytest.raises(FastcommError, match=r"parameter 2\.weight is .* \[16, 8\], and was"):
+        reducer.refresh()
+    if comm.rank == 1:
+        model[2].weight.data = torch.zeros(16, 16)
+    reducer.refresh()
+    reducer.check_in_sync()
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
