@@ -8,7 +8,7 @@ every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -155,45 +155,69 @@ def _layout(parameter: Tensor) -> dict[str, Any]:
     }
 
 
+class Call(NamedTuple):
+    """A call that every rank must make. makes: what differs if its options do. cannot: what a rank
+    with a problem fails to do.
+    """
+
+    name: str
+    makes: str
+    cannot: str
+
+
+ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
+
+
 def compare(
     comm: Communicator,
     problem: Exception | None,
     options: dict[str, Any],
-    model: list[Any] | None,
-    cannot: str = "cannot attach its model",
+    model: list[Any],
+    call: Call = ATTACH,
 ) -> None:
     """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
     has a problem in place of a model.
 
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
+    trouble = str(problem) if problem else None
     try:
-        ranks = gather_objects(comm, (str(problem) if problem else None, options, model))
+        ranks = gather_objects(comm, (call.name, trouble, options, model))
     except FastcommError as error:
-        raise _of_attach(error) from error
+        named = again(error)
+        named.args = (f"{error} (in {call.name}, which every rank must call)",)
+        raise named from error
+    first_call, _, first_options, first_model = ranks[0]
+    for rank, (their_call, _, _, _) in enumerate(ranks):
+        if their_call != first_call:
+            raise MismatchError(f"rank 0 calls {first_call}, and rank {rank} calls {their_call}")
     if problem is not None:
         raise problem
-    for rank, (trouble, _, _) in enumerate(ranks):
+    for rank, (_, trouble, theirs, their_model) in enumerate(ranks):
         if trouble is not None:
-            raise FastcommError(f"rank {rank} {cannot}: {trouble}")
-    for rank, (_, theirs, their_model) in enumerate(ranks):
-        for name, value in theirs.items():
-            if value != options[name]:
-                ours = f"{options[name]} on rank {comm.rank}"
-                raise MismatchError(
-                    f"the ranks have different reducers: {name} is {ours} and {value} on rank "
-                    f"{rank}"
-                )
-        difference = _first_difference(ranks[0][2], their_model, rank)
+            raise FastcommError(f"rank {rank} {call.cannot}: {trouble}")
+        name = _first_key(first_options, theirs)
+        if name is not None:
+            raise MismatchError(
+                f"the ranks have different {call.makes}: {name} is {first_options.get(name)} on "
+                f"rank 0 and {theirs.get(name)} on rank {rank}"
+            )
+        difference = _first_difference(first_model, their_model, rank)
         if difference is not None:
             raise MismatchError(f"the ranks attach different models: {difference}")
 
 
-def _of_attach(error: FastcommError) -> FastcommError:
-    """The error of an exchange, saying which call the exchange is a part of."""
-    named = again(error)
-    named.args = (f"{error} (in attach() or refresh(), which every rank must call)",)
-    return named
+def _first_key(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Of the first value that differs, or is there on one side only."""
+    return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), None)
+
+
+def shown(value: object) -> str:
+    """A value of an optimizer's group, as ranks compare it: all digits of a tensor, and no object's
+    address, which is each rank's own.
+    """
+    text = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
@@ -318,7 +342,7 @@ def optimizer_contents(
         if isinstance(value, Tensor):
             tensors.append((name, value))
         else:
-            values.append((name, repr(value)))
+            values.append((name, shown(value)))
 
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():

@@ -139,7 +139,7 @@ class Reducer(ReducerFlags):
         problem = agreement.find_problem(
             self._model is not None, named, buffers, self.comm.device, is_owned
         )
-        model = None if problem else agreement.signature(named, buffers)
+        model = [] if problem else agreement.signature(named, buffers)
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         self.number = next_number(self.comm)

@@ -43,6 +43,8 @@ _REFUSED = {
     torch.optim.LBFGS: "LBFGS looks at all parameters together: use another optimizer",
     torch.optim.SparseAdam: "SparseAdam steps sparse gradients, which are not reduced: use another",
 }
+_MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
+_REFRESH = agreement.Call("refresh()", "optimizers", "cannot refresh its ShardedOptimizer")
 _SAVED_AS = "fastcomm"  # a key of state_dict()
 
 
@@ -106,13 +108,14 @@ class ShardedOptimizer(Optimizer):
         except (ValueError, TypeError) as error:
             problem = error
         cuts = optimizer_class in _ELEMENTWISE if elementwise is None else elementwise
-        described = _described(plain, named) | {
-            "optimizer": getattr(optimizer_class, "__qualname__", repr(optimizer_class)),
+        described = {
+            "optimizer_class": getattr(optimizer_class, "__qualname__", repr(optimizer_class)),
             "keep_gradients": keep_gradients,
             "elementwise": cuts,
             "share_parameters": share_parameters,
+            **_described(plain, named),
         }
-        agreement.compare(reducer.comm, problem, described, [], "cannot make its ShardedOptimizer")
+        agreement.compare(reducer.comm, problem, described, [], _MAKING)
         assert plain is not None  # for the type checker: compare() has raised
         self.sharding = Sharding(keep_gradients, cuts, share_parameters)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
@@ -158,7 +161,7 @@ class ShardedOptimizer(Optimizer):
                 )
         except FastcommError as error:
             problem = error
-        agreement.compare(self.comm, problem, {}, [], "cannot refresh its ShardedOptimizer")
+        agreement.compare(self.comm, problem, {}, [], _REFRESH)
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
@@ -435,12 +438,12 @@ def _described(plain: Optimizer | None, named: dict[str, Parameter]) -> dict[str
     """The groups, as the ranks compare them."""
     names = {parameter: name for name, parameter in named.items()}
     groups = [] if plain is None else plain.param_groups
-    return {
-        "groups": [
-            {
-                "params": [names.get(p) for p in group["params"]],
-                **{key: str(value) for key, value in options_of(group).items()},
-            }
-            for group in groups
-        ]
-    }
+    described: dict[str, Any] = {"the number of groups": len(groups)}
+    for i, group in enumerate(groups):
+        described[f"the number of parameters in group {i}"] = len(group["params"])
+        for j, parameter in enumerate(group["params"]):
+            if parameter in names:
+                described[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
+        for key, value in options_of(group).items():
+            described[f"{key} of group {i}"] = agreement.shown(value)
+    return described

@@ -270,10 +270,31 @@ def test_parameters_without_a_group_or_a_model_are_refused(comm):
 def test_ranks_that_disagree(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    with pytest.raises(MismatchError, match="different reducers: groups"):
-        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1 * (1 + comm.rank))
+    lr = 0.1 + comm.rank / 2**20
+    for tried in (lr, torch.tensor(lr)):
+        with pytest.raises(MismatchError, match=r"different optimizers: lr of group 0 is 0\.1"):
+            fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=tried)
+    parameters = list(model.parameters())[:: 1 - 2 * comm.rank]
+    with pytest.raises(MismatchError, match=r"place of parameter 0\.weight is group 0, index 0 on"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, parameters, lr=0.1)
+    with pytest.raises(MismatchError, match=r"rank 0 calls ShardedOptimizer\(\), and rank 1 calls"):
+        if comm.rank:
+            fastcomm.Reducer(comm).attach(mlp())
+        else:
+            fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
     with pytest.raises((FastcommError, ValueError), match="Invalid learning rate"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1 if comm.rank else -1.0)
+
+
+@on_ranks(2)
+def test_options_that_are_objects(comm):
+    class Decaying(torch.optim.SGD):
+        def __init__(self, params, lr, decay):
+            super().__init__(params, lr=lr)
+            for group in self.param_groups:
+                group["decay"] = decay
+
+    Pair(comm, mlp(), Decaying, {"lr": 0.1, "decay": lambda step: 1.0}).train()
 
 
 @on_ranks(2)

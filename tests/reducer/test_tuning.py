@@ -130,7 +130,7 @@ def test_ranks_that_do_not_all_say_auto_are_told(ranks):
         2,
         fastcomm.MismatchError,
         _attach_with_different_sizes,
-        match="bucket_cap_mb is (auto on rank 0 and 25|25 on rank 1 and auto)",
+        match="bucket_cap_mb is auto on rank 0 and 25 on rank 1",
         survives=True,
     )
 
