@@ -2,8 +2,9 @@
 clipping would silently do nothing, and GradScaler find nothing. watch() mends both: clipping raises
 FastcommError, and GradScaler unscales each rank's shares and agrees over the ranks.
 
-The functions are replaced where torch looks them up, so it does not matter how they were imported;
-but for clip_grad_value_, which has to be imported after the first ShardedOptimizer was made.
+The functions are replaced where torch looks them up, so it does not matter how clip_grad_norm_ was
+imported. clip_grads_with_norm_ and clip_grad_value_ have to be imported after the first
+ShardedOptimizer was made.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from torch.nn.utils import clip_grad
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
+
+# What clips in clip_grad, and its name in torch.nn.utils.
+_CLIPPING = {
+    "_clip_grads_with_norm_": "clip_grads_with_norm_",
+    "clip_grad_value_": "clip_grad_value_",
+}
 
 
 class Holder(Protocol):
@@ -44,11 +51,10 @@ def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
     global _is_watching
     if _is_watching:
         return
-    for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+    for name, public in _CLIPPING.items():
         checked = _refusing(getattr(clip_grad, name), is_held)
         setattr(clip_grad, name, checked)
-        if hasattr(torch.nn.utils, name):
-            setattr(torch.nn.utils, name, checked)
+        setattr(torch.nn.utils, public, checked)
     GradScaler._unscale_grads_ = _agreeing(  # type: ignore[method-assign]
         GradScaler._unscale_grads_, kind
     )

@@ -280,7 +280,12 @@ def test_grad_scaler(comm, unscales):
 def test_torch_clipping_is_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
     backward(pair.models[1], comm.rank)
-    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+    utils = torch.nn.utils
+    for clip in (
+        utils.clip_grad_norm_,
+        utils.clip_grad_value_,
+        lambda parameters, norm: utils.clip_grads_with_norm_(parameters, norm, torch.ones(())),
+    ):
         with pytest.raises(FastcommError, match="reducer.clip_grad_norm_"):
             clip(pair.models[1].parameters(), 1.0)
         backward(pair.models[0], comm.rank)
