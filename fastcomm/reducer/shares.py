@@ -171,7 +171,7 @@ class RankShare:
         than the piece's.
         """
         for i, parameter in enumerate(parameters):
-            if parameter is not None and parameter.data_ptr() != self._views[i].data_ptr():
+            if parameter is not None and not _lies_as(parameter, self._views[i]):
                 self._take_back(names[i], parameter, self._views[i])
             gradient = None if parameter is None else parameter.grad
             piece = self.pieces[i]
@@ -196,7 +196,8 @@ class RankShare:
                 f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when its "
                 "ShardedOptimizer was made: call refresh() on every rank after changing it"
             )
-        parameter.data = view.copy_(parameter.detach())
+        # cloned, since p.data = p.data.t() leaves them on the view's own memory
+        parameter.data = view.copy_(parameter.detach().clone())
 
     def drop(self) -> None:
         """Leaves the pieces without gradients."""
@@ -223,6 +224,10 @@ class RankShare:
         for parameter in parameters:
             if parameter is not None:
                 parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
+
+
+def _lies_as(parameter: Tensor, view: Tensor) -> bool:
+    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
 
 
 def _are_alike(parameter: Tensor, view: Tensor) -> bool:

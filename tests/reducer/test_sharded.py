@@ -182,6 +182,7 @@ def test_parameters_whose_data_was_replaced(comm, buckets):
     def run(model, rank, step):
         for p in model.parameters():  # as when averaged weights are swapped in
             p.data = p.data.clone().mul_(1.5)
+        model[2].weight.data = model[2].weight.data.t()
         backward(model, rank, step)
 
     pair.train(run)
