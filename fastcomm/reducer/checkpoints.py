@@ -83,6 +83,18 @@ def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
     return mine
 
 
+def refuse_misfit(name: str, parameter: Parameter, whole: State) -> None:
+    """Raises ValueError if the parameter's state cannot be cut as the parameter is."""
+    for key, value in whole.items():
+        is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.numel() != 1
+        if is_tensor and value.shape != parameter.shape:
+            raise ValueError(
+                f"{key} of parameter {name} has shape {list(value.shape)} in this state, and the "
+                f"parameter has {list(parameter.shape)}: the state is another model's, of another "
+                "order of parameters, or one rank's part"
+            )
+
+
 def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
     """The piece's state, without what is cut."""
     if piece is None:

@@ -8,6 +8,7 @@ rank's pieces; this one holds the parameter groups that users and schedulers see
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -130,6 +131,13 @@ class ShardedOptimizer(Optimizer):
     def __repr__(self) -> str:
         own = type(self).__name__
         return super().__repr__().replace(own, f"{own} of {self._class.__name__}", 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy would have neither the reducer nor the other ranks' state."""
+        raise TypeError(
+            "a ShardedOptimizer cannot be copied or pickled: save its full_state_dict(), and load "
+            "that into one made by the same call"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Parameters that the reducer does not know yet are stepped after
@@ -302,28 +310,39 @@ class ShardedOptimizer(Optimizer):
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
         optimizer. Every rank gives the same one; no rank is asked. Raises ValueError for other
-        groups than these.
+        groups than these, and naming a parameter whose state has another shape.
         """
+        number_of = self._numbers_in(state_dict)
+        for bucket in self._buckets if self.sharding.cuts else ():
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if parameter is not None:
+                    state = state_dict["state"].get(number_of[parameter], {})
+                    checkpoints.refuse_misfit(name, parameter, state)
         self._load(state_dict, checkpoints.cut)
 
-    def _load(
-        self,
-        saved: dict[str, Any],
-        take: Callable[[Parameter, Piece, checkpoints.State], checkpoints.State],
-    ) -> None:
+    def _numbers_in(self, saved: dict[str, Any]) -> dict[Parameter, Any]:
+        """By which number the saved state knows each parameter."""
         groups = saved["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
                 "the state was saved with other parameter groups: give the optimizer the same "
                 "ones, with as many parameters"
             )
-        for mine, inner, theirs in zip(
-            self.param_groups, self._inner.param_groups, groups, strict=True
-        ):
-            mine.update(options_of(theirs))
-            inner.update(options_of(theirs))
         numbers = [number for group in groups for number in group["params"]]
-        number_of = dict(zip(self._parameters(), numbers, strict=True))
+        return dict(zip(self._parameters(), numbers, strict=True))
+
+    def _load(
+        self,
+        saved: dict[str, Any],
+        take: Callable[[Parameter, Piece, checkpoints.State], checkpoints.State],
+    ) -> None:
+        number_of = self._numbers_in(saved)
+        for mine, inner, theirs in zip(
+            self.param_groups, self._inner.param_groups, saved["param_groups"], strict=True
+        ):
+            options = copy.deepcopy(options_of(theirs))  # a tensor would be shared with `saved`
+            mine.update(options)
+            inner.update(options)
         state = {
             i: take(parameter, piece, saved["state"][number_of[parameter]])
             for i, (parameter, piece) in enumerate(self._pieces_of(number_of).items())

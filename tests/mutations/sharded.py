@@ -93,6 +93,20 @@ MUTATIONS = (
         tests=STATE_TESTS,
     ),
     Mutation(
+        name="sharded: a tensor of options belongs to the saved state, too",
+        file=SHARDED,
+        old="copy.deepcopy(options_of(theirs))",
+        new="options_of(theirs)",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: a transposed parameter is stepped by a gradient that is not",
+        file=SHARES,
+        old=" and parameter.stride() == view.stride()",
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
         name="sharded: refresh() forgets the state",
         file=SHARDED,
         old="        self._inner.state.update(states)\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -112,7 +113,33 @@ def test_a_state_of_other_groups_is_refused(comm):
         pair.sharded.load_full_state_dict(other.state_dict())
 
 
+@on_ranks(2)
+def test_a_state_of_another_shape_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": torch.tensor(0.01)})
+    pair.train()
+    whole, part = pair.sharded.full_state_dict(), pair.sharded.state_dict()
+    other = copy.deepcopy(whole)
+    other["state"][2]["exp_avg"].resize_(256)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 2\.weight has shape \[256\]"):
+        pair.sharded.load_full_state_dict(other)
+    del part["fastcomm"]  # as torch.distributed.checkpoint.state_dict saves it
+    with pytest.raises(ValueError, match="one rank's part"):
+        pair.sharded.load_state_dict(part)
+    saved = copy.deepcopy(whole)
+    pair.sharded.load_full_state_dict(saved)
+    saved["param_groups"][0]["lr"].fill_(5)
+    pair.train(first=STEPS)
+
+
 # what goes wrong
+
+
+@on_ranks(2)
+def test_a_copy_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    for make_copy in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"save its full_state_dict\(\)"):
+            make_copy(pair.sharded)
 
 
 @every_transport
