@@ -494,4 +494,5 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "paper": paper_section.section,
     "simulate": _simulate,
     "timeline": _plain,
+    "overhead": _plain,
 }

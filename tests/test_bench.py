@@ -134,6 +134,16 @@ def _caches_of(place, barriers):
     return importlib.import_module("allreduce_report").Barrier.of(barriers).caches
 
 
+def test_overhead_takes_a_step_apart(tmp_path):
+    path = tmp_path / "overhead.json"
+    printed = run("overhead.py", "--models", "mlp", "--rounds", "2", "--json", path)
+    assert "waiting for the slower rank" in printed
+    result = json.loads(path.read_text())
+    parts = result["models"]["mlp"]["parts"]
+    assert [row["part"] for row in result["rows"]] == list(parts)
+    assert all({"ms", "share_of_ddp", "cpu_ms", "page_faults"} <= set(p) for p in parts.values())
+
+
 def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     path = tmp_path / "step.json"
     printed = run(

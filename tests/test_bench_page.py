@@ -24,6 +24,7 @@ WITHOUT_PEER = (
     "simulate",
     "simulate-network",
     "timeline",
+    "overhead-2ranks",
 )  # nobody else has them
 SHOWN = ("allreduce-2ranks-comm", "step-2ranks", "host_cost")
 DESKTOP, PHONE = 1280, 390
