@@ -21,6 +21,7 @@ def extension(name: str) -> Extension:
         sources=[
             f"fastcomm/{name.replace('.', '/')}.pyx",
             *(CORE if name == "shm.ring" else ()),
+            *(["kernels/wire/blocks.c"] if name == "group.blocks" else ()),
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
@@ -50,6 +51,7 @@ EXTENSIONS = (
     *(
         "lifetime",
         "flat_buffers",
+        "group.blocks",
         "insight.recorder",
         "reducer.gradient_hook",
         "reducer.provenance",

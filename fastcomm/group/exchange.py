@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.errors import InitError
+from fastcomm.group.blocks import BLOCK
 from fastcomm.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
-from fastcomm.group.wire import BLOCK, Wire
+from fastcomm.group.wire import Wire
 
 # largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
@@ -192,10 +193,9 @@ class Exchange:
         for rank in others:
             wire.encode((index, rank), rows[rank], outgoing[rank])
         self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
-        for rank in others:
-            wire.decode(incoming[rank], rows[rank])
+        reduced = wire.reduce(incoming, rows, self._rank, op)
         result = outgoing[self._rank]
-        wire.encode((index, "result"), reduce_rows(rows, op), result)
+        wire.encode((index, "result"), reduced, result)
         self._wait(self.group._allgather_base(as_bytes(incoming), result))
         for rank, coded in enumerate(incoming):
             wire.decode(coded, rows[rank])

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from fastcomm.collective import addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
+from fastcomm.group.blocks import BLOCK
 from fastcomm.group.call import HALVES, cast, reduce_rows
 from fastcomm.group.communicator import Bootstrap, GroupCommunicator
 from fastcomm.group.exchange import GRACE, Exchange
-from fastcomm.group.wire import BLOCK, Wire
+from fastcomm.group.wire import Wire
 from fastcomm.shm.communicator import ShmCommunicator
 
 # Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
@@ -239,9 +240,7 @@ class HierarchicalExchange(Exchange):
         yield
         self._wait_for_all(works)
         for i, (rows, coded) in enumerate(zip(segments, received, strict=True)):
-            for host in others:
-                wire.decode(coded[host], rows[host])
-            result = reduce_rows(rows, "sum" if op == "mean" else op)
+            result = wire.reduce(coded, rows, self._host, "sum" if op == "mean" else op)
             wire.encode((index, i, "result"), result, coded[self._host])
         answers = [coded[self._host].expand(self._n_hosts, -1) for coded in received]
         works = self._trade(2 * index + 1, received, answers)

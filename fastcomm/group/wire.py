@@ -1,9 +1,9 @@
 """Wire: how the float32 numbers of a bucket travel in fewer bits, and what that has dropped.
 
-Two codecs turn numbers into bytes and back. Halves rounds to 16 bits. Blocks rounds to 8 bits, with
-one float32 scale for each block of 256 elements. With error feedback a Wire keeps what encoding has
-dropped (the residual) and adds it to what is encoded at the same place in the next round. Knows no
-rank and no group.
+Two codecs turn numbers into bytes and back. Halves rounds to 16 bits. BlockCodec rounds to 8 bits,
+with one float32 scale for each block of 256 elements. With error feedback a Wire keeps what
+encoding has dropped (the residual) and adds it to what is encoded at the same place in the next
+round. Knows no rank and no group.
 
 Decoding is one product of two floats, so equal bytes give equal bits on every machine.
 """
@@ -16,13 +16,8 @@ import torch
 from torch import Tensor
 
 from fastcomm.collective import BLOCK_DTYPES
-from fastcomm.group.call import cast
-
-# Elements that share a scale; all that is encoded is a multiple of it. The scales are 1.6% of the
-# bytes.
-BLOCK = 256
-_SCALE_NBYTES = 4
-_TINY = torch.finfo(torch.float32).tiny  # a smaller scale would lose its own bits
+from fastcomm.group.blocks import BlockCodec
+from fastcomm.group.call import cast, reduce_rows
 
 
 class Wire:
@@ -31,7 +26,8 @@ class Wire:
     """
 
     def __init__(self, dtype: torch.dtype, *, error_feedback: bool) -> None:
-        self._codec: Halves | Blocks = (Blocks if dtype in BLOCK_DTYPES else Halves)(dtype)
+        self._codec: Halves | BlockCodec
+        self._codec = BlockCodec(dtype) if dtype in BLOCK_DTYPES else Halves(dtype)
         self._feeds_back = error_feedback
         self._residuals: dict[Hashable, Tensor] = {}
 
@@ -42,26 +38,39 @@ class Wire:
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
 
     def encode(self, place: Hashable, values: Tensor, coded: Tensor) -> None:
-        """Writes the bytes of `values` into `coded`. With error feedback also adds the residual of
-        this place to `values`. An infinity or a NaN leaves no residual.
+        """Writes the bytes of `values` into `coded`; with error feedback those of the sum with the
+        residual of this place. An infinity or a NaN leaves no residual.
 
         place: what the values are a part of; equal in every round, and encoded once in each.
         """
-        if not self._feeds_back:
-            self._codec.encode(values, coded)
-            return
         residual = self._residuals.get(place)
-        if residual is None:
+        if residual is None and self._feeds_back:
             residual = self._residuals[place] = torch.zeros_like(values)
-        values.add_(residual)
-        self._codec.encode(values, coded)
-        self._codec.decode(coded, residual)
-        torch.sub(values, residual, out=residual)
-        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self._codec.encode(values, residual, coded)
 
     def decode(self, coded: Tensor, values: Tensor) -> None:
         """Writes what the bytes stand for into `values`."""
         self._codec.decode(coded, values)
+
+    def reduce(self, coded: Tensor, rows: Tensor, own: int, op: str) -> Tensor:
+        """Reduces rows, one after the other: what `coded` stands for, but for row `own`, which has
+        not travelled. The result may lie in `rows`, whose contents are lost.
+        """
+        others = [i for i in range(len(rows)) if i != own]
+        if isinstance(self._codec, Halves) or op not in ("sum", "mean"):
+            for i in others:
+                self._codec.decode(coded[i], rows[i])
+            return reduce_rows(rows, op)
+        in_order = range(len(rows)) if own > 1 else [own, *others]  # two may be added either way
+        total = rows[in_order[0]]
+        if own > 1:
+            self._codec.decode(coded[0], total)
+        for i in in_order[1:]:
+            if i == own:
+                total.add_(rows[own])
+            else:
+                self._codec.accumulate(coded[i], total)
+        return total.div_(len(rows)) if op == "mean" else total
 
 
 class Halves:
@@ -73,58 +82,17 @@ class Halves:
     def nbytes_of(self, numel: int) -> int:
         return numel * self._dtype.itemsize
 
-    def encode(self, values: Tensor, coded: Tensor) -> None:
-        coded.view(self._dtype).copy_(values)
+    def encode(self, values: Tensor, residual: Tensor | None, coded: Tensor) -> None:
+        """See BlockCodec.encode."""
+        halves = coded.view(self._dtype)
+        if residual is None:
+            halves.copy_(values)
+            return
+        residual.add_(values)
+        halves.copy_(residual)
+        residual.sub_(halves)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decode(self, coded: Tensor, values: Tensor) -> None:
+        """See BlockCodec.decode."""
         cast(coded.view(self._dtype), values)
-
-
-class Blocks:
-    """Elements of 8 bits, then the scales of their blocks: the largest magnitude of a block becomes
-    the dtype's largest number. A block with an infinity or a NaN arrives as NaNs altogether.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        self._largest = info.max
-
-    def nbytes_of(self, numel: int) -> int:
-        return numel + numel // BLOCK * _SCALE_NBYTES
-
-    def _parts(self, coded: Tensor) -> tuple[Tensor, Tensor]:
-        """The elements by blocks, and their scales."""
-        n_blocks = coded.numel() // (BLOCK + _SCALE_NBYTES)
-        elements, scales = coded[: n_blocks * BLOCK], coded[n_blocks * BLOCK :]
-        return elements.view(self._dtype).view(-1, BLOCK), scales.view(torch.float32).unsqueeze(1)
-
-    def encode(self, values: Tensor, coded: Tensor) -> None:
-        elements, scales = self._parts(coded)
-        blocks = values.view(-1, BLOCK)
-        scaled = blocks.abs()
-        torch.amax(scaled, 1, keepdim=True, out=scales)
-        scales.div_(self._largest).clamp_(min=_TINY)
-        scales.masked_fill_(~scales.isfinite(), float("nan"))
-        torch.div(blocks, scales, out=scaled)
-        elements.copy_(scaled if self._dtype.is_floating_point else scaled.round_())
-
-    def decode(self, coded: Tensor, values: Tensor) -> None:
-        elements, scales = self._parts(coded)
-        blocks = values.view(-1, BLOCK)
-        if self._dtype.is_floating_point:
-            blocks.copy_(_widen_float8(elements)).mul_(scales * _FLOAT8_SHIFT)
-        else:
-            blocks.copy_(elements).mul_(scales)
-
-
-# float8_e4m3fn's exponents are biased by 7, float16's by 15.
-_FLOAT8_SHIFT = 2.0**8
-
-
-def _widen_float8(elements: Tensor) -> Tensor:
-    """float8_e4m3fn / _FLOAT8_SHIFT as float16, exactly, NaNs apart: sign, exponent and mantissa
-    moved to their places. Many times as fast as torch's own conversion.
-    """
-    bits = elements.view(torch.int8).to(torch.int16)
-    return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)

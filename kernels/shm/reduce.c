@@ -12,54 +12,18 @@
 #include <string.h>
 
 #include "reduce_16bit.h"
+#include "simd.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
-#endif
-
-/* The loader's choice needs glibc's ifunc. FASTCOMM_NO_CLONES is for sanitizers, whose run time is
- * not ready when ifuncs are resolved. */
-#if !defined(__x86_64__) || !defined(__GLIBC__) || defined(FASTCOMM_NO_CLONES)
-#define CLONES
-#elif defined(__clang__) || __GNUC__ < 12
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else /* with AVX-512BW, which 16-bit floats need to be fast */
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#endif
-
-/* No iteration depends on another one: an output is one of the inputs, or overlaps none of them. */
-#if defined(__clang__)
-#define INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
 #endif
 
 /* For the loop over the inputs: otherwise the compiler merges two of its iterations, and no longer
  * vectorises the inner loop. */
 #define ONE_BY_ONE __asm__ volatile("" ::: "memory")
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Elements that are accumulated at a time: few enough that the blocks of many inputs stay in the
  * cache. */
 enum { BLOCK = 512 };
-
-INLINE float float_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t bits_of_float(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-/* All ones where a condition holds. Masks rather than `?:`, which the compiler turns into branches
- * around floating-point operations (they might trap) and then cannot vectorise. */
-INLINE uint32_t mask_if(int condition) {
-    return -(uint32_t)condition;
-}
 
 /* Each conversion is integer arithmetic except for one operation, whose operands and result are
  * normal numbers: it is exact even where the processor flushes subnormals to zero. */

@@ -33,6 +33,9 @@ COMPILER = (
     *("-ffp-contract=off", "-fvisibility=hidden", "-Ikernels", "-ldl"),
 )
 
+# The C that an extension is made of, beside its own.
+CORES = {"shm.ring": "kernels/shm/*.c", "group.blocks": "kernels/wire/*.c"}
+
 
 class Tree:
     """The copy."""
@@ -61,7 +64,7 @@ class Tree:
 
     def _compile(self, name: str, module: Path) -> None:
         stem = f"fastcomm/{name.replace('.', '/')}"
-        core = sorted(self._path.glob("kernels/shm/*.c")) if name == "shm.ring" else []
+        core = sorted(self._path.glob(CORES[name])) if name in CORES else []
         include = sysconfig.get_path("include")
         for command in (
             (sys.executable, "-m", "cython", f"{stem}.pyx"),

@@ -10,9 +10,11 @@ HIERARCHICAL = "fastcomm/group/hierarchical.py"
 EXCHANGE = "fastcomm/group/exchange.py"
 CALL = "fastcomm/group/call.py"
 WIRE = "fastcomm/group/wire.py"
+BLOCKS = "kernels/wire/blocks.c"
 
 ENDING_TESTS = "tests/group/test_ending.py"
 WIRE_TESTS = "tests/group/test_wires.py::test_"
+BLOCK_TESTS = "tests/group/test_blocks.py::test_"
 
 MUTATIONS = (
     Mutation(
@@ -106,9 +108,16 @@ MUTATIONS = (
     Mutation(
         name="wire: what was dropped is not added to the next round",
         file=WIRE,
-        old="        values.add_(residual)\n",
-        new="",
+        old="        residual.add_(values)\n        halves.copy_(residual)\n",
+        new="        halves.copy_(values)\n        residual.copy_(values)\n",
         tests=(f"{WIRE_TESTS}fed_back_rounds_add_up_to_what_was_given_within_one_rounding",),
+    ),
+    Mutation(
+        name="wire: a block leaves out what was dropped before",
+        file=BLOCKS,
+        old="wide[i] = block[i] + dropped[i];",
+        new="wide[i] = block[i] + 0 * dropped[i];",
+        tests=(f"{BLOCK_TESTS}what_is_coded_decoded_and_kept_has_the_bits_of_torchs_operations",),
     ),
     Mutation(
         name="wire: one residual for all places",
@@ -127,27 +136,91 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="wire: an infinity of a block is fed back",
+        file=BLOCKS,
+        old="dropped[i] = without_nonfinite(wide[i] - rounded.value * scale); ",
+        new="dropped[i] = wide[i] - rounded.value * scale;",
+        tests=(f"{BLOCK_TESTS}what_is_coded_decoded_and_kept_has_the_bits_of_torchs_operations",),
+    ),
+    Mutation(
         name="wire: an infinity leaves its block finite",
-        file=WIRE,
-        old='        scales.masked_fill_(~scales.isfinite(), float("nan"))\n',
-        new="        scales.nan_to_num_()\n",
+        file=BLOCKS,
+        old="return largest >= INFINITE ? float_of_bits(QUIET_NAN) :",
+        new="return largest >= INFINITE ? 1 :",
         tests=(
             f"{WIRE_TESTS}what_is_not_finite_is_not_finite_on_the_other_side_and_is_not_fed_back",
         ),
     ),
     Mutation(
+        name="wire: a block of NaNs has elements that the compiler chose",
+        file=BLOCKS,
+        old="narrow[i] = rounded.element & is_number;",
+        new="narrow[i] = rounded.element;",
+        tests=(f"{BLOCK_TESTS}what_is_coded_decoded_and_kept_has_the_bits_of_torchs_operations",),
+    ),
+    Mutation(
         name="wire: int8 cuts off in place of rounding",
-        file=WIRE,
-        old="else scaled.round_())",
-        new="else scaled)",
+        file=BLOCKS,
+        old="    const float sum = value + 0x1.8p23f;\n",
+        new="    const float sum = (float)(int)(value == value ? value : 0) + 0x1.8p23f;\n",
         tests=(f"{WIRE_TESTS}int8_is_off_by_half_a_step_of_its_block_at_most",),
     ),
     Mutation(
         name="wire: a scale has fewer bits than it needs",
-        file=WIRE,
-        old=".clamp_(min=_TINY)",
-        new="",
+        file=BLOCKS,
+        old="scale < FLT_MIN ? FLT_MIN : scale",
+        new="scale",
         tests=(f"{WIRE_TESTS}the_smallest_numbers_become_zeros_and_not_others",),
+    ),
+    Mutation(
+        name="wire: a block is multiplied by the reciprocal of its scale",
+        file=BLOCKS,
+        old="NARROW(wide[i] / scale)",
+        new="NARROW(wide[i] * (1 / scale))",
+        tests=(
+            f"{BLOCK_TESTS}every_number_and_what_is_next_to_the_middles_is_rounded_to_the_nearest",
+        ),
+    ),
+    Mutation(
+        name="wire: float8 has no subnormals",
+        file=BLOCKS,
+        old="own > smallest ? own : smallest, addend",
+        new="own > smallest ? own : smallest - (20u << 23), addend",
+        tests=(
+            f"{BLOCK_TESTS}every_number_and_what_is_next_to_the_middles_is_rounded_to_the_nearest",
+        ),
+    ),
+    Mutation(
+        name="wire: float8 rounds to 5 bits and cuts one off",
+        file=BLOCKS,
+        old="addend = exponent + (20u << 23);",
+        new="addend = exponent + (20u << 23) + 1;",
+        tests=(
+            f"{BLOCK_TESTS}every_number_and_what_is_next_to_the_middles_is_rounded_to_the_nearest",
+        ),
+    ),
+    Mutation(
+        name="wire: float8 subnormals widen to nothing",
+        file=BLOCKS,
+        old="(normal & ~is_subnormal) | (subnormal & is_subnormal) | sign",
+        new="(normal & ~is_subnormal) | sign",
+        tests=(
+            f"{BLOCK_TESTS}every_number_and_what_is_next_to_the_middles_is_rounded_to_the_nearest",
+        ),
+    ),
+    Mutation(
+        name="wire: a sum writes over what was there",
+        file=BLOCKS,
+        old="block[i] += WIDEN(narrow[i]) * scale;",
+        new="block[i] = WIDEN(narrow[i]) * scale;",
+        tests=(f"{BLOCK_TESTS}what_is_coded_decoded_and_kept_has_the_bits_of_torchs_operations",),
+    ),
+    Mutation(
+        name="wire: rows after the own one are added before it",
+        file=WIRE,
+        old="in_order = range(len(rows)) if own > 1 else [own, *others]",
+        new="in_order = [own, *others]",
+        tests=(f"{BLOCK_TESTS}rows_are_reduced_in_their_order_wherever_the_own_one_stands",),
     ),
     Mutation(
         name="wire: presence is rounded beside the gradients",
@@ -166,8 +239,8 @@ MUTATIONS = (
     Mutation(
         name="group: a rank adds what others have sent to shards that are not its own",
         file=EXCHANGE,
-        old="            wire.decode(incoming[rank], rows[rank])\n        result",
-        new="            pass\n        result",
+        old="reduced = wire.reduce(incoming, rows, self._rank, op)",
+        new="reduced = reduce_rows(rows, op)",
         tests=(f"{WIRE_TESTS}a_sum_is_rounded_once_before_and_once_after",),
     ),
 )

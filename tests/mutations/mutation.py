@@ -29,6 +29,8 @@ class Mutation:
         if path.parts[:2] == ("kernels", "shm"):
             is_arithmetic = path.name.startswith("reduce")
             return ("shm.ring", "shm.reduce") if is_arithmetic else ("shm.ring",)
+        if path.parts[:2] == ("kernels", "wire"):
+            return ("group.blocks",)
         if path.suffix == ".pyx":
             return (".".join(path.with_suffix("").parts[1:]),)
         return ()  # Python; kernels/cuda is compiled by the tests themselves
