@@ -5,6 +5,7 @@ bucket views), in one run.
     python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --models gpt2 --optimizer adamw --ways local fastcomm sharded
+    python bench/step.py --models mlp gpt2 --ways local fastcomm weighted
     python bench/step.py --models gpt2 --memory   what each way's parameters and gradients take
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
     python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
@@ -18,6 +19,9 @@ rounds of (way - local), so that what slows a whole round does not count.
 On a GPU a time is what passes between two events around the steps of a turn, and both sides also
 send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. On one card alone NCCL
 moves nothing: the overhead is what the reducers do themselves.
+
+"weighted" is fastcomm with another weight on every rank (reducer.set_weight), and its step is set
+beside fastcomm's without.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its share, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
@@ -59,7 +63,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
 }
-WAYS = ("local", "fastcomm", "sharded", "shared", "ddp", "ddp_views")
+WAYS = ("local", "fastcomm", "weighted", "sharded", "shared", "ddp", "ddp_views")
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -211,6 +215,8 @@ def make_steps(
         else:
             optimizers[way] = kind(model.parameters(), **defaults)
         step = case.training_step(model, batch, optimizers[way])
+        if way == "weighted":
+            step = weighted_step(reducer, step)
         step.keep = reducer  # type: ignore[attr-defined]  # a reducer lives as long as its step
         return step
 
@@ -229,6 +235,7 @@ def make_steps(
     makers: dict[str, Callable[[], Callable[[], None]]] = {
         "local": lambda: step_of("local", copy.deepcopy(original)),
         "fastcomm": lambda: with_fastcomm("fastcomm"),
+        "weighted": lambda: with_fastcomm("weighted"),
         "sharded": lambda: with_fastcomm("sharded"),
         "shared": lambda: with_fastcomm("shared"),
         "ddp": lambda: with_ddp("ddp"),
@@ -241,6 +248,16 @@ def make_steps(
             "ddp_bf16": with_ddp("ddp_bf16", bf16_compress_hook),
         }
     return steps, optimizers
+
+
+def weighted_step(reducer: Any, step: Callable[[], None]) -> Callable[[], None]:
+    """The step with a weight that is another one on every rank."""
+
+    def weigh_and_step() -> None:
+        reducer.set_weight(5 - reducer.comm.rank % 5)
+        step()
+
+    return weigh_and_step
 
 
 def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str, Any]:
@@ -260,9 +277,10 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
         if peer in overhead:
             share = overhead["fastcomm"] / overhead[peer]
             result[f"fastcomm_share_of_{peer}_overhead"] = round(share, 3)
-    if "sharded" in ways:
-        ratios = [a / b for a, b in zip(samples["sharded"], samples["local"], strict=True)]
-        result["sharded_over_local"] = round(statistics.median(ratios), 3)
+    for way, peer in (("sharded", "local"), ("weighted", "fastcomm")):
+        if way in ways:
+            ratios = [a / b for a, b in zip(samples[way], samples[peer], strict=True)]
+            result[f"{way}_over_{peer}"] = round(statistics.median(ratios), 3)
     if "ddp_bf16" in overhead:
         result["fastcomm_bf16_share_of_ddp_bf16_overhead"] = round(
             overhead["fastcomm_bf16"] / overhead["ddp_bf16"], 3
@@ -277,6 +295,9 @@ def print_result(result: dict[str, Any]) -> None:
         share = result.get(f"fastcomm_share_of_{peer}_overhead")
         if share is not None:
             print(f"  fastcomm's overhead is {share:.2f} of {words}", flush=True)
+    if "weighted_over_fastcomm" in result:
+        share = result["weighted_over_fastcomm"]
+        print(f"  the step with weights takes {share:.3f} of the one without", flush=True)
     if "sharded_over_local" in result:
         state = result["state_mb"]
         print(

@@ -16,6 +16,10 @@ from torch.distributed import ReduceOp
 
 OPS = ("sum", "mean", "min", "max", "prod")
 Op: TypeAlias = str | ReduceOp.RedOpType  # which canonical_op takes
+# Of buckets alone, where ranks have weights: gradients are of losses that are means over a rank's
+# data, or sums over it. Both divide by the sum of the weights.
+WEIGHTED_OPS = {"mean": "weighted mean", "sum": "weighted sum"}
+BUCKET_OPS = (*OPS, *WEIGHTED_OPS.values())
 _ALIASES = {"avg": "mean", "product": "prod"}
 
 # What the CPU transports reduce; NCCL's list depends on its version.
@@ -74,7 +78,13 @@ def presence_values(op: str) -> tuple[float, float]:
     """The values that a rank contributes for a parameter without and with a gradient. Their
     reduction over all ranks is the first value only if no rank has a gradient.
     """
-    return {"min": (0.0, -1.0), "prod": (1.0, 0.0)}.get(op, (0.0, 1.0))
+    return _PRESENCE.get(op, (0.0, 1.0))
+
+
+# A weight may be a small part of all: even in float16 its product with 2**14 is not 0.
+_PRESENCE = {"min": (0.0, -1.0), "prod": (1.0, 0.0)} | dict.fromkeys(
+    WEIGHTED_OPS.values(), (0.0, 2.0**14)
+)
 
 
 def addends_of_mean(tensor: Tensor, n: int) -> Tensor:

@@ -11,7 +11,7 @@ import itertools
 import pickle
 import sys
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,17 @@ class _Together(Work):
         return all(work.is_completed() for work in self._works)
 
 
+class Weight(NamedTuple):
+    """What one rank's gradients count in a round. The result is the sum over the ranks of scale *
+    gradients, divided by the sum of their totals; where that is 0, it is 0.
+
+    total: the rank's weight, of all its data. scale: 0 where total is.
+    """
+
+    total: float
+    scale: float
+
+
 class BucketWork(Work):
     """A bucket under way."""
 
@@ -104,9 +115,12 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(self, op: str, missing: list[int], step: int = 0) -> BucketWork:
+    def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
+
+        weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
+        total is 0, all views are missing.
 
         step: how many steps this rank's optimizers have made. Ranks that have made different
         numbers get MismatchError, all of them; over NCCL only where one waits for ever.
@@ -264,6 +278,13 @@ class Communicator(abc.ABC):
         error_feedback: keep what wire_dtype, of 8 or 16 bits, has dropped, and add it to what is
         sent in the next round. Only where feeds_back_errors.
         """
+
+    def share_weight(self, weight: Weight) -> Any:
+        """For reducers: tells the ranks the weight of this one in the round that begins, and
+        returns what the launches of its buckets need. All ranks call it, before the first bucket.
+        Here it does nothing: the weight travels with what announces a bucket.
+        """
+        return weight
 
     def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
         """For reducers: copies each rank's share of `flat`, the elements from bounds[rank] to

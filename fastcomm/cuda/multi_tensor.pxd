@@ -49,9 +49,10 @@ cdef class MultiTensor:
     cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *
     cdef _make_stats(self)
     cdef void *_flat_data(self, flat) except? NULL
-    cdef int flatten_on(self, CUstream stream, void *flat, double scale) except -1 nogil
+    cdef int flatten_on(self, CUstream stream, void *flat, double scale,
+                        const void *divisor) except -1 nogil
     cdef int unflatten_on(self, CUstream stream, const void *flat, double scale,
                           bint with_stats) except -1 nogil
     cdef int norm_on(self, CUstream stream) except -1 nogil
     cdef int _launch(self, Pass which, CUstream stream, const void **flat, double *scale,
-                     bint with_stats) except -1 nogil
+                     const void **divisor, bint with_stats) except -1 nogil

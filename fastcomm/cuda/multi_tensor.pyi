@@ -27,7 +27,13 @@ class MultiTensor:
         device: Device,
         longer: MultiTensor | None = None,
     ) -> None: ...
-    def flatten(self, tensors: list[Tensor], flat: Tensor, scale: float = 1.0) -> None: ...
+    def flatten(
+        self,
+        tensors: list[Tensor],
+        flat: Tensor,
+        scale: float = 1.0,
+        divisor: Tensor | None = None,
+    ) -> None: ...
     def unflatten(
         self, flat: Tensor, tensors: list[Tensor], scale: float = 1.0, *, with_stats: bool = False
     ) -> None: ...

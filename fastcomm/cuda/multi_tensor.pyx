@@ -127,25 +127,31 @@ cdef class MultiTensor:
             self.parts[i].stats = <void *><size_t>self.stats[i].data_ptr()
             self.parts[i].ticket = <void *><size_t>self.tickets[i].data_ptr()
 
-    cdef int flatten_on(self, CUstream stream, void *flat, double scale) except -1 nogil:
-        """Launches flat = tensors * scale. The tensors' addresses are in `addresses`."""
-        return self._launch(FLATTEN, stream, <const void **>&flat, &scale, False)
+    cdef int flatten_on(
+        self, CUstream stream, void *flat, double scale, const void *divisor
+    ) except -1 nogil:
+        """Launches flat = tensors * scale. The tensors' addresses are in `addresses`. divisor: of
+        the scale, on the device, in float64; see flatten.cu. NULL: none.
+        """
+        return self._launch(FLATTEN, stream, <const void **>&flat, &scale, &divisor, False)
 
     cdef int unflatten_on(
         self, CUstream stream, const void *flat, double scale, bint with_stats
     ) except -1 nogil:
         """Launches tensors = flat * scale, and the statistics of the result into `stats`."""
-        return self._launch(UNFLATTEN, stream, &flat, &scale, with_stats)
+        return self._launch(UNFLATTEN, stream, &flat, &scale, NULL, with_stats)
 
     cdef int norm_on(self, CUstream stream) except -1 nogil:
         """Launches the pass that reads the tensors and leaves what it finds in `stats`."""
-        return self._launch(NORM, stream, NULL, NULL, True)
+        return self._launch(NORM, stream, NULL, NULL, NULL, True)
 
     cdef int _launch(
-        self, Pass which, CUstream stream, const void **flat, double *scale, bint with_stats
+        self, Pass which, CUstream stream, const void **flat, double *scale,
+        const void **divisor, bint with_stats
     ) except -1 nogil:
         """One launch for each part. Parameters in the kernels' order: the tensors and their tiles;
-        for all but NORM, the flat buffer and the scale; for all but FLATTEN, the statistics.
+        for all but NORM, the flat buffer and the scale; for FLATTEN, the scale's divisor, for the
+        others the statistics.
         """
         cdef void *parameters[7]
         cdef void *no_stats = NULL
@@ -161,25 +167,31 @@ cdef class MultiTensor:
             parameters[1], parameters[2], n = &part.tiles, &part.n_tiles, 3
             if which != NORM:
                 parameters[3], parameters[4], n = <void *>flat, scale, 5
-            parameters[n] = &part.stats if with_stats else &no_stats
-            parameters[n + 1] = &part.ticket
+            if which == FLATTEN:
+                parameters[n] = <void *>divisor
+            else:
+                parameters[n] = &part.stats if with_stats else &no_stats
+                parameters[n + 1] = &part.ticket
             check(driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0,
                                 stream, parameters, NULL), b"cuLaunchKernel")
         return 0
 
     # -- the same from Python, on the current stream --
 
-    def flatten(self, list tensors, flat, double scale=1.0):
+    def flatten(self, list tensors, flat, double scale=1.0, divisor=None):
         """flat[offsets[i] ...] = tensors[i] * scale, cast. The tensors are contiguous and have
-        numels[i] elements, else ValueError.
+        numels[i] elements, else ValueError. divisor: of the scale, one float64 on the device.
         """
+        cdef const void *by = NULL
+        if divisor is not None:
+            by = <const void *><size_t>divisor.data_ptr()
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
         cdef CUstream current = self.device.current_stream()
         cdef CUcontext before = self.device.enter()
         try:
             with nogil:
-                self.flatten_on(current, data, scale)
+                self.flatten_on(current, data, scale, by)
         finally:
             self.device.leave(before)
 

@@ -8,8 +8,9 @@ A reduction applies torch's operations in rank order. All data travels as bytes.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from fastcomm.collective import (
     BLOCK_DTYPES,
+    BUCKET_OPS,
     CPU_DTYPES,
-    OPS,
+    WEIGHTED_OPS,
     addends_of_mean,
     mean_of_addends,
     sentence,
@@ -38,7 +40,9 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as the ranks announce it to each other. It must be equal on all of them."""
+    """A collective as the ranks announce it to each other. It must be equal on all of them, but for
+    the weight: see communicator.Weight.
+    """
 
     kind: str
     numel: int = 0
@@ -48,19 +52,25 @@ class Call:
     src: int = 0
     label: int = 0
     step: int = 0
+    weight: float = field(default=0.0, compare=False)
+    scale: float = field(default=0.0, compare=False)
 
     def numbers(self) -> list[int]:
+        *values, weight, scale = astuple(self)
         dtypes = CPU_DTYPES, CARRIED_DTYPES
-        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), *dtypes, OPS, (), (), ())
-        return [
+        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), *dtypes, BUCKET_OPS, (), (), ())
+        numbers = [
             choices.index(value) if choices else value
-            for choices, value in zip(codes, astuple(self), strict=True)
+            for choices, value in zip(codes, values, strict=True)
         ]
+        return [*numbers, *struct.unpack("qq", struct.pack("dd", weight, scale))]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Call:
-        kind, numel, dtype, wire, op, *others = numbers
-        return Call(KINDS[kind], numel, CPU_DTYPES[dtype], CARRIED_DTYPES[wire], OPS[op], *others)
+        kind, numel, dtype, wire, op, src, label, step, *bits = numbers
+        dtypes = CPU_DTYPES[dtype], CARRIED_DTYPES[wire]
+        weight, scale = struct.unpack("dd", struct.pack("qq", *bits))
+        return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], src, label, step, weight, scale)
 
     def __str__(self) -> str:
         if self.kind in ("barrier", "abandon"):
@@ -89,12 +99,26 @@ _STEPS: dict[str, Any] = {
 }
 
 
-def reduce_rows(rows: Tensor, op: str) -> Tensor:
+def factors_of(calls: Sequence[Call]) -> list[float] | None:
+    """By what each rank's tensor is multiplied before it is added, if the ranks have weights."""
+    if calls[0].op not in WEIGHTED_OPS.values():
+        return None
+    total = sum(call.weight for call in calls)
+    return [call.scale / total if total else 0.0 for call in calls]
+
+
+def reduce_rows(rows: Tensor, op: str, factors: Sequence[float] | None = None) -> Tensor:
     """Reduces the rows, one after the other; 16-bit floats in float32, rounded once.
 
-    Integers wrap around, but their mean is exact, truncated towards zero.
+    Integers wrap around, but their mean is exact, truncated towards zero. factors: of the rows,
+    whose products are added then, whatever the op.
     """
     n, dtype = len(rows), rows.dtype
+    if factors is not None:
+        wide = rows.to(torch.float32) if dtype in HALVES else rows
+        products = (row * factor for row, factor in zip(wide, factors, strict=True))
+        weighted: Tensor = functools.reduce(torch.Tensor.add_, products)
+        return weighted.to(dtype)
     if op == "mean" and not dtype.is_floating_point:
         addends = (addends_of_mean(row, n) for row in rows)
         return mean_of_addends(functools.reduce(torch.Tensor.add_, addends), n).to(dtype)

@@ -37,7 +37,7 @@ from fastcomm.collective import (
     refuse_tensor,
     share_of,
 )
-from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
+from fastcomm.communicator import Communicator, Weight, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
 from fastcomm.group.call import CARRIED_DTYPES, Call, as_bytes
 from fastcomm.group.exchange import Exchange
@@ -196,9 +196,10 @@ class GroupCommunicator(Communicator):
             reduce = self._exchange.reduction_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
 
-        def work_of(op: str, presence: Tensor, step: int) -> GroupWork:
+        def work_of(op: str, presence: Tensor, step: int, weight: Weight | None) -> GroupWork:
             self._queue.check_usable()
-            call = Call("all_reduce", flat.numel(), flat.dtype, wire, op, label=label, step=step)
+            kind = "all_reduce", flat.numel(), flat.dtype, wire, op, 0, label, step
+            call = Call(*kind, *(weight or ()))
             return GroupWork(
                 self._queue,
                 call,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -97,34 +97,35 @@ class Exchange:
         """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
         return wire_dtype or dtype
 
-    def reduction_of(
-        self, flat: Tensor, wire_dtype: torch.dtype | None
-    ) -> Callable[[str, Tensor | None], None]:
-        """A function that reduces a bucket, given the op and the rows."""
+    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[..., None]:
+        """A function that reduces a bucket, given the op, the rows and, where the ranks have
+        weights, the factors.
+        """
         if wire_dtype is None or wire_dtype == flat.dtype:
             return functools.partial(self.all_reduce, flat)
         with torch.inference_mode(False):  # buckets may be made under it
             wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
 
-        def reduce(op: str, rows: Tensor | None) -> None:
-            wire.copy_(flat)
-            self.all_reduce(wire, op)
+        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
+            if factors is None:
+                wire.copy_(flat)
+            else:  # before the wire, whose range may be small
+                torch.mul(flat, factors[self._rank], out=wire)
+            self.all_reduce(wire, op if factors is None else "sum")
             cast(wire, flat)
 
         return reduce
 
-    def coded_reduction_of(
-        self, flat: Tensor, n_views: int, wire: Wire
-    ) -> Callable[[str, Tensor | None], None]:
+    def coded_reduction_of(self, flat: Tensor, n_views: int, wire: Wire) -> Callable[..., None]:
         """As reduction_of, of a bucket whose gradients a wire carries. Their presence is reduced by
         itself, as no rounding may change it: the rows are of that.
         """
         end = flat.numel() - n_views
         gradients, presence = flat[:end], flat[end:]
 
-        def reduce(op: str, rows: Tensor | None) -> None:
-            self.all_reduce(presence, op, rows)
-            self.reduce_coded(gradients, op, wire)
+        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
+            self.all_reduce(presence, op, rows, factors)
+            self.reduce_coded(gradients, op, wire, factors)
 
         return reduce
 
@@ -152,38 +153,50 @@ class Exchange:
             payload.dtype
         )
 
-    # rows, in each of these: the payloads that came with the announcement, or None.
+    # rows, in each of these: the payloads that came with the announcement, or None. factors: of the
+    # ranks' tensors, where they have weights.
 
-    def all_reduce(self, flat: Tensor, op: str, rows: Tensor | None = None) -> None:
+    def all_reduce(
+        self,
+        flat: Tensor,
+        op: str,
+        rows: Tensor | None = None,
+        factors: Sequence[float] | None = None,
+    ) -> None:
         if rows is None and flat.nbytes <= SMALL_NBYTES:
             rows = flat.new_empty(self._world_size, flat.numel())
             self.all_gather(rows, flat)
         if rows is not None:
-            flat.copy_(with_one_nan(reduce_rows(rows, op)))  # each rank computes it for itself
+            # each rank computes it for itself
+            flat.copy_(with_one_nan(reduce_rows(rows, op, factors)))
             return
         shard = max(1, CHUNK_NBYTES // flat.element_size() // self._world_size)
         for chunk in flat.split(shard * self._world_size):
-            self._all_reduce_chunk(chunk, op)
+            self._all_reduce_chunk(chunk, op, factors)
 
-    def _all_reduce_chunk(self, flat: Tensor, op: str) -> None:
+    def _all_reduce_chunk(self, flat: Tensor, op: str, factors: Sequence[float] | None) -> None:
         padding = -flat.numel() % self._world_size
         whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
         part = flat.new_empty(whole.numel() // self._world_size)
-        self.reduce_scatter(part, whole, op)
+        self.reduce_scatter(part, whole, op, factors=factors)
         self.all_gather(whole, part)
         if padding:
             flat.copy_(whole[: flat.numel()])
 
-    def reduce_coded(self, flat: Tensor, op: str, wire: Wire) -> None:
+    def reduce_coded(
+        self, flat: Tensor, op: str, wire: Wire, factors: Sequence[float] | None = None
+    ) -> None:
         """Reduces floats of which a wire carries bytes: every rank decodes the other ranks' values
         of its shard, adds in float32, and encodes the result for all, itself included.
         """
         shard = max(1, CHUNK_NBYTES // 4 // self._world_size // BLOCK) * BLOCK
         for index, chunk in enumerate(flat.split(shard * self._world_size)):
             if chunk.numel():
-                self._reduce_coded_chunk(index, chunk, op, wire)
+                self._reduce_coded_chunk(index, chunk, op, wire, factors)
 
-    def _reduce_coded_chunk(self, index: int, chunk: Tensor, op: str, wire: Wire) -> None:
+    def _reduce_coded_chunk(
+        self, index: int, chunk: Tensor, op: str, wire: Wire, factors: Sequence[float] | None
+    ) -> None:
         n_blocks = -(-chunk.numel() // (BLOCK * self._world_size))
         rows = torch.zeros(self._world_size, n_blocks * BLOCK, device="cpu")
         rows.view(-1)[: chunk.numel()] = chunk
@@ -193,8 +206,8 @@ class Exchange:
         for rank in others:
             wire.encode((index, rank), rows[rank], outgoing[rank])
         self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
-        reduced = wire.reduce(incoming, rows, self._rank, op)
         result = outgoing[self._rank]
+        reduced = wire.reduce(incoming, rows, self._rank, op, factors)
         wire.encode((index, "result"), reduced, result)
         self._wait(self.group._allgather_base(as_bytes(incoming), result))
         for rank, coded in enumerate(incoming):
@@ -202,7 +215,12 @@ class Exchange:
         cast(rows.view(-1)[: chunk.numel()], chunk)
 
     def reduce_scatter(
-        self, part: Tensor, whole: Tensor, op: str, rows: Tensor | None = None
+        self,
+        part: Tensor,
+        whole: Tensor,
+        op: str,
+        rows: Tensor | None = None,
+        factors: Sequence[float] | None = None,
     ) -> None:
         if rows is not None:
             mine = rows.view(self._world_size, self._world_size, part.numel())[:, self._rank]
@@ -212,7 +230,7 @@ class Exchange:
             outgoing = columns.contiguous()
             incoming = torch.empty_like(outgoing)
             self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
-            some.copy_(reduce_rows(incoming, op))
+            some.copy_(reduce_rows(incoming, op, factors))
 
     def all_gather(self, whole: Tensor, part: Tensor, rows: Tensor | None = None) -> None:
         if rows is not None:

@@ -145,45 +145,67 @@ class HierarchicalExchange(Exchange):
         """See Exchange.wire_of. Halves are added in float32."""
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
-    def reduction_of(
-        self, flat: Tensor, wire_dtype: torch.dtype | None
-    ) -> Callable[[str, Tensor | None], None]:
+    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[..., None]:
         """See Exchange.reduction_of."""
-        return lambda op, rows: self._reduce(flat, op, self.wire_of(flat.dtype, wire_dtype))
+        wire = self.wire_of(flat.dtype, wire_dtype)
+        return lambda op, rows, factors=None: self._reduce(flat, op, wire, factors)
 
-    def all_reduce(self, flat: Tensor, op: str, rows: Tensor | None = None) -> None:
+    def all_reduce(
+        self,
+        flat: Tensor,
+        op: str,
+        rows: Tensor | None = None,
+        factors: Sequence[float] | None = None,
+    ) -> None:
         """See Exchange.all_reduce."""
         if rows is not None:
-            super().all_reduce(flat, op, rows)
+            super().all_reduce(flat, op, rows, factors)
         elif op == "mean" and not flat.dtype.is_floating_point:  # from sums that do not wrap around
             sums = addends_of_mean(flat, self._world_size)
             self._reduce(sums.view(-1), "sum")
             flat.copy_(mean_of_addends(sums, self._world_size))
         else:
-            self._reduce(flat, op)
+            self._reduce(flat, op, None, factors)
 
-    def _reduce(self, flat: Tensor, op: str, wire: torch.dtype | None = None) -> None:
+    def _reduce(
+        self,
+        flat: Tensor,
+        op: str,
+        wire: torch.dtype | None = None,
+        factors: Sequence[float] | None = None,
+    ) -> None:
         """wire: the dtype between hosts; None means float32 for halves, else the own dtype."""
         wire = wire or self.wire_of(flat.dtype, None)
+        factor = None if factors is None else factors[self._rank]
         if self._n_hosts == 1:
             for chunk in flat.split(CHUNK_NBYTES // flat.element_size()):
-                self._in_host("all_reduce", chunk, op)
+                self._reduce_on_one_host(chunk, op, factor)
             return
         quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
         numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
         self._carry_out(
-            self._passage(index, chunk, op, wire) for index, chunk in enumerate(flat.split(numel))
+            self._passage(index, chunk, op, wire, factor)
+            for index, chunk in enumerate(flat.split(numel))
         )
 
-    def reduce_coded(self, flat: Tensor, op: str, wire: Wire) -> None:
+    def _reduce_on_one_host(self, chunk: Tensor, op: str, factor: float | None) -> None:
+        whole = chunk if factor is None else self._whole(chunk, factor=factor)
+        self._in_host("all_reduce", whole, op if factor is None else "sum")
+        if whole is not chunk:
+            cast(whole[: chunk.numel()], chunk)
+
+    def reduce_coded(
+        self, flat: Tensor, op: str, wire: Wire, factors: Sequence[float] | None = None
+    ) -> None:
         """See Exchange.reduce_coded. Inside a host nothing is encoded."""
         if self._n_hosts == 1:
-            self._reduce(flat, op)
+            self._reduce(flat, op, None, factors)
             return
+        factor = None if factors is None else factors[self._rank]
         quantum = self._n_units * self._n_hosts * BLOCK
         numel = max(1, CHUNK_NBYTES // 4 // quantum) * quantum
         self._carry_out(
-            self._coded_passage(index, chunk, op, wire)
+            self._coded_passage(index, chunk, op, wire, factor)
             for index, chunk in enumerate(flat.split(numel))
             if chunk.numel()
         )
@@ -198,11 +220,14 @@ class HierarchicalExchange(Exchange):
             for one in (under_way[-1], under_way[-1 - AHEAD], under_way[-1 - 2 * AHEAD]):
                 next(one, None)
 
-    def _passage(self, index: int, chunk: Tensor, op: str, wire: torch.dtype) -> Iterator[None]:
+    def _passage(
+        self, index: int, chunk: Tensor, op: str, wire: torch.dtype, factor: float | None
+    ) -> Iterator[None]:
         """Takes a chunk through three steps: reduce it in the host and send it; reduce it across
         hosts and send the result; gather it in the host.
         """
-        whole = self._whole(chunk)
+        whole = self._whole(chunk, factor=factor)
+        op = op if factor is None else "sum"
         part = self._reduce_in_host(whole, op)
         outgoing = part.to(wire)
         # One rank rounds to the chunk's dtype for all, unless the wire cannot hold that.
@@ -223,11 +248,14 @@ class HierarchicalExchange(Exchange):
         self._wait_for_all(works)
         self._gather_in_host(chunk, whole, result)
 
-    def _coded_passage(self, index: int, chunk: Tensor, op: str, wire: Wire) -> Iterator[None]:
+    def _coded_passage(
+        self, index: int, chunk: Tensor, op: str, wire: Wire, factor: float | None
+    ) -> Iterator[None]:
         """As _passage, of bytes that a wire makes of float32. `values` holds what the ranks of this
         host have, then what has come from the others, then the result.
         """
-        whole = self._whole(chunk, BLOCK)
+        whole = self._whole(chunk, BLOCK, factor)
+        op = op if factor is None else "sum"
         values = self._reduce_in_host(whole, op).to(torch.float32)
         segments = self._cut(values)
         outgoing = [wire.rows_for(rows) for rows in segments]
@@ -274,19 +302,19 @@ class HierarchicalExchange(Exchange):
         if whole is not chunk:
             chunk.copy_(whole[: chunk.numel()])
 
-    def _whole(self, chunk: Tensor, block: int = 1) -> Tensor:
+    def _whole(self, chunk: Tensor, block: int = 1, factor: float | None = None) -> Tensor:
         """The chunk itself, or a copy of it: padded, so that it can be cut into equal shards, and
         in float32 for halves, so that nothing is rounded inside the host. block: shards are
-        multiples of it.
+        multiples of it. factor: of this rank's tensor, where the ranks have weights.
         """
         padding = -chunk.numel() % (self._n_units * self._n_hosts * block)
         dtype = torch.float32 if chunk.dtype in HALVES else chunk.dtype
-        if not padding and dtype == chunk.dtype:
-            return chunk
-        whole = self.empty(chunk.numel() + padding, dtype)
-        whole[: chunk.numel()] = chunk
-        whole[chunk.numel() :] = 0
-        return whole
+        whole = chunk
+        if padding or dtype != chunk.dtype:
+            whole = self.empty(chunk.numel() + padding, dtype)
+            whole[: chunk.numel()] = chunk
+            whole[chunk.numel() :] = 0
+        return whole if factor is None else whole.mul_(factor)
 
     def _reduce_in_host(self, whole: Tensor, op: str) -> Tensor:
         """This rank's part. A mean is over all ranks: what is left to do is a sum."""

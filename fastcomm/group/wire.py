@@ -10,7 +10,7 @@ Decoding is one product of two floats, so equal bytes give equal bits on every m
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,15 +52,23 @@ class Wire:
         """Writes what the bytes stand for into `values`."""
         self._codec.decode(coded, values)
 
-    def reduce(self, coded: Tensor, rows: Tensor, own: int, op: str) -> Tensor:
+    def reduce(
+        self,
+        coded: Tensor,
+        rows: Tensor,
+        own: int,
+        op: str,
+        factors: Sequence[float] | None = None,
+    ) -> Tensor:
         """Reduces rows, one after the other: what `coded` stands for, but for row `own`, which has
-        not travelled. The result may lie in `rows`, whose contents are lost.
+        not travelled. The result may lie in `rows`, whose contents are lost. factors: see
+        call.reduce_rows.
         """
         others = [i for i in range(len(rows)) if i != own]
-        if isinstance(self._codec, Halves) or op not in ("sum", "mean"):
+        if isinstance(self._codec, Halves) or op not in ("sum", "mean") or factors is not None:
             for i in others:
                 self._codec.decode(coded[i], rows[i])
-            return reduce_rows(rows, op)
+            return reduce_rows(rows, op, factors)
         in_order = range(len(rows)) if own > 1 else [own, *others]  # two may be added either way
         total = rows[in_order[0]]
         if own > 1:

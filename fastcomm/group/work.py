@@ -20,6 +20,7 @@ from fastcomm.collective import presence_values
 from fastcomm.communicator import (
     BoundBucket,
     BucketWork,
+    Weight,
     copy_gradients,
 )
 from fastcomm.errors import FastcommError
@@ -31,8 +32,9 @@ from fastcomm.lifetime import again
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
 
-# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None.
-Move = Callable[[Tensor | None], None]
+# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None;
+# and where the ranks have weights, the factors of their tensors.
+Move = Callable[..., None]
 
 
 class Waiter(Protocol):
@@ -186,12 +188,15 @@ class GroupWork(BucketWork):
 
 
 class GroupBucket(BoundBucket):
-    """A flat buffer into which gradients are copied. work_of(op, presence, step) makes the work
-    that reduces it.
+    """A flat buffer into which gradients are copied. work_of(op, presence, step, weight) makes the
+    work that reduces it.
     """
 
     def __init__(
-        self, flat: Tensor, views: list[Tensor], work_of: Callable[[str, Tensor, int], GroupWork]
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        work_of: Callable[[str, Tensor, int, Weight | None], GroupWork],
     ) -> None:
         self._known = FlatBuffer(flat)
         self._views, self._work_of = views, work_of
@@ -209,14 +214,16 @@ class GroupBucket(BoundBucket):
         self._newest = None
         return copy_gradients(self._views, parameters)
 
-    def launch(self, op: str, missing: list[int], step: int = 0) -> GroupWork:
+    def launch(
+        self, op: str, missing: list[int], step: int = 0, weight: Weight | None = None
+    ) -> GroupWork:
         """See BoundBucket.launch. Waits for nobody."""
         self._newest = None
         absent, present = presence_values(op)
         self._presence.fill_(present)
         if missing:
             self._presence[missing] = absent
-        work = self._newest = self._work_of(op, self._presence, step)
+        work = self._newest = self._work_of(op, self._presence, step, weight)
         work.post()
         return work
 

@@ -31,7 +31,7 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-from fastcomm.group.call import ABANDON, Call
+from fastcomm.group.call import ABANDON, Call, factors_of
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.work import GroupWork, see_through
 from fastcomm.lifetime import Lifetime
@@ -316,7 +316,8 @@ class WorkQueue:
             raise MismatchError(mismatch(self.number, calls))
         elif work.move is not None:
             began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
-            work.move(payloads)
+            factors = factors_of(calls)
+            work.move(payloads) if factors is None else work.move(payloads, factors)
             if began_ns:
                 work.note_times(began_ns, time.monotonic_ns())
 

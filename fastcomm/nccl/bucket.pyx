@@ -61,6 +61,18 @@ cdef class NcclBucketWork:
         return None if self.span is None else self.span.times()
 
 
+cdef class NcclWeight:
+    """What this rank's gradients count in one round, and the sum of all ranks' weights, which the
+    ranks add up by one collective. The host waits for neither.
+    """
+
+    cdef double scale
+    cdef object total, adding_up
+
+    def __cinit__(self, double scale, total, adding_up):
+        self.scale, self.total, self.adding_up = scale, total, adding_up
+
+
 cdef class NcclBucket:
     """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
     round.
@@ -167,15 +179,19 @@ cdef class NcclBucket:
             self.kept.append(gradient)
         return 0
 
-    def launch(self, str op, list missing, uint32_t step=0):
+    def launch(self, str op, list missing, uint32_t step=0, NcclWeight weight=None):
         """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
         lane's.
         """
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
         cdef Link link = self.link
         cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
+        cdef const void *divisor = NULL
         cdef int code
         link.check_usable()
+        if weight is not None:  # what is added is scaled before
+            weight.adding_up.wait()  # the current stream does
+            scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
         self.posted, self.ticket.step = None, step
         cdef CUstream current = link.cuda.current_stream()
         cdef CUcontext before = link.cuda.enter()
@@ -187,14 +203,17 @@ cdef class NcclBucket:
                 self.token = work.token
             # If nothing moves and nothing is scaled, the wire still holds the last round's
             # presence: see presence_values.
-            flattens = (bool(missing) or bool(self.kept) or scale != 1
+            flattens = (bool(missing) or bool(self.kept) or scale != 1 or weight is not None
                         or self.wire is not self.flat
                         or self.last is None or self.last.token is not work.token)
             if link.clock is not None and not work.is_captured:
                 work.span = link.clock.span()
             link.launches.begin(self.lane, self.ticket, op)
             try:
-                code = self._launch_on(current, scale, flattens, op_number(op), work.span)
+                code = self._launch_on(
+                    current, scale, divisor, flattens,
+                    op_number(op if weight is None else "sum"), work.span,
+                )
             finally:
                 link.launches.end(self.lane, self.ticket, work.is_captured)
             if code != ncclSuccess:
@@ -207,7 +226,8 @@ cdef class NcclBucket:
         return work
 
     cdef int _launch_on(
-        self, CUstream current, double scale, bint flattens, int op, Span span
+        self, CUstream current, double scale, const void *divisor, bint flattens, int op,
+        Span span,
     ) except -1:
         """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
         cdef void *wire = self.wire_address
@@ -220,7 +240,7 @@ cdef class NcclBucket:
             ended = span.ended.handle
         with nogil:  # may wait inside NCCL, which connects at the first collective
             if flattens:
-                self.gathering.flatten_on(current, wire, scale)
+                self.gathering.flatten_on(current, wire, scale, divisor)
             check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
             _record(gathered, current)
             check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")

@@ -15,7 +15,7 @@ from fastcomm.collective import (
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
-from fastcomm.nccl.bucket import NcclBucket
+from fastcomm.nccl.bucket import NcclBucket, NcclWeight
 
 cimport cython
 from libc.stdint cimport uint32_t
@@ -253,11 +253,21 @@ cdef class NcclCommunicator:
         with self.cuda.selected():
             return NcclBucket(self.link, flat, views, offsets, wire, label, lane)
 
-    cdef int _refuse_capture(self, str what) except -1:
-        cdef bint is_captured = False
+    def share_weight(self, weight):
+        """See Communicator.share_weight. One all-reduce of one number is under way after it."""
+        self.link.check_usable()
+        if self._is_captured():
+            raise FastcommError("a CUDA graph would replay the weight of its capture: capture a "
+                                "step without set_weight()")
+        total = torch.full((1,), weight.total, dtype=torch.float64, device=self.device)
+        return NcclWeight(weight.scale, total, self.all_reduce(total, async_op=True))
+
+    cdef bint _is_captured(self) except -1:
         with self.cuda.selected():  # a default stream is the current device's
-            is_captured = self.link.graphs.note_capture(self.cuda.current_stream())
-        if is_captured:
+            return self.link.graphs.note_capture(self.cuda.current_stream())
+
+    cdef int _refuse_capture(self, str what) except -1:
+        if self._is_captured():
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
         return 0

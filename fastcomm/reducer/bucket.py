@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ from fastcomm.reducer.provenance import Provenance
 from fastcomm.reducer.shares import RankShare, Sharding
 
 _WHY_RANKS_DIFFER = (
-    ". Run a backward inside no_sync() on all ranks or on none. If the ranks have made "
-    "different numbers of steps, one has left out a step, or made one alone, and their parameters "
-    "differ: call refresh() on every rank, which copies rank 0's"
+    ". Run a backward inside no_sync(), and call set_weight(), on all ranks or on none. If the "
+    "ranks have made different numbers of steps, one has left out a step, or made one alone, and "
+    "their parameters differ: call refresh() on every rank, which copies rank 0's"
 )
 
 
@@ -99,6 +100,8 @@ class Bucket(Counter):
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
+        # gradients of earlier rounds, to which a backward without data has added
+        self._emptied: set[int] = set()
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
         self.count_anew(len(layout.slots))
 
@@ -121,28 +124,59 @@ class Bucket(Counter):
         """Every gradient there is takes part in the next launch."""
         self.n_pending = 0
 
-    def launch(self, op: str, step: int = 0, *, keeps_graph: bool = False) -> None:
+    def launch(
+        self,
+        op: str,
+        step: int = 0,
+        *,
+        keeps_graph: bool = False,
+        weight: Any = None,
+        is_empty: bool = False,
+    ) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
-        starts its reduction. step: see BoundBucket.launch.
+        starts its reduction. step, weight: see BoundBucket.launch. is_empty: the weight is 0, and
+        no gradient takes part.
         """
         # After parameter.grad.data = ... the view is on the user's memory.
         for i in displaced(self.views, self._addresses):
             self.views[i] = view_of(self.flat, *self._geometries[i])
         taking_part = self.parameters
-        if self.n_pending:
+        if is_empty:
+            taking_part = self._leave_out(taking_part, keeps_graph)
+        elif self.n_pending:
             taking_part = self.provenance.taking_part(taking_part, self.ready)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
         for i in missing:
-            if self.ready[i]:
+            if self.ready[i] and not is_empty:
                 self._refuse_taken(i)
             self._fill_missing(i)
         try:
-            self._bound.launch(op, missing, step)
+            self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error
+
+    def _leave_out(
+        self, parameters: list[Parameter | None], keeps_graph: bool
+    ) -> list[Parameter | None]:
+        """Drops what this rank has made without data. What stands there from earlier rounds stays:
+        other ranks have it, too.
+        """
+        local = set(self.provenance.unsynced_slots())
+        for i, parameter in enumerate(parameters):
+            if parameter is None or not (self.ready[i] or i in local):
+                continue
+            if keeps_graph and parameter.grad is not None:
+                raise FastcommError(
+                    f"the gradient of parameter {self.names[i]} is to be differentiated "
+                    "(create_graph=True), and this rank has weight 0: use a weight above 0"
+                )
+            if parameter.grad is self.views[i]:
+                self._emptied.add(i)
+            parameter.grad = None
+        return [None] * len(parameters)
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the
@@ -284,7 +318,7 @@ class Bucket(Counter):
             parameter = self._references[i]()
             if parameter is None:
                 continue
-            if is_present[i]:
+            if is_present[i] or i in self._emptied:
                 parameter.grad = self.views[i]
                 continue
             if before is not None and parameter.grad is self.views[i]:
@@ -332,6 +366,7 @@ class Bucket(Counter):
         """Makes the bucket ready for the next backward."""
         self._is_gathered = False
         self._untouched.clear()
+        self._emptied.clear()
         self._with_graph.clear()
         self.provenance.begin_period()
         self.count_anew(len(self.views))

@@ -13,6 +13,7 @@ class ReducerFlags:
     _is_synchronizing: bool
     _overlap: bool
     _round: RoundFlags | None
+    _n_unsynced: int
     recorder: Recorder | None
 
 class Counter:

@@ -33,6 +33,8 @@ cdef class ReducerFlags:
     cdef public bint _is_synchronizing  # False inside no_sync
     cdef public bint _overlap
     cdef public RoundFlags _round  # the open round, or None
+    # gradients that backwards inside no_sync have made since the last round
+    cdef public Py_ssize_t _n_unsynced
     cdef public Recorder recorder  # of what happens when; or None
 
 
@@ -78,6 +80,7 @@ cdef class GradientHook:
             if self.reducer.recorder is not None:
                 self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.provenance.note_unsynced(self.i, parameter)
+            self.reducer._n_unsynced += 1
             return
         if self.reducer._round is None or not self.reducer._round.has_callback:
             _untraced(self.reducer._begin)

@@ -186,7 +186,7 @@ class HookedBucket(BoundBucket):
         ]
         return left
 
-    def launch(self, op: str, missing: list[int], step: int = 0) -> BucketWork:
+    def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
         self._posted = None
         if not self._is_ours:
             self._hooks.calls.compare(self._comm)

@@ -27,6 +27,7 @@ from fastcomm.insight.timeline import Timeline
 from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket, make_buckets
+from fastcomm.reducer.ending import end, leave
 from fastcomm.reducer.gradient_hook import EndOfBackward, ReducerFlags
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
@@ -44,6 +45,7 @@ from fastcomm.reducer.round import Round
 from fastcomm.reducer.shares import ShardedBy
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.reducer.tuning import Tuning
+from fastcomm.reducer.weights import Weighting, refuse_weights
 from fastcomm.rendezvous import init
 
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
@@ -110,6 +112,7 @@ class Reducer(ReducerFlags):
         self._timeline: Timeline | None = None
         self._tuning = Tuning(self._options, self.comm.world_size)
         self.sharded_by = ShardedBy()
+        self._weighting = Weighting()
 
     __repr__ = describe
 
@@ -198,6 +201,7 @@ class Reducer(ReducerFlags):
         self._tripwires.remove()
         self._handles, self._buckets, self._model = [], [], None
         self._round, self._deferred = None, None
+        self._weighting.forget()
         watch_steps(owner_of)
 
     def _attached_model(self) -> Model:
@@ -267,8 +271,9 @@ class Reducer(ReducerFlags):
             self._tripwires.raise_refusal()
             self.sharded_by.before_round(self._buckets)
             observer = observer_of(self.recorder, self.number, self.op)
+            number, weighted = self.n_rounds + 1, self._weighting.of_round()
             self._round = Round(
-                self.comm, self._buckets, self.op, self.n_rounds + 1, self._n_steps, observer
+                self.comm, self._buckets, self.op, number, self._n_steps, observer, weighted
             )
         return self._round
 
@@ -313,53 +318,14 @@ class Reducer(ReducerFlags):
                 "reduction ends with backward(). Call synchronize(), and step the optimizer, after "
                 "backward() and not in a hook inside it"
             )
-        try:
-            ending.launch_rest()
-            self._finish(ending)
-        except FastcommError as error:
-            # the other ranks have heard of it, or will when this one leaves
-            self._leave()
-            note_abandoned(error)
-            raise
-        except BaseException as error:
-            if ending.must_finish:
-                self._finish_in_spite_of(error, ending)
-            else:
-                self._leave()
-                note_abandoned(error)
-            raise
-
-    def _finish(self, ending: Round) -> None:
-        """All buckets are under way. May be called again if a signal handler has raised in it, or
-        after it.
-        """
-        ending.finish()
-        self.n_rounds = ending.number
-        self._round = None
-
-    def _finish_in_spite_of(self, interruption: BaseException, ending: Round) -> None:
-        """The last bucket is under way, so the round ends well on the other ranks; it must not end
-        differently here.
-        """
-        try:
-            self._finish(ending)
-        except BaseException as trouble:
-            # once more: there is no way to go on in step with the others
-            self.comm.abort()
-            self._drop(ending)
-            raise interruption from trouble
-        if hasattr(interruption, "add_note"):  # Python 3.11
-            interruption.add_note(
-                "fastcomm: all ranks have the reduced gradients of this step, and so has this "
-                "one. Make the step here, too, or on no rank"
-            )
+        end(self, ending)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next
         call raises what goes wrong here.
         """
         try:
-            self._leave()
+            leave(self)
         except BaseException as error:
             self._deferred = error
 
@@ -367,22 +333,6 @@ class Reducer(ReducerFlags):
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error
-
-    def _leave(self) -> None:
-        """The round cannot be ended as it should, because backward has raised, or a bucket. The
-        other ranks hear of it.
-        """
-        ending = self._round
-        if ending is None:
-            return
-        try:
-            ending.leave()
-        finally:
-            self._drop(ending)
-
-    def _drop(self, ending: Round) -> None:
-        ending.drop()
-        self._round = None
 
     def reduce(self) -> None:
         """Gathers and reduces what stands in .grad now. Collective: every rank calls it.
@@ -408,6 +358,28 @@ class Reducer(ReducerFlags):
             yield
         finally:
             self._is_synchronizing = before
+
+    def set_weight(self, weight: float | Tensor, *, of: Literal["mean", "sum"] = "mean") -> None:
+        """What this rank's gradients count in the next reduction, which becomes sum(w g) / sum(w)
+        over the ranks: with numbers of tokens, and losses that are means over them, the gradients
+        of one process on all ranks' data. Call it on every rank, or on none: else MismatchError.
+
+        weight: a number, or a tensor of one, which is waited for. 0: a rank without data, whose
+            gradients count nothing, not even NaNs. If all are 0, gradients are None.
+        of: "sum" if losses are sums over the data: sum(g) / sum(w).
+
+        Holds for every backward until the next call, or until the reduction is over. With several
+        calls in one reduction, each before the backwards of its data in no_sync(), weights add up
+        and each batch counts with its own; zero_grad() drops gradients and weights.
+
+        Raises before any rank is involved: ValueError for a negative or infinite number, NaN, and
+        reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;
+        FastcommError inside a backward, and for gradients accumulated without a weight.
+        """
+        self._attached_model()
+        self._refuse_inside_backward("set_weight()")
+        refuse_weights(self._options)
+        self._weighting.set(weight, of, self._buckets, self._n_unsynced)
 
     def timeline(self, *, steps: int = 100) -> Timeline:
         """This reducer's Timeline, which records from the first call on: when gradients were ready

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from fastcomm.insight.observer import RoundObserver
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
+from fastcomm.reducer.weights import WeightedRound
 
 
 class Round(RoundFlags):
@@ -29,6 +31,7 @@ class Round(RoundFlags):
     number: among the finished rounds of the reducer, counted from 1.
     step: how many steps the optimizers of this rank have made.
     observer: for a timeline or a profiler; or None.
+    weighted: what this rank's gradients count; None: all ranks' count alike.
     """
 
     def __init__(
@@ -39,12 +42,15 @@ class Round(RoundFlags):
         number: int,
         step: int,
         observer: RoundObserver | None,
+        weighted: WeightedRound | None = None,
     ) -> None:
         self.number = number
         self._step = step
         self._comm = comm
         self._buckets = buckets
-        self._op = op
+        self._op = op if weighted is None else weighted.op
+        self._weighted = weighted
+        self._shared_weight: Any = None  # see Communicator.share_weight
         self._observer = observer
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
@@ -61,6 +67,7 @@ class Round(RoundFlags):
         self._keeps_graph = torch.is_grad_enabled()
         self.has_callback = True
         call_at_end_of_backward(callback)
+        self._share_weight()  # before the first bucket is full, so that it need not wait
 
     def count_all(self) -> None:
         """Lets every gradient that exists take part: no backward tells which are ready."""
@@ -109,10 +116,21 @@ class Round(RoundFlags):
         bucket = self._buckets[self._n_launched]
         if self._observer is not None:
             self._observer.begin_launch(self._n_launched)
-        bucket.launch(self._op, self._step, keeps_graph=self._keeps_graph)
+        self._share_weight()
+        bucket.launch(
+            self._op,
+            self._step,
+            keeps_graph=self._keeps_graph,
+            weight=self._shared_weight,
+            is_empty=self._weighted is not None and not self._weighted.weight.total,
+        )
         if self._observer is not None:
             self._observer.end_launch(self._n_launched)
         self._n_launched += 1
+
+    def _share_weight(self) -> None:
+        if self._weighted is not None and self._shared_weight is None:
+            self._shared_weight = self._comm.share_weight(self._weighted.weight)
 
     @property
     def must_finish(self) -> bool:

@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.shm.core cimport SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_descriptor, shm_piece
-from fastcomm.shm.descriptor cimport descriptor, op_code
+from fastcomm.shm.descriptor cimport bucket_op_code, descriptor
 from fastcomm.shm.ring cimport Ring, ShmWork
 
 
@@ -123,20 +123,28 @@ cdef class ShmBucket:
         self.next = work
         return work
 
-    def launch(self, str op, list missing, uint32_t step=0):
+    def launch(self, str op, list missing, uint32_t step=0, weight=None):
         """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SHARES
-        cdef shm_descriptor d = descriptor(kind, op_code(op))
+        cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None
         work.op, work.presence = op, self.presence
         if self.bounds is not None:
             work.take_bounds(self.bounds)
         d.label, d.step = self.label, step
+        if weight is not None:
+            d.weight, d.scale = weight
         self.presence.copy_(self._token(op, tuple(missing)))
-        if self.wire is not self.flat:
+        if self.wire is self.flat:
+            pass
+        elif d.scale == d.weight:
             self.wire.copy_(self.flat)
+        else:  # as this rank's mean, whose range is that of gradients
+            torch.mul(self.flat, d.scale / d.weight, out=self.wire)
+            self.wire[self.flat.numel() - len(self.views):].copy_(self.presence)
+            d.scale = d.weight
         self.ring.post(&d, data, data, work)
         self.posted = work
         self.ring.advance(work, 0)  # also earlier buckets that all peers have posted by now

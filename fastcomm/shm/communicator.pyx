@@ -230,6 +230,10 @@ cdef class ShmCommunicator:
             wire = self.empty(flat.numel(), dtype=wire_dtype).zero_()
         return ShmBucket(self.ring, flat, wire, views, offsets, label, bounds)
 
+    def share_weight(self, weight):
+        """See Communicator.share_weight. It travels in the buckets' descriptors."""
+        return weight
+
     def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
         """See Communicator.spread_shares. Every rank reads the others' shares where they lie."""
         cdef shm_descriptor d = descriptor(SHM_SPREAD_SHARES, SHM_SUM)

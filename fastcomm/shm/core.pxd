@@ -22,6 +22,7 @@ cdef extern from "shm/core.h" nogil:
         uint32_t kind, op, dtype, root
         uint64_t numel, where
         uint32_t label, step
+        double weight, scale
 
     struct shm_piece:
         const void *source

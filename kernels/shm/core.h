@@ -62,13 +62,17 @@ enum shm_kind {
 
 enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
 
-/* What one rank asks for in a collective. `where` may differ between ranks; all else must agree. */
+/* What one rank asks for in a collective. `where`, `weight` and `scale` may differ between ranks;
+ * all else must agree. A weighted op adds scale * tensor over the ranks, and divides by the sum of
+ * the ranks' weights; where that is 0, so is the result. With the flag that announces it, it fills
+ * one cache line. */
 struct shm_descriptor {
     uint32_t kind, op, dtype, root;
     uint64_t numel; /* of the input */
     uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
     uint32_t label; /* the caller's name for this collective (a bucket's number) */
     uint32_t step;  /* how many steps the caller has made */
+    double weight, scale;
 };
 #define SHM_PRIVATE UINT64_MAX
 

@@ -15,6 +15,7 @@ struct slot {
     _Alignas(CACHE_LINE) struct shm_flag arrived;
     struct shm_descriptor descriptor;
 };
+_Static_assert(sizeof(struct slot) == CACHE_LINE, "a rank's arrival is one cache line");
 
 /* The head of every segment. All zero to begin with. */
 struct control {
@@ -69,6 +70,7 @@ struct shm_comm {
     /* The ranks' descriptors of a collective that failed, kept for the message: the peers reuse
      * their slots. */
     struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
+    double factors[SHM_MAX_RANKS]; /* of the ranks' tensors, where the op at `head` is weighted */
     struct pollfd pidfds[SHM_MAX_RANKS];
     char *segments[SHM_MAX_RANKS];
 };
@@ -125,6 +127,10 @@ static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which,
 
 /* Whether the payload travels in mailboxes. */
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
+
+static inline bool is_weighted(const struct shm_descriptor *d) {
+    return d->op == SHM_WEIGHTED_MEAN || d->op == SHM_WEIGHTED_SUM;
+}
 
 /* Copies the parts of the pieces inside `range` to where they belong in the tensor. */
 void shm_gather_pieces(const struct collective *c, struct range range);

@@ -11,6 +11,17 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
            (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
 }
 
+/* Reduces all ranks' inputs by the collective's op. */
+static void reduce_inputs(const struct shm_comm *comm, const struct shm_descriptor *d, size_t numel,
+                          const void *const *inputs, void *const *outputs, int n_outputs) {
+    if (is_weighted(d)) {
+        shm_reduce_weighted(d->dtype, numel, inputs, comm->factors, comm->world_size, outputs,
+                            n_outputs);
+    } else {
+        shm_reduce(d->dtype, d->op, numel, inputs, comm->world_size, outputs, n_outputs);
+    }
+}
+
 static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
                              size_t offset, size_t numel) {
     const void *inputs[SHM_MAX_RANKS];
@@ -18,7 +29,7 @@ static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const st
         inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING] + offset;
     }
     void *output = c->output;
-    shm_reduce(c->descriptor.dtype, c->descriptor.op, numel, inputs, comm->world_size, &output, 1);
+    reduce_inputs(comm, &c->descriptor, numel, inputs, &output, 1);
 }
 
 /* Copies rank r's share from a copy of the whole tensor. */
@@ -92,9 +103,9 @@ static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct
         outputs[r] = tensor_of(comm, r, seq) + range.begin * itemsize;
         inputs[r] = r == comm->rank ? own : outputs[r];
     }
-    if (comm->world_size > 1 || inputs[0] != outputs[0]) {
-        shm_reduce(c->descriptor.dtype, c->descriptor.op, range.end - range.begin, inputs,
-                   comm->world_size, is_share ? &kept : outputs, is_share ? 1 : comm->world_size);
+    if (comm->world_size > 1 || inputs[0] != outputs[0] || is_weighted(&c->descriptor)) {
+        reduce_inputs(comm, &c->descriptor, range.end - range.begin, inputs,
+                      is_share ? &kept : outputs, is_share ? 1 : comm->world_size);
     }
 }
 
@@ -282,8 +293,8 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
         inputs[comm->rank] = output + own.begin * itemsize;
         void *outputs[2] = {output + own.begin * itemsize,
                             control_of(comm, comm->rank)->staging_out[slot]};
-        shm_reduce(d->dtype, d->op, own.end - own.begin, inputs, comm->world_size, outputs,
-                   comm->world_size > 1 && !is_one_hop(comm, d) ? 2 : 1);
+        reduce_inputs(comm, d, own.end - own.begin, inputs, outputs,
+                      comm->world_size > 1 && !is_one_hop(comm, d) ? 2 : 1);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] =

@@ -29,6 +29,17 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
+/* By what the ranks' tensors are multiplied. Every rank computes the same from the same numbers. */
+static void weigh(struct shm_comm *comm, uint32_t seq) {
+    double total = 0;
+    for (int r = 0; r < comm->world_size; r++) {
+        total += slot_of(comm, r, seq)->descriptor.weight;
+    }
+    for (int r = 0; r < comm->world_size; r++) {
+        comm->factors[r] = total > 0 ? slot_of(comm, r, seq)->descriptor.scale / total : 0;
+    }
+}
+
 /* Called when all ranks have arrived: compares what they want, and chooses the path. */
 static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     bool direct = true, abandoned = false;
@@ -49,6 +60,9 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE
               : direct                                           ? DIRECT
                                                                  : STAGED;
+    if (c->status == SHM_OK && is_weighted(&c->descriptor)) {
+        weigh(comm, seq);
+    }
     if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE) { /* see shm_post */
         shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype),
                                       comm->rank, comm->world_size));

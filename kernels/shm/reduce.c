@@ -108,6 +108,45 @@ INLINE uint16_t narrow_bfloat16(float value) {
         }                                                                                          \
     }
 
+/* As REDUCTION, for one input and more, each times its factor. */
+#define WEIGHTED_REDUCTION(NAME, ELEMENT, WIDE, WIDEN, NARROW)                                     \
+    CLONES static void NAME(const struct reduction *job) {                                         \
+        const size_t numel = job->numel;                                                           \
+        const int last = job->n_inputs - 1;                                                        \
+        const WIDE of_first = (WIDE)job->factors[0], of_last = (WIDE)job->factors[last];           \
+        if (last == 1) {                                                                           \
+            const ELEMENT *const a = job->inputs[0], *const b = job->inputs[1];                    \
+            ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];       \
+            INDEPENDENT_ITERATIONS                                                                 \
+            for (size_t i = 0; i < numel; i++)                                                     \
+                x[i] = y[i] = NARROW(WIDEN(a[i]) * of_first + WIDEN(b[i]) * of_last);              \
+            for (int j = 2; j < job->n_outputs; j++)                                               \
+                memcpy(job->outputs[j], x, numel * sizeof(ELEMENT));                               \
+            return;                                                                                \
+        }                                                                                          \
+        for (size_t start = 0; start < numel; start += BLOCK) {                                    \
+            const size_t length = numel - start < BLOCK ? numel - start : BLOCK;                   \
+            WIDE wide[BLOCK];                                                                      \
+            const ELEMENT *a = (const ELEMENT *)job->inputs[0] + start;                            \
+            for (size_t i = 0; i < length; i++)                                                    \
+                wide[i] = WIDEN(a[i]) * of_first;                                                  \
+            for (int r = 1; r <= last; r++) {                                                      \
+                const WIDE factor = (WIDE)job->factors[r];                                         \
+                ONE_BY_ONE;                                                                        \
+                a = (const ELEMENT *)job->inputs[r] + start;                                       \
+                for (size_t i = 0; i < length; i++)                                                \
+                    wide[i] = wide[i] + WIDEN(a[i]) * factor;                                      \
+            }                                                                                      \
+            ELEMENT *const x = (ELEMENT *)job->outputs[0] + start,                                 \
+                           *const y = (ELEMENT *)job->outputs[job->n_outputs > 1] + start;         \
+            INDEPENDENT_ITERATIONS                                                                 \
+            for (size_t i = 0; i < length; i++)                                                    \
+                x[i] = y[i] = NARROW(wide[i]);                                                     \
+            for (int j = 2; j < job->n_outputs; j++)                                               \
+                memcpy((ELEMENT *)job->outputs[j] + start, x, length * sizeof(ELEMENT));           \
+        }                                                                                          \
+    }
+
 #define SAME(a) (a)
 #define TIMES_RECIPROCAL(a) ((a) * reciprocal)
 #define OVER_COUNT(a) ((a) / count)
@@ -127,7 +166,8 @@ INLINE uint16_t narrow_bfloat16(float value) {
     REDUCTION(DTYPE##_mean, ELEMENT, WIDE, WIDEN, ADD, OVER_COUNT, NARROW)                         \
     REDUCTION(DTYPE##_min, ELEMENT, WIDE, WIDEN, LEAST_OR_NAN, SAME, NARROW)                       \
     REDUCTION(DTYPE##_max, ELEMENT, WIDE, WIDEN, GREATEST_OR_NAN, SAME, NARROW)                    \
-    REDUCTION(DTYPE##_prod, ELEMENT, WIDE, WIDEN, MULTIPLY, SAME, NARROW)
+    REDUCTION(DTYPE##_prod, ELEMENT, WIDE, WIDEN, MULTIPLY, SAME, NARROW)                          \
+    WEIGHTED_REDUCTION(DTYPE##_weighted, ELEMENT, WIDE, WIDEN, NARROW)
 
 /* Sums and products are unsigned, as they wrap around. TOTAL is wide enough for the sum that a mean
  * divides. */
@@ -146,20 +186,21 @@ INTEGER_REDUCTIONS(int32, int32_t, uint32_t, int64_t)
 INTEGER_REDUCTIONS(int64, int64_t, uint64_t, __int128)
 INTEGER_REDUCTIONS(uint8, uint8_t, uint8_t, int64_t)
 
-#define KERNELS_OF(DTYPE, MEAN_WHEN_2K)                                                            \
+#define KERNELS_OF(DTYPE, MEAN_WHEN_2K, OF_WEIGHTS)                                                \
     {                                                                                              \
         [SHM_SUM] = DTYPE##_sum, [SHM_MEAN] = DTYPE##_mean, [SHM_MIN] = DTYPE##_min,               \
         [SHM_MAX] = DTYPE##_max, [SHM_PROD] = DTYPE##_prod, [MEAN_OF_2K] = MEAN_WHEN_2K,           \
+        [WEIGHTED] = OF_WEIGHTS,                                                                   \
     }
 
 static void (*const kernels[SHM_DTYPES][KERNELS])(const struct reduction *) = {
-    [SHM_FLOAT32] = KERNELS_OF(float32, float32_mean_of_2k),
-    [SHM_FLOAT64] = KERNELS_OF(float64, float64_mean_of_2k),
-    [SHM_FLOAT16] = KERNELS_OF(float16, float16_mean_of_2k),
-    [SHM_BFLOAT16] = KERNELS_OF(bfloat16, bfloat16_mean_of_2k),
-    [SHM_INT32] = KERNELS_OF(int32, int32_mean),
-    [SHM_INT64] = KERNELS_OF(int64, int64_mean),
-    [SHM_UINT8] = KERNELS_OF(uint8, uint8_mean),
+    [SHM_FLOAT32] = KERNELS_OF(float32, float32_mean_of_2k, float32_weighted),
+    [SHM_FLOAT64] = KERNELS_OF(float64, float64_mean_of_2k, float64_weighted),
+    [SHM_FLOAT16] = KERNELS_OF(float16, float16_mean_of_2k, float16_weighted),
+    [SHM_BFLOAT16] = KERNELS_OF(bfloat16, bfloat16_mean_of_2k, bfloat16_weighted),
+    [SHM_INT32] = KERNELS_OF(int32, int32_mean, NULL),
+    [SHM_INT64] = KERNELS_OF(int64, int64_mean, NULL),
+    [SHM_UINT8] = KERNELS_OF(uint8, uint8_mean, NULL),
 };
 
 size_t shm_dtype_size(enum shm_dtype dtype) {
@@ -172,7 +213,7 @@ size_t shm_dtype_size(enum shm_dtype dtype) {
 
 void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
                 int n_inputs, void *const *outputs, int n_outputs) {
-    const struct reduction job = {numel, inputs, outputs, n_inputs, n_outputs};
+    const struct reduction job = {numel, inputs, outputs, n_inputs, n_outputs, NULL};
     const int power_of_two = (n_inputs & (n_inputs - 1)) == 0;
     if (numel == 0) {
         return;
@@ -186,6 +227,31 @@ void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *
     const int kernel = op == SHM_MEAN && power_of_two ? MEAN_OF_2K : (int)op;
     if (!shm_reduce_16bit(dtype, kernel, &job)) {
         kernels[dtype][kernel](&job);
+    }
+}
+
+void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
+                         const double *factors, int n_inputs, void *const *outputs, int n_outputs) {
+    const void *counting[SHM_MAX_INPUTS];
+    double of_counting[SHM_MAX_INPUTS];
+    int n = 0;
+    for (int r = 0; r < n_inputs; r++) {
+        if (factors[r] != 0) {
+            counting[n] = inputs[r];
+            of_counting[n++] = factors[r];
+        }
+    }
+    if (n == 0) {
+        for (int j = 0; j < n_outputs; j++) {
+            memset(outputs[j], 0, numel * shm_dtype_size(dtype));
+        }
+    }
+    if (n == 0 || numel == 0) {
+        return;
+    }
+    const struct reduction job = {numel, counting, outputs, n, n_outputs, of_counting};
+    if (!shm_reduce_16bit(dtype, WEIGHTED, &job)) {
+        kernels[dtype][WEIGHTED](&job);
     }
 }
 

@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum shm_op { SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD };
+/* The weighted ones, of which shm_reduce_weighted computes both, are of buckets alone. */
+enum shm_op { SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD, SHM_WEIGHTED_MEAN, SHM_WEIGHTED_SUM };
 
 enum shm_dtype {
     SHM_FLOAT32,
@@ -29,6 +30,12 @@ size_t shm_dtype_size(enum shm_dtype dtype);
  * truncated towards zero; min and max propagate NaN. */
 void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
                 int n_inputs, void *const *outputs, int n_outputs);
+
+/* As shm_reduce, of floats: outputs[j][i] = sum over r of factors[r] * inputs[r][i]. What is added
+ * is rounded once for each product and each addition, in float32 or, for float64, in float64. An
+ * input whose factor is 0 is not read. */
+void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
+                         const double *factors, int n_inputs, void *const *outputs, int n_outputs);
 
 /* memcpy for data that another core reads next: large copies do not pull the destination into this
  * core's cache. */

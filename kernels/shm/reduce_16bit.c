@@ -118,21 +118,45 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
             memcpy(job->outputs[j], x, numel * sizeof(uint16_t));                                  \
     }
 
+/* As above, for one input and more, each times its factor. */
+#define AVX2_WEIGHTED(NAME, WIDEN, NARROW)                                                         \
+    AVX2 static void NAME(const struct reduction *job) {                                           \
+        for (size_t begin = 0; begin < job->numel; begin += AT_A_TIME) {                           \
+            const size_t left = job->numel - begin, end = left < AT_A_TIME ? left : AT_A_TIME;     \
+            __m256 wide[AT_A_TIME / LANES];                                                        \
+            for (int r = 0; r < job->n_inputs; r++) {                                              \
+                const __m256 factor = _mm256_set1_ps((float)job->factors[r]);                      \
+                __m256 *at = wide;                                                                 \
+                for (size_t i = 0; i < end; i += LANES, at++) {                                    \
+                    const __m256 part = multiply(WIDEN(load(job->inputs[r], begin + i)), factor);  \
+                    *at = r == 0 ? part : add(*at, part);                                          \
+                }                                                                                  \
+            }                                                                                      \
+            for (size_t i = 0; i < end; i += LANES) {                                              \
+                const __m128i result = NARROW(wide[i / LANES]);                                    \
+                for (int j = 0; j < job->n_outputs; j++)                                           \
+                    store(job->outputs[j], begin + i, result);                                     \
+            }                                                                                      \
+        }                                                                                          \
+    }
+
 #define AVX2_REDUCTIONS(KIND)                                                                      \
     AVX2_REDUCTION(KIND##_sum, widen_##KIND, add, UNSCALED, narrow_##KIND)                         \
     AVX2_REDUCTION(KIND##_mean_of_2k, widen_##KIND, add, BY_RECIPROCAL, narrow_##KIND)             \
     AVX2_REDUCTION(KIND##_mean, widen_##KIND, add, BY_COUNT, narrow_##KIND)                        \
     AVX2_REDUCTION(KIND##_min, widen_##KIND, least, UNSCALED, narrow_##KIND)                       \
     AVX2_REDUCTION(KIND##_max, widen_##KIND, greatest, UNSCALED, narrow_##KIND)                    \
-    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, UNSCALED, narrow_##KIND)
+    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, UNSCALED, narrow_##KIND)                   \
+    AVX2_WEIGHTED(KIND##_weighted, widen_##KIND, narrow_##KIND)
 
 AVX2_REDUCTIONS(halves)
 AVX2_REDUCTIONS(brains)
 
 #define AVX2_KERNELS_OF(KIND)                                                                      \
     {                                                                                              \
-        [SHM_SUM] = KIND##_sum, [SHM_MEAN] = KIND##_mean, [SHM_MIN] = KIND##_min,                  \
-        [SHM_MAX] = KIND##_max, [SHM_PROD] = KIND##_prod, [MEAN_OF_2K] = KIND##_mean_of_2k,        \
+        [SHM_SUM] = KIND##_sum,       [SHM_MEAN] = KIND##_mean, [SHM_MIN] = KIND##_min,            \
+        [SHM_MAX] = KIND##_max,       [SHM_PROD] = KIND##_prod, [MEAN_OF_2K] = KIND##_mean_of_2k,  \
+        [WEIGHTED] = KIND##_weighted,                                                              \
     }
 
 static void (*const avx2_kernels[][KERNELS])(const struct reduction *) = {
@@ -161,7 +185,7 @@ static void reduce_tail(void (*run)(const struct reduction *), const struct redu
         memcpy(copies[r], (const uint16_t *)job->inputs[r] + begin, nbytes);
         inputs[r] = copies[r];
     }
-    run(&(struct reduction){LANES, inputs, outputs, job->n_inputs, 1});
+    run(&(struct reduction){LANES, inputs, outputs, job->n_inputs, 1, job->factors});
     for (int j = 0; j < job->n_outputs; j++) {
         memcpy((uint16_t *)job->outputs[j] + begin, result, nbytes);
     }

@@ -11,13 +11,15 @@ struct reduction {
     const void *const *inputs;
     void *const *outputs;
     int n_inputs, n_outputs;
+    const double *factors; /* of the inputs, for a weighted kernel */
 };
 
 /* A kernel is named by its operation, but a mean over a power of two inputs has one of its own. */
-enum { MEAN_OF_2K = SHM_PROD + 1, KERNELS };
+enum { MEAN_OF_2K = SHM_PROD + 1, WEIGHTED, KERNELS };
 
-/* Reduces at least two inputs, with the bits of the portable kernels in reduce.c. Returns false,
- * and has done nothing, where the processor or the dtype is another one. */
+/* Reduces at least two inputs, or one that is weighted, with the bits of the portable kernels in
+ * reduce.c. Returns false, and has done nothing, where the processor or the dtype is another
+ * one. */
 bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job);
 
 #endif

@@ -123,7 +123,7 @@ class Statistics:
 NO_STATISTICS = (ctypes.c_void_p(None), ctypes.c_void_p(None))
 
 
-def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=448, n_blocks=3):
+def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=448, n_blocks=3, divisor=None):
     tiles = tiles_of(flat.offsets, [tensor.numel() for tensor in grads])
     launch(
         kernels,
@@ -132,6 +132,7 @@ def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=448, n_blocks=
         tiles,
         flat.pointer(),
         ctypes.c_double(scale),
+        ctypes.c_void_p(None if divisor is None else divisor.data_ptr()),
         n_blocks=n_blocks,
     )
 
@@ -314,6 +315,17 @@ def test_every_capacity_has_every_pair(kernels, grad, wire, capacity):
     back = torch.zeros_like(values)
     unflatten(kernels, flat, list(back.split(numels)), grad, wire, capacity=capacity)
     assert_same(back[-100:], cast(flat.tensors[-1], DTYPES[grad], 1.0))
+
+
+@pytest.mark.parametrize("divisor, scale", [(8.0, 0.25), (0.0, 0.0)])
+@pytest.mark.parametrize("grad, wire", PAIRS)
+def test_flatten_divides_the_scale_by_a_number_in_memory(kernels, grad, wire, divisor, scale):
+    """By 0 the scale is 0, and not an infinity."""
+    tensor = ordinary(DTYPES[grad], 3000)
+    flat = Arena(DTYPES[wire], [3000], [0])
+    total = torch.tensor(divisor, dtype=torch.float64)
+    flatten(kernels, [tensor], flat, grad, wire, 2.0, divisor=total)
+    assert_same(flat.tensors[0], cast(tensor, DTYPES[wire], scale))
 
 
 @pytest.mark.parametrize("past", [0, 3])

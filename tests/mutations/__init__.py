@@ -17,7 +17,8 @@ from tests.mutations import (
     reducer,
     sharded,
     shm,
+    weights,
 )
 
-AREAS = (kernels, shm, nccl, ordering, devices, group, meeting, reducer, sharded, backend)
+AREAS = (kernels, shm, nccl, ordering, devices, group, meeting, reducer, sharded, backend, weights)
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

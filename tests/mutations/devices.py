@@ -294,10 +294,10 @@ MUTATIONS = (
     Mutation(
         name="device: flatten() keeps the caller",
         file=MULTI_TENSOR,
-        old="                self.flatten_on(current, data, scale)\n"
+        old="                self.flatten_on(current, data, scale, by)\n"
         "        finally:\n"
         "            self.device.leave(before)",
-        new="                self.flatten_on(current, data, scale)\n"
+        new="                self.flatten_on(current, data, scale, by)\n"
         "        finally:\n"
         "            pass",
         tests=(EVERYWHERE,),

@@ -168,8 +168,8 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket is flattened on the lane",
         file=BUCKET,
-        old="self.gathering.flatten_on(current, wire, scale)",
-        new="self.gathering.flatten_on(stream, wire, scale)",
+        old="self.gathering.flatten_on(current, wire, scale, divisor)",
+        new="self.gathering.flatten_on(stream, wire, scale, divisor)",
         tests=(TRAINING,),
     ),
     Mutation(

@@ -161,8 +161,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: a gradient that no_sync() made is fresh",
         file=PROVENANCE,
-        old="        gradient = parameter.grad\n        self.reduced_by[i] = NEVER\n",
-        new="        gradient = parameter.grad\n",
+        old="        self.reduced_by[i] = NEVER\n        if gradient is self.views[i]:\n",
+        new="        if gradient is self.views[i]:\n",
         tests=(
             "tests/reducer/test_unreduced.py::"
             "test_no_sync_after_a_round_does_not_vouch_for_gradients_made_by_hand",

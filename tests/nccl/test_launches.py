@@ -13,6 +13,7 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
+from fastcomm.communicator import Weight
 from tests.nccl import SOON, communicator, stand_in_values
 from tests.support.models import (
     SMALL_BUCKETS,
@@ -72,6 +73,25 @@ def test_a_bucket_is_one_launch_ordered_by_events(wire_dtype):
         assert all(stream == lane for _, stream, _ in cast)
         assert done[1] == lane and done[2] != ready[2]
         assert caller_waits[1:] == ("0x0", done[2])
+
+
+def _launch_with_weights(place):
+    comm = communicator(place)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    for _ in range(2):
+        for library in (loaded("cuda"), loaded("nccl")):
+            library.stand_in_clear_log()
+        reducer.set_weight(place.rank + 1)
+        backward(model, place.rank)
+    return len(reducer._buckets), log_of(loaded("cuda")), log_of(loaded("nccl"))
+
+
+def test_weights_are_one_collective_of_one_number_before_the_first_bucket():
+    for n_buckets, cuda, nccl in stand_in_values(2, _launch_with_weights):
+        counts = [int(re.search(r"numel=(\d+)", line)[1]) for line in nccl]
+        assert len(counts) == 1 + n_buckets and counts[0] == 1 and min(counts[1:]) > 1
+        assert not [line for line in cuda if "Synchronize" in line.split()[0]]
 
 
 def _train(place):
@@ -228,6 +248,21 @@ def _capture(place, mode, streams, wire_dtype):
 )
 def test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs(mode, streams, wire_dtype):
     stand_in_values(2, _capture, mode, streams, wire_dtype)
+
+
+def _capture_a_weight(place):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    with pytest.raises(FastcommError, match="replay the weight of its capture"):
+        comm.share_weight(Weight(2.0, 2.0))
+    assert loaded("cuda").stand_in_capture(END) == 0
+    loaded("cuda").stand_in_destroy_graphs()
+    comm.close()
+
+
+def test_a_weight_is_not_captured():
+    stand_in_values(2, _capture_a_weight)
 
 
 def _abort_with_a_graph_alive(place):

@@ -3,12 +3,14 @@
  * compiler's choice. */
 #define FASTCOMM_PORTABLE
 #define shm_reduce portable_reduce
+#define shm_reduce_weighted portable_reduce_weighted
 #define shm_dtype_size portable_dtype_size
 #define shm_copy portable_copy
 #define shm_reduce_16bit no_reduce_16bit
 #include "shm/reduce.c"
 #include "shm/reduce_16bit.c"
 #undef shm_reduce
+#undef shm_reduce_weighted
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -19,6 +21,10 @@ enum { VALUES = 1 << 16, MOST = 5 };
 
 void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
                 int n_inputs, void *const *outputs, int n_outputs);
+void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
+                         const double *factors, int n_inputs, void *const *outputs, int n_outputs);
+
+static const double factors[MOST] = {0.625, 0.1875, 0.1, 0.05, 3};
 
 static uint16_t in[MOST][VALUES + 1], portable[MOST][VALUES + 1], fast[MOST][VALUES + 1];
 
@@ -35,8 +41,13 @@ static int count_differences(enum shm_dtype dtype, enum shm_op op, int n, size_t
         one[r] = portable[r] + at;
         other[r] = fast[r] + at;
     }
-    portable_reduce(dtype, op, numel, inputs, n, one, n);
-    shm_reduce(dtype, op, numel, inputs, n, other, n);
+    if (op == SHM_WEIGHTED_MEAN) {
+        portable_reduce_weighted(dtype, numel, inputs, factors, n, one, n);
+        shm_reduce_weighted(dtype, numel, inputs, factors, n, other, n);
+    } else {
+        portable_reduce(dtype, op, numel, inputs, n, one, n);
+        shm_reduce(dtype, op, numel, inputs, n, other, n);
+    }
     for (size_t i = at; i < at + numel; i++) {
         int n_nans = 0;
         for (int r = 0; r < n; r++) {
@@ -66,8 +77,8 @@ int compare_16bit_kernels(void) {
                                            : (uint16_t)(i + r * near[round - SPECIAL]);
             }
         }
-        for (enum shm_op op = SHM_SUM; op <= SHM_PROD; op++) {
-            for (int n = 2; n <= MOST; n++) {
+        for (enum shm_op op = SHM_SUM; op <= SHM_WEIGHTED_MEAN; op++) {
+            for (int n = op == SHM_WEIGHTED_MEAN ? 1 : 2; n <= MOST; n++) {
                 differences += count_differences(SHM_FLOAT16, op, n, VALUES, 0);
                 differences += count_differences(SHM_BFLOAT16, op, n, VALUES, 0);
                 /* ends that fill no vector, from where no vector begins */

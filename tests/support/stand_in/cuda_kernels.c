@@ -65,7 +65,8 @@ static void use_tiles(size_t stream, const char *name, const struct sides *sides
 }
 
 /* parameters: the tensors' addresses, their tiles and how many; but for norm the flat buffer and
- * the scale; but for flatten the statistics and the count of blocks that are done. */
+ * the scale; for flatten the scale's divisor, for the others the statistics and the count of blocks
+ * that are done. */
 void order_kernel(size_t stream, const char *name, unsigned n_blocks, void **parameters) {
     char pass[16], first[TYPE_BYTES], second[TYPE_BYTES];
     int n_parts = sscanf(name, "%15[a-z]_%7[a-z0-9]_%7[a-z0-9]", pass, first, second);
@@ -85,6 +86,9 @@ void order_kernel(size_t stream, const char *name, unsigned n_blocks, void **par
     const size_t n_tiles = *(const uint32_t *)parameters[2];
     struct range others[3] = {{tiles, n_tiles * sizeof *tiles, false}};
     size_t n_others = 1;
+    if (flattens && *(void **)parameters[5] != NULL) {
+        others[n_others++] = (struct range){*(void **)parameters[5], sizeof(double), false};
+    }
     void **statistics = parameters + (unflattens ? 5 : 3);
     if (!flattens && *(void **)statistics[0] != NULL) {
         others[n_others++] =

@@ -1,0 +1,149 @@
+"""What a rank's gradients count: weights, from set_weight() to the kernels that add."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+WEIGHTS = "fastcomm/reducer/weights.py"
+BUCKET = "fastcomm/reducer/bucket.py"
+ENDING = "fastcomm/reducer/ending.py"
+TESTS = "tests/reducer/test_weights.py"
+
+
+def _test(name: str) -> tuple[str, ...]:
+    return (f"{TESTS}::{name}",)
+
+
+_ALL_DATA = _test("test_the_gradients_are_those_of_one_process_on_all_data")
+
+MUTATIONS = (
+    Mutation(
+        name="weights: the batches before the last one do not count",
+        file=WEIGHTS,
+        old="        self._before += self._now\n",
+        new="        self._before = 0.0\n",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: a smaller weight is not scaled",
+        file=WEIGHTS,
+        old="        elif value < self._unit:\n",
+        new="        elif value < 0:\n",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: what stands in .grad keeps its unit when a larger weight comes",
+        file=WEIGHTS,
+        old="            if 0 < self._unit < value:\n",
+        new="            if False:\n",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: a batch of weight 0 adds its NaNs times 0",
+        file=WEIGHTS,
+        old="    return gradient * factor if factor else torch.zeros_like(gradient)\n",
+        new="    return gradient * factor\n",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: hooks of the batch before stay",
+        file=WEIGHTS,
+        old="        self._drop_hooks()\n        if value == 0:\n",
+        new="        if value == 0:\n",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: hooks change what torch.autograd.grad returns",
+        file=WEIGHTS,
+        old="self._hooks.append((node, node.register_prehook(Untraced(scaled))))",
+        new="self._hooks.append((node, parameter.register_hook(lambda g: scaled((g,))[0])))",
+        tests=_test("test_gradients_of_torch_autograd_grad_are_not_weighted"),
+    ),
+    Mutation(
+        name="weights: those of gradients that zero_grad() has dropped count on",
+        file=WEIGHTS,
+        old="not n_unsynced or not any(b.provenance.unsynced_slots() for b in buckets)",
+        new="not n_unsynced",
+        tests=_test("test_zero_grad_drops_the_weights_of_an_accumulation"),
+    ),
+    Mutation(
+        name="weights: a weight that no backward has used is added",
+        file=WEIGHTS,
+        old="        elif n_unsynced != self._n_unsynced:\n",
+        new="        elif True:\n",
+        tests=_test("test_a_weight_that_no_backward_has_used_is_replaced"),
+    ),
+    Mutation(
+        name="weights: a weight holds for the next round, too",
+        file=ENDING,
+        old="    reducer._weighting.forget()\n",
+        new="",
+        tests=(
+            *_test("test_a_weight_is_of_one_reduction"),
+            *_test("test_an_abandoned_round_takes_its_weight_with_it"),
+        ),
+    ),
+    Mutation(
+        name="weights: a rank without data takes part with its NaNs",
+        file=BUCKET,
+        old="        if is_empty:\n            taking_part =",
+        new="        if False:\n            taking_part =",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: a rank without data loses what earlier rounds have left",
+        file=BUCKET,
+        old="if is_present[i] or i in self._emptied:",
+        new="if is_present[i]:",
+        tests=_test("test_what_earlier_rounds_have_left_stays_on_a_rank_without_data"),
+    ),
+    Mutation(
+        name="weights: on shm a weight of 0 in all divides by 0",
+        file="kernels/shm/protocol.c",
+        old="comm->factors[r] = total > 0 ? slot_of",
+        new="comm->factors[r] = total >= 0 ? slot_of",
+        equivalent="then all views are missing, and nobody looks at them",
+    ),
+    Mutation(
+        name="weights: on shm ranks weigh by their own weight alone",
+        file="kernels/shm/protocol.c",
+        old="        total += slot_of(comm, r, seq)->descriptor.weight;\n",
+        new="        total = slot_of(comm, r, seq)->descriptor.weight;\n",
+        tests=_test("test_the_gradients_are_those_of_one_process_on_all_data"),
+    ),
+    Mutation(
+        name="weights: on shm sums go over the wire as they are",
+        file="fastcomm/shm/bucket.pyx",
+        old="        elif d.scale == d.weight:\n",
+        new="        elif True:\n",
+        tests=_test("test_sums_over_much_data_fit_a_narrow_wire"),
+    ),
+    Mutation(
+        name="weights: between ranks of a group sums go over the wire as they are",
+        file="fastcomm/group/exchange.py",
+        old="            if factors is None:\n                wire.copy_(flat)\n",
+        new="            if True:\n                wire.copy_(flat)\n",
+        tests=_test("test_sums_over_much_data_fit_a_narrow_wire"),
+    ),
+    Mutation(
+        name="weights: ranks with other weights are a mismatch",
+        file="fastcomm/group/call.py",
+        old="    weight: float = field(default=0.0, compare=False)\n",
+        new="    weight: float = 0.0\n",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: over NCCL the stream does not wait for the sum of the weights",
+        file="fastcomm/nccl/bucket.pyx",
+        old="            weight.adding_up.wait()  # the current stream does\n",
+        new="",
+        tests=_ALL_DATA,
+    ),
+    Mutation(
+        name="weights: over NCCL a bucket in which nothing moves is not scaled",
+        file="fastcomm/nccl/bucket.pyx",
+        old="or scale != 1 or weight is not None\n",
+        new="or scale != 1\n",
+        tests=_test("test_gradients_of_an_earlier_reduction_count_once"),
+    ),
+)
