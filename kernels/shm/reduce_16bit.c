@@ -121,7 +121,20 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
 /* As above, for one input and more, each times its factor. */
 #define AVX2_WEIGHTED(NAME, WIDEN, NARROW)                                                         \
     AVX2 static void NAME(const struct reduction *job) {                                           \
-        for (size_t begin = 0; begin < job->numel; begin += AT_A_TIME) {                           \
+        const int last = job->n_inputs - 1;                                                        \
+        const void *const a = job->inputs[0], *const b = job->inputs[last];                        \
+        void *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];              \
+        const __m256 of_first = _mm256_set1_ps((float)job->factors[0]),                            \
+                     of_last = _mm256_set1_ps((float)job->factors[last]);                          \
+        for (size_t i = 0; last == 1 && i < job->numel; i += LANES) {                              \
+            const __m128i result = NARROW(                                                         \
+                add(multiply(WIDEN(load(a, i)), of_first), multiply(WIDEN(load(b, i)), of_last))); \
+            store(x, i, result);                                                                   \
+            store(y, i, result);                                                                   \
+        }                                                                                          \
+        for (int j = 2; last == 1 && j < job->n_outputs; j++)                                      \
+            memcpy(job->outputs[j], x, job->numel * sizeof(uint16_t));                             \
+        for (size_t begin = 0; last != 1 && begin < job->numel; begin += AT_A_TIME) {              \
             const size_t left = job->numel - begin, end = left < AT_A_TIME ? left : AT_A_TIME;     \
             __m256 wide[AT_A_TIME / LANES];                                                        \
             for (int r = 0; r < job->n_inputs; r++) {                                              \
