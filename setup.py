@@ -69,7 +69,7 @@ EXTENSIONS = (
     *(
         f"nccl.{name}"
         for name in (
-            *("library", "memory", "lane", "launches", "link"),
+            *("library", "calls", "memory", "lane", "launches", "link"),
             *("gradient_slot", "bucket", "communicator"),
         )
     ),

@@ -11,14 +11,16 @@ from fastcomm.errors import FastcommError
 
 cimport cython
 from libc.stdint cimport uint32_t
+from libc.stdlib cimport calloc, free
 
 from fastcomm.cuda.clock cimport Span
 from fastcomm.cuda.driver cimport CUcontext, CUevent, CUstream, Producers, check, driver
 from fastcomm.cuda.multi_tensor cimport MultiTensor
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.nccl.gradient_slot cimport GradientSlot
-from fastcomm.nccl.lane cimport ALL_REDUCE, Lane, Ticket
-from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
+from fastcomm.nccl.calls cimport ALL_REDUCE, REDUCE_SHARES, Call, call_all, name_of, reduce_shares
+from fastcomm.nccl.lane cimport Lane, Ticket
+from fastcomm.nccl.library cimport dtype_number, ncclSuccess, op_number
 from fastcomm.nccl.link cimport Link
 
 
@@ -76,6 +78,8 @@ cdef class NcclWeight:
 cdef class NcclBucket:
     """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
     round.
+
+    bounds: see Communicator.bind_bucket.
     """
 
     cdef readonly NcclBucketWork posted  # see BoundBucket.posted
@@ -87,7 +91,8 @@ cdef class NcclBucket:
     cdef object flat, wire
     cdef void *wire_address
     cdef object token  # whose address the last of `gathering.addresses` is
-    cdef int dtype  # NCCL's number for the wire's dtype
+    cdef Call *calls  # of a launch
+    cdef size_t n_calls
     cdef list views, slots
     cdef FlatBuffer known
     cdef Presence presence
@@ -96,14 +101,18 @@ cdef class NcclBucket:
     cdef Producers producers
     cdef bint is_captured
 
-    def __cinit__(self, Link link, flat, list views, list offsets, wire, uint32_t label, int lane):
+    def __cinit__(
+        self, Link link, flat, list views, list offsets, wire, uint32_t label, int lane,
+        tuple bounds,
+    ):
         cdef size_t n = len(views)
         self.link, self.flat, self.wire, self.views = link, flat, wire, views
         self.lane, self.ticket = link.lane(lane), link.launches.new_ticket()
-        self.ticket.kind, self.ticket.label = ALL_REDUCE, label
+        self.ticket.kind = ALL_REDUCE if bounds is None else REDUCE_SHARES
+        self.ticket.label = label
         self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
-        self.dtype, self.kept = dtype_number(wire.dtype), []
-        self.wire_address = <void *><size_t>wire.data_ptr()
+        self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
+        self._fill_in_calls(bounds)
         self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.producers = Producers(link.cuda)
         self.slots = [GradientSlot(view) for view in views]
@@ -112,20 +121,58 @@ cdef class NcclBucket:
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
         )
         if wire is not flat:
-            self.scattering = MultiTensor(
-                numels, offsets, flat.dtype, wire.dtype, link.cuda, self.gathering
-            )
+            self._prepare_scattering(numels, offsets, bounds)
         self.measuring = MultiTensor(
             numels, offsets, flat.dtype, flat.dtype, link.cuda, self.gathering
         )
         for i in range(n):
             self.gathering.addresses[i] = (<GradientSlot>self.slots[i]).address
             self.measuring.addresses[i] = self.gathering.addresses[i]
-            if self.scattering is not None:
-                self.scattering.addresses[i] = self.gathering.addresses[i]
         link.register(self.lane, wire, label)
         self.known = FlatBuffer(flat)
         link.buckets.add(self)
+
+    def __dealloc__(self):
+        free(self.calls)
+
+    cdef int _fill_in_calls(self, tuple bounds) except -1:
+        """Each rank gets the whole, or its share and the presence behind all shares."""
+        cdef char *wire = <char *>self.wire_address
+        cdef int dtype = dtype_number(self.wire.dtype)
+        cdef size_t itemsize = self.wire.element_size(), first = 0, n = 0
+        self.calls = <Call *>calloc(self.link.world_size + 1, sizeof(Call))
+        if self.calls == NULL:
+            raise MemoryError("out of memory")
+        if bounds is not None:
+            first = bounds[len(bounds) - 1]
+            n = reduce_shares(self.calls, wire, itemsize, dtype, bounds, self.link.rank)
+        wire += first * itemsize
+        self.calls[n] = Call(ALL_REDUCE, wire, wire, self.wire.numel() - first, dtype, 0, 0)
+        self.n_calls = n + 1
+        return 0
+
+    cdef int _prepare_scattering(self, list numels, list offsets, tuple bounds) except -1:
+        """What is cast back into the flat buffer: all gradients, or what of them is in this rank's
+        share.
+        """
+        cdef char *flat = <char *><size_t>self.flat.data_ptr()
+        cdef size_t itemsize = self.flat.element_size()
+        cdef MultiTensor longer = self.gathering
+        if bounds is not None:
+            begin, end = bounds[self.link.rank], bounds[self.link.rank + 1]
+            spans = [
+                (max(offset, begin), min(offset + numel, end))
+                for offset, numel in zip(offsets, numels)
+            ]
+            offsets = [first for first, last in spans if first < last]
+            numels = [last - first for first, last in spans if first < last]
+            longer = None
+        self.scattering = MultiTensor(
+            numels, offsets, self.flat.dtype, self.wire.dtype, self.link.cuda, longer
+        )
+        for i, offset in enumerate(offsets):
+            self.scattering.addresses[i] = flat + <size_t>offset * itemsize
+        return 0
 
     @property
     def label(self):
@@ -217,7 +264,7 @@ cdef class NcclBucket:
             finally:
                 link.launches.end(self.lane, self.ticket, work.is_captured)
             if code != ncclSuccess:
-                raise link.reason(link.error(code, b"ncclAllReduce"))
+                raise link.reason(link.error(code, name_of(self.calls)))
         finally:
             link.cuda.leave(before)
         work.bucket, work.op, work.epoch = self, op, link.epoch
@@ -234,10 +281,13 @@ cdef class NcclBucket:
         cdef bint scatters = self.scattering is not None
         cdef CUstream stream = self.lane.stream.handle
         cdef CUevent gathered = NULL, began = NULL, ended = NULL
+        cdef size_t i
         cdef int code
         if span is not None:
             gathered, began = span.gathered.handle, span.began.handle
             ended = span.ended.handle
+        for i in range(self.n_calls):
+            self.calls[i].op = op
         with nogil:  # may wait inside NCCL, which connects at the first collective
             if flattens:
                 self.gathering.flatten_on(current, wire, scale, divisor)
@@ -245,9 +295,7 @@ cdef class NcclBucket:
             _record(gathered, current)
             check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
             _record(began, stream)
-            code = nccl.all_reduce(
-                wire, wire, self.ticket.numel, self.dtype, op, self.lane.comm, stream
-            )
+            code = call_all(self.calls, self.n_calls, self.lane.comm, stream)
             if code != ncclSuccess:
                 return code
             if scatters:

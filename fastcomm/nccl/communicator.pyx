@@ -19,30 +19,22 @@ from fastcomm.nccl.bucket import NcclBucket, NcclWeight
 
 cimport cython
 from libc.stdint cimport uint32_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free
 
 from fastcomm.cuda.clock cimport DeviceClock
 from fastcomm.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
-from fastcomm.nccl.lane cimport (
-    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Kind, Lane, Ticket,
+from fastcomm.nccl.calls cimport (
+    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SPREAD_SHARES, Call, Kind, call_all, name_of,
+    spread_shares,
 )
-from fastcomm.nccl.library cimport dtype_number, nccl, ncclComm_t, ncclSuccess, op_number
+from fastcomm.nccl.lane cimport Lane, Ticket
+from fastcomm.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.nccl.link cimport Link
 
 
 cdef object TENSOR = torch.Tensor
 cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-cdef tuple CALLS = (b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"ncclReduceScatter")
 cdef int UINT8 = dtype_number(torch.uint8)
-
-
-# One call into NCCL.
-cdef struct Call:
-    Kind kind
-    void *source
-    void *target
-    size_t numel
-    int dtype, op, root
 
 
 @cython.freelist(8)
@@ -58,7 +50,7 @@ cdef class NcclWork:
     cdef Event divided  # recorded after the division, where one is made
     cdef int epoch
     cdef CUstream launched_on  # the stream that was current then
-    cdef bint is_barrier, has_own_ticket
+    cdef bint is_barrier, has_own_ticket, is_captured
 
     def __dealloc__(self):
         if self.has_own_ticket:
@@ -69,6 +61,8 @@ cdef class NcclWork:
         error that has ended the communicator.
         """
         if self.tensors is None:  # waited for already, perhaps on another stream
+            if self.is_captured:  # nothing may wait across the end of a capture
+                return
             self.link.cuda.order_current_after(self.ticket.done)
             if self.divided is not None:
                 self.link.cuda.order_current_after(self.divided)
@@ -131,7 +125,7 @@ cdef class NcclCommunicator:
     is_threadsafe = feeds_back_errors = has_common_memory = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
-    spread_shares, empty_for_all = Communicator.spread_shares, Communicator.empty_for_all
+    empty_for_all = Communicator.empty_for_all
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
@@ -228,11 +222,9 @@ cdef class NcclCommunicator:
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
-        tuple bounds=None,
-        bint error_feedback=False,
+        tuple bounds=None, bint error_feedback=False,
     ):
-        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Every
-        rank gets the whole result. Raises
+        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises
         TypeError for dtypes without a kernel, or that NCCL does not reduce; InitError without
         kernels.
         """
@@ -251,7 +243,35 @@ cdef class NcclCommunicator:
             wire.view(torch.uint8).zero_()
         dtype_number(wire.dtype)
         with self.cuda.selected():
-            return NcclBucket(self.link, flat, views, offsets, wire, label, lane)
+            return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
+
+    def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
+        """See Communicator.spread_shares. One launch. A capture waits for it at once."""
+        self._check(flat)
+        cdef NcclWork work = NcclWork.__new__(NcclWork)
+        cdef Ticket ticket = self.link.launches.take_ticket()
+        cdef Call *calls = <Call *>calloc(self.world_size, sizeof(Call))
+        cdef size_t n
+        if calls == NULL:
+            raise MemoryError("out of memory")
+        ticket.kind, ticket.label = SPREAD_SHARES, label
+        ticket.dtype, ticket.numel = flat.dtype, bounds[-1]
+        work.link, work.launched_on = self.link, self.cuda.current_stream()
+        try:
+            n = spread_shares(
+                calls, <char *><size_t>flat.data_ptr(), flat.element_size(),
+                dtype_number(flat.dtype), bounds, self.rank,
+            )
+            work.is_captured = self._launch(ticket, None, calls, n, work.launched_on)
+        finally:
+            free(calls)
+        work.ticket, work.tensors, work.epoch = ticket, (flat,), self.link.epoch
+        work.has_own_ticket = True
+        if work.is_captured:
+            work.wait()  # in the capture
+        else:
+            ticket.tensors = work.tensors  # for as long as it takes
+        return work
 
     def share_weight(self, weight):
         """See Communicator.share_weight. One all-reduce of one number is under way after it."""
@@ -311,7 +331,7 @@ cdef class NcclCommunicator:
         check_src(src, self.world_size)
         cdef Ticket ticket = (<Lane>self.link.lanes[0]).ticket
         cdef size_t n = 0
-        cdef Call *calls = <Call *>malloc((len(tensors) + 1) * sizeof(Call))
+        cdef Call *calls = <Call *>calloc(len(tensors) + 1, sizeof(Call))
         if calls == NULL:
             raise MemoryError("out of memory")
         try:
@@ -445,7 +465,7 @@ cdef class NcclCommunicator:
             finally:
                 link.launches.end(lane, ticket, is_captured)
             if code != ncclSuccess:
-                raise link.error(code, CALLS[<int>ticket.kind])
+                raise link.error(code, name_of(calls))
         except FastcommError as error:
             raise link.reason(error) from error
         finally:
@@ -461,39 +481,10 @@ cdef int _launch_on(
     cdef int code
     check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
     check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
-    code = _call(calls, lane.comm, stream) if n == 1 else _call_all(calls, n, lane.comm, stream)
+    code = call_all(calls, n, lane.comm, stream)
     if code == ncclSuccess:
         check(driver.record_event(ticket.done.handle, stream), b"cuEventRecord")
     return code
-
-
-cdef int _call_all(Call *calls, size_t n, ncclComm_t comm, CUstream stream) noexcept nogil:
-    """Makes the calls as one group, which it ends in any case. Returns NCCL's code: the first that
-    is not success.
-    """
-    cdef int code = nccl.group_start(), end
-    cdef size_t i
-    for i in range(n):
-        if code == ncclSuccess:
-            code = _call(&calls[i], comm, stream)
-    end = nccl.group_end()
-    return code if code != ncclSuccess else end
-
-
-cdef int _call(Call *call, ncclComm_t comm, CUstream stream) noexcept nogil:
-    if call.kind == ALL_REDUCE:
-        return nccl.all_reduce(
-            call.source, call.target, call.numel, call.dtype, call.op, comm, stream
-        )
-    if call.kind == BROADCAST:
-        return nccl.broadcast(
-            call.source, call.target, call.numel, call.dtype, call.root, comm, stream
-        )
-    if call.kind == ALL_GATHER:
-        return nccl.all_gather(call.source, call.target, call.numel, call.dtype, comm, stream)
-    return nccl.reduce_scatter(
-        call.source, call.target, call.numel, call.dtype, call.op, comm, stream
-    )
 
 
 Communicator.register(NcclCommunicator)

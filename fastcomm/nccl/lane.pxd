@@ -2,11 +2,8 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.cuda.driver cimport Device, Event, Stream
 from fastcomm.cuda.graphs cimport CapturedGraphs
+from fastcomm.nccl.calls cimport Kind
 from fastcomm.nccl.library cimport Ctas, ncclComm_t
-
-
-cdef enum Kind:
-    ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REGISTRATION, MEETING
 
 
 cdef class Ticket:

@@ -18,6 +18,7 @@ from libc.string cimport memcpy
 
 from fastcomm.cuda.driver cimport Device, Event, Stream, check, driver
 from fastcomm.cuda.graphs cimport CapturedGraphs
+from fastcomm.nccl.calls cimport BROADCAST, MEETING
 from fastcomm.nccl.library cimport (
     Ctas, error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
 )
@@ -26,9 +27,9 @@ from fastcomm.nccl.library cimport (
 cdef double SLICE_S = 0.05
 cdef double LEAVE_S = 2  # how long an abort waits for another thread to come out of NCCL
 cdef tuple KIND_NAMES = (
-    "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "registration",
-    "meeting of the ranks",
-)
+    "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
+    "reduce_shares", "spread_shares", "registration", "meeting of the ranks",
+)  # by Kind
 
 
 cdef class Ticket:

@@ -52,6 +52,8 @@ cdef struct Nccl:
                       ncclComm_t comm, void *stream) noexcept nogil
     int (*broadcast)(const void *inp, void *out, size_t numel, int dtype, int root,
                      ncclComm_t comm, void *stream) noexcept nogil
+    int (*reduce)(const void *inp, void *out, size_t numel, int dtype, int op, int root,
+                  ncclComm_t comm, void *stream) noexcept nogil
     int (*all_gather)(const void *inp, void *out, size_t numel, int dtype, ncclComm_t comm,
                       void *stream) noexcept nogil
     int (*reduce_scatter)(const void *inp, void *out, size_t numel, int dtype, int op,

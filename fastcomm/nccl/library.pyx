@@ -142,6 +142,7 @@ cdef int _find_symbols(void *handle) except -1:
     _find(<void **>&nccl.async_error, handle, b"ncclCommGetAsyncError")
     _find(<void **>&nccl.all_reduce, handle, b"ncclAllReduce")
     _find(<void **>&nccl.broadcast, handle, b"ncclBroadcast")
+    _find(<void **>&nccl.reduce, handle, b"ncclReduce")
     _find(<void **>&nccl.all_gather, handle, b"ncclAllGather")
     _find(<void **>&nccl.reduce_scatter, handle, b"ncclReduceScatter")
     _find(<void **>&nccl.group_start, handle, b"ncclGroupStart")

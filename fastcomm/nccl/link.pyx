@@ -24,7 +24,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from posix.unistd cimport usleep
 
 from fastcomm.cuda.driver cimport CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, check, driver
-from fastcomm.nccl.lane cimport MEETING, REGISTRATION
+from fastcomm.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.nccl.library cimport (
     ctas_of, error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
 )

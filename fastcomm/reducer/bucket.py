@@ -61,8 +61,8 @@ class Bucket(Counter):
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype
-        # behind the gradients: their presence
-        numel = layout.numel + len(own)
+        # behind the gradients, or the shares of them: their presence
+        numel = (layout.numel if sharding is None else sharding[1][-1]) + len(own)
         if wire_dtype is None or wire_dtype == self.dtype:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         else:  # the gradients keep their dtype; a copy in the wire dtype travels

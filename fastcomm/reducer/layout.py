@@ -62,12 +62,13 @@ def plan_buckets(
 
 
 def equal_shares(numel: int, itemsize: int, n: int) -> tuple[int, ...]:
-    """Cuts a flat buffer into n shares of about the same size, at cache lines. Returns their
-    bounds: share r is [bounds[r], bounds[r + 1]).
+    """Cuts a flat buffer into n shares of the same size, at cache lines, with padding behind its
+    end: the last shares may hold padding only. Returns their bounds: share r is
+    [bounds[r], bounds[r + 1]).
     """
     per_line = max(ALIGNMENT // itemsize, 1)
-    lines = -(-numel // per_line)
-    return tuple(min(-(-lines * r // n) * per_line, numel) for r in range(n + 1))
+    share = -(-numel // (n * per_line)) * per_line
+    return tuple(range(0, n * share + 1, share)) if share else (0,) * (n + 1)
 
 
 def whole_shares(layout: BucketLayout, loads: list[int]) -> tuple[int, ...]:

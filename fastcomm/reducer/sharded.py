@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fastcomm.communicator import Communicator, note_abandoned
+from fastcomm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, checkpoints, torch_helpers
 from fastcomm.reducer.checkpoints import Part, options_of
@@ -262,13 +262,14 @@ class ShardedOptimizer(Optimizer):
             group.update(options_of(inner))
 
     def _spread(self) -> None:
-        works = []
-        for bucket in self._buckets:
+        under_way: dict[int, Work] = {}
+        for i, bucket in reversed(list(enumerate(self._buckets))):  # as the next forward uses them
             _share_of(bucket).drop()
-            works.append(_share_of(bucket).spread())
-        for work in works:
+            work = _share_of(bucket).spread()
             if work is not None:
-                work.wait()
+                under_way[i] = work
+        for work in under_way.values():
+            work.wait()
         if self.sharding.shares_parameters:
             self.comm.barrier()  # all of them are new
 

@@ -16,9 +16,23 @@ from tests.mutations import (
     ordering,
     reducer,
     sharded,
+    shares,
     shm,
     weights,
 )
 
-AREAS = (kernels, shm, nccl, ordering, devices, group, meeting, reducer, sharded, backend, weights)
+AREAS = (
+    kernels,
+    shm,
+    nccl,
+    ordering,
+    devices,
+    group,
+    meeting,
+    reducer,
+    sharded,
+    shares,
+    backend,
+    weights,
+)
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -68,7 +68,7 @@ EXPORT int stand_in_lost_windows(void);
 
 /* ---- between the parts ---- */
 
-enum kind { JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SPLIT, WINDOW };
+enum kind { JOIN, ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SPLIT, WINDOW };
 
 struct ncclComm {
     ncclComm_t next;

@@ -47,6 +47,22 @@ static bool all_reduce_part(const struct operation *o, const struct intent *inte
     return true;
 }
 
+/* The root alone has an output. */
+static bool reduce_part(const struct operation *o, const struct intent *intent, size_t done,
+                        size_t n) {
+    struct world *world = o->comm->world;
+    size_t nbytes = dtype_nbytes(o->dtype);
+    if (!world_round(world, intent, (const char *)o->input + done * nbytes, n * nbytes)) {
+        return false;
+    }
+    if (o->comm->rank == o->root) {
+        const void *inputs[MAX_RANKS];
+        inputs_at(world, o->comm->n_ranks, 0, inputs);
+        reduce(o->dtype, o->op, n, inputs, o->comm->n_ranks, (char *)o->output + done * nbytes);
+    }
+    return true;
+}
+
 static bool broadcast_part(const struct operation *o, const struct intent *intent, size_t done,
                            size_t n) {
     struct world *world = o->comm->world;
@@ -98,11 +114,13 @@ static const struct {
 } collectives[] = {
     [ALL_REDUCE] = {"ncclAllReduce", all_reduce_part},
     [BROADCAST] = {"ncclBroadcast", broadcast_part},
+    [REDUCE] = {"ncclReduce", reduce_part},
     [ALL_GATHER] = {"ncclAllGather", all_gather_part},
     [REDUCE_SCATTER] = {"ncclReduceScatter", reduce_scatter_part},
 };
 
-/* What a rank reads and writes of its own memory. The root of a broadcast in place only reads. */
+/* What a rank reads and writes of its own memory. The root of a broadcast in place only reads, and
+ * so do the other ranks of a reduction to one. */
 static void note_ranges(const struct operation *o) {
     const size_t nbytes = o->count * dtype_nbytes(o->dtype), n_ranks = (size_t)o->comm->n_ranks;
     const bool is_root = o->comm->rank == o->root;
@@ -112,7 +130,9 @@ static void note_ranges(const struct operation *o) {
         ranges[n++] =
             (struct range){o->input, o->kind == REDUCE_SCATTER ? n_ranks * nbytes : nbytes, false};
     }
-    if (o->kind != BROADCAST || !is_root || o->input != o->output) {
+    const bool is_written =
+        o->kind == BROADCAST ? !is_root || o->input != o->output : o->kind != REDUCE || is_root;
+    if (is_written) {
         ranges[n++] =
             (struct range){o->output, o->kind == ALL_GATHER ? n_ranks * nbytes : nbytes, true};
     }
@@ -168,7 +188,9 @@ static ncclResult_t launch(const struct operation o, int fault) {
     if (dtype_nbytes(o.dtype) == 0 || o.op < 0 || o.op >= N_OPS || !has_root) {
         return fail(ncclInvalidArgument, function, "no such dtype, operation or root");
     }
-    if (o.count > 0 && (o.output == NULL || (o.input == NULL && o.kind != BROADCAST))) {
+    const bool has_output = o.kind != REDUCE || o.comm->rank == o.root;
+    if (o.count > 0 &&
+        ((has_output && o.output == NULL) || (o.input == NULL && o.kind != BROADCAST))) {
         return fail(ncclInvalidArgument, function, "a buffer is NULL");
     }
     if (!is_memory_of(o.input, device) || !is_memory_of(o.output, device)) {
@@ -186,6 +208,14 @@ EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
     int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype,
                                 op, (size_t)stream);
     return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm, stream},
+                  fault);
+}
+
+EXPORT ncclResult_t ncclReduce(const void *input, void *output, size_t count, ncclDataType_t dtype,
+                               ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+    int fault = stand_in_called("ncclReduce numel=%zu dtype=%d op=%d root=%d stream=0x%zx", count,
+                                dtype, op, root, (size_t)stream);
+    return launch((struct operation){REDUCE, input, output, count, dtype, op, root, comm, stream},
                   fault);
 }
 
