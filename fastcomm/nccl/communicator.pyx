@@ -51,6 +51,7 @@ cdef class NcclWork:
     cdef int epoch
     cdef CUstream launched_on  # the stream that was current then
     cdef bint is_barrier, has_own_ticket, is_captured
+    cdef bint orders_launch  # wait() orders the stream of the launch, too
 
     def __dealloc__(self):
         if self.has_own_ticket:
@@ -70,6 +71,8 @@ cdef class NcclWork:
         cdef CUstream current
         self.link.check_work(self.epoch)
         current = self.link.cuda.order_current_after(self.ticket.done)
+        if self.orders_launch and current != self.launched_on:
+            self._order_launch()
         if self.is_barrier:
             self.link.wait_for(self.ticket)
         if self.divide_by is not None:
@@ -77,6 +80,18 @@ cdef class NcclWork:
         self.tensors = None
         if current == self.launched_on:  # else that stream could use their memory too early
             self.ticket.tensors = None
+
+    cdef int _order_launch(self) except -1:
+        """For the streams that have waited for that of the launch since."""
+        cdef Device cuda = self.link.cuda
+        cdef CUcontext before = cuda.enter()
+        try:
+            with nogil:  # may wait for room in the device's queue
+                check(driver.wait_event(self.launched_on, self.ticket.done.handle, 0),
+                      b"cuStreamWaitEvent")
+        finally:
+            cuda.leave(before)
+        return 0
 
     cdef _divide(self, CUstream current):
         """Makes means of sums, on the current stream."""
@@ -246,7 +261,9 @@ cdef class NcclCommunicator:
             return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
 
     def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
-        """See Communicator.spread_shares. One launch. A capture waits for it at once."""
+        """See Communicator.spread_shares. One launch. A capture waits for it at once. Else wait(),
+        perhaps much later and on another stream, also orders the stream that is current now.
+        """
         self._check(flat)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Ticket ticket = self.link.launches.take_ticket()
@@ -266,7 +283,7 @@ cdef class NcclCommunicator:
         finally:
             free(calls)
         work.ticket, work.tensors, work.epoch = ticket, (flat,), self.link.epoch
-        work.has_own_ticket = True
+        work.has_own_ticket = work.orders_launch = True
         if work.is_captured:
             work.wait()  # in the capture
         else:

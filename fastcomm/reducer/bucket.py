@@ -137,6 +137,8 @@ class Bucket(Counter):
         starts its reduction. step, weight: see BoundBucket.launch. is_empty: the weight is 0, and
         no gradient takes part.
         """
+        if self.share is not None:
+            self.share.refuse_unseen(self.names, self.ready)
         # After parameter.grad.data = ... the view is on the user's memory.
         for i in displaced(self.views, self._addresses):
             self.views[i] = view_of(self.flat, *self._geometries[i])

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError
-from fastcomm.reducer import agreement, checkpoints, torch_helpers
+from fastcomm.reducer import agreement, arrivals, checkpoints, torch_helpers
+from fastcomm.reducer.arrivals import Arrival, Arrivals
 from fastcomm.reducer.checkpoints import Part, options_of
 from fastcomm.reducer.options import AUTO
 from fastcomm.reducer.owners import owner_of
@@ -72,6 +73,10 @@ class ShardedOptimizer(Optimizer):
         element by itself. None: known for the classes of torch.optim, no for others.
     share_parameters: over shared memory all ranks have one copy of the parameters: what one writes
         between two steps, the others see. Saves their memory, and the copying after a step.
+    overlap_gather: over NCCL step() does not wait for the other ranks' parameters: a module does,
+        before its forward, and so does what else uses a parameter through torch. Code in C++ that
+        is handed a parameter outside its module's forward does not: call wait_for_parameters()
+        before it. No effect elsewhere.
     defaults: for optimizer_class.
 
     Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
@@ -89,12 +94,13 @@ class ShardedOptimizer(Optimizer):
         keep_gradients: bool = False,
         elementwise: bool | None = None,
         share_parameters: bool = False,
+        overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(reducer, Reducer):
             raise _misuse(reducer)
         self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
-        reducer._attached_model()
+        model = reducer._attached_model()
         named = {name: p for name, p in reducer._named_parameters() if p.requires_grad}
         plain, problem = None, None
         try:
@@ -103,6 +109,8 @@ class ShardedOptimizer(Optimizer):
                 raise ValueError(
                     f"share_parameters=True needs backend shm; this is {reducer.comm.backend}"
                 )
+            if overlap_gather:
+                arrivals.refuse(model)
             groups = list(named.values()) if params is None else list(params)
             plain = optimizer_class(groups, **defaults)
             _refuse_groups(plain.param_groups, named)
@@ -114,6 +122,7 @@ class ShardedOptimizer(Optimizer):
             "keep_gradients": keep_gradients,
             "elementwise": cuts,
             "share_parameters": share_parameters,
+            "overlap_gather": overlap_gather,
             **_described(plain, named),
         }
         agreement.compare(reducer.comm, problem, described, [], _MAKING)
@@ -121,6 +130,8 @@ class ShardedOptimizer(Optimizer):
         self.sharding = Sharding(keep_gradients, cuts, share_parameters)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self.is_torn = False
+        self._overlaps = overlap_gather and reducer.comm.has_streams
+        self._arrivals: Arrivals | None = None
         self._aside: dict[Parameter, checkpoints.State] = {}
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[ShardedBucket] = []
@@ -156,6 +167,8 @@ class ShardedOptimizer(Optimizer):
         parameters = self._parameters()
         whole = self._gather_state() if self._buckets else {}
         self._aside = {parameters[i]: state for i, state in whole.items()}
+        if self._arrivals is not None:
+            self._arrivals.end()
         # their memory goes with them
         self._buckets, self._parts = [], {}
         self._make_inner({})
@@ -174,6 +187,9 @@ class ShardedOptimizer(Optimizer):
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
         self._buckets, self.is_torn = buckets, False
+        model = self.reducer._attached_model()
+        if self._overlaps and isinstance(model, Module):
+            self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
         self._parts = {}
         known = set(self._parameters())
         for bucket in buckets:
@@ -219,7 +235,8 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps this rank's share, and returns when all ranks' parameters are here. Collective.
+        """Steps this rank's share, and returns when all ranks' parameters are here, or on their way
+        with overlap_gather=True. Collective.
 
         closure: evaluated once, before the step; its value is returned. Raises FastcommError for
         gradients that no backward has reduced, naming the parameter, and after detach().
@@ -268,10 +285,28 @@ class ShardedOptimizer(Optimizer):
             work = _share_of(bucket).spread()
             if work is not None:
                 under_way[i] = work
+        if self._arrivals is not None:
+            self._let_arrive(self._arrivals, under_way)
+            return
         for work in under_way.values():
             work.wait()
         if self.sharding.shares_parameters:
             self.comm.barrier()  # all of them are new
+
+    def _let_arrive(self, arrivals: Arrivals, under_way: dict[int, Work]) -> None:
+        started = {
+            i: Arrival(work, self._buckets[i].parameters, self) for i, work in under_way.items()
+        }
+        for i, arrival in started.items():
+            _share_of(self._buckets[i]).arrival = arrival
+        arrivals.begin(started)
+
+    def wait_for_parameters(self) -> None:
+        """Orders the current stream after the last step's gathers. There is something to wait for
+        with overlap_gather=True alone. Raises the error that has ended a gather.
+        """
+        for bucket in self._buckets:
+            _share_of(bucket).arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; drops the reduced gradients that this rank holds, too."""

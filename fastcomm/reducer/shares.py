@@ -7,6 +7,7 @@ r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.arrivals import Arrival
 from fastcomm.reducer.geometry import view_of
 from fastcomm.reducer.layout import BucketLayout, equal_shares, whole_shares
 
@@ -80,6 +82,8 @@ class RankShare:
         self._bounds, self._geometries = bounds, geometries
         self.keeps_gradients = sharding.keeps_gradients
         self.is_pending = False  # holds gradients that were neither stepped nor dropped
+        self.arrival: Arrival | None = None  # of the parameters, if step() has not waited for it
+        self._was_unseen = False  # no forward had waited for it when this round began
         self._is_shared = sharding.shares_parameters
         empty = comm.empty_for_all if self._is_shared else comm.empty
         self._flat = empty(bounds[-1], dtype=gradients.dtype).zero_()
@@ -112,6 +116,38 @@ class RankShare:
         cuts = [min(max(bound - offset, 0), numel) for bound in self._bounds]
         spans = zip(cuts, cuts[1:], strict=False)
         return {rank: span for rank, span in enumerate(spans) if span[0] < span[1]}
+
+    def begin_round(self) -> None:
+        """Waits for the parameters' arrival. Raises FastcommError where another round would
+        overwrite gradients.
+        """
+        if self.is_pending:
+            raise FastcommError(
+                "the reduced gradients of the last backward were neither stepped nor dropped, and "
+                "a ShardedOptimizer holds one set of them: to accumulate, run the earlier "
+                "backwards in no_sync(), or make it with keep_gradients=True; to drop them, call "
+                "its zero_grad()"
+            )
+        arrival = self.arrival
+        self.arrive()
+        self._was_unseen = arrival is not None and arrival.was_late
+
+    def arrive(self) -> None:
+        """Waits for the parameters' arrival, if nobody has."""
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
+
+    def refuse_unseen(self, names: Sequence[str], ready: Sequence[bool]) -> None:
+        """Raises FastcommError, naming a parameter that has a gradient although nobody had waited
+        for it. ready: by slot, whether this backward has made its gradient.
+        """
+        if self._was_unseen and any(ready):
+            raise FastcommError(
+                f"parameter {names[list(ready).index(True)]} got a gradient, but was not seen in "
+                "use since step(): with overlap_gather=True it may not have been here. Call the "
+                "optimizer's wait_for_parameters() before such a use, or leave overlap_gather out"
+            )
 
     def take_round(self, parameters: Sequence[Parameter | None], views: Sequence[Tensor]) -> None:
         """A round has ended: the share holds the reduced gradients of the parameters whose .grad is
@@ -150,16 +186,6 @@ class RankShare:
                     "attach(model), and make the optimizer anew, on every rank"
                 )
 
-    def refuse_round(self) -> None:
-        """Raises FastcommError where another round would overwrite gradients."""
-        if self.is_pending:
-            raise FastcommError(
-                "the reduced gradients of the last backward were neither stepped nor dropped, and "
-                "a ShardedOptimizer holds one set of them: to accumulate, run the earlier "
-                "backwards in no_sync(), or make it with keep_gradients=True; to drop them, call "
-                "its zero_grad()"
-            )
-
     def begin_step(
         self,
         names: Sequence[str],
@@ -170,6 +196,7 @@ class RankShare:
         naming a parameter with a gradient that no round has reduced, or of another shape or dtype
         than the piece's.
         """
+        self.arrive()
         for i, parameter in enumerate(parameters):
             if parameter is not None and not _lies_as(parameter, self._views[i]):
                 self._take_back(names[i], parameter, self._views[i])
@@ -221,6 +248,8 @@ class RankShare:
 
     def release(self, parameters: Sequence[Parameter | None]) -> None:
         """Gives the parameters memory of their own, so that the flat buffer can go."""
+        with contextlib.suppress(FastcommError):  # the next call of the communicator raises it, too
+            self.arrive()
         for parameter in parameters:
             if parameter is not None:
                 parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
@@ -306,8 +335,9 @@ class ShardedBy:
                 "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
                 "differ: call refresh() on every rank, which copies rank 0's"
             )
-        if buckets[0].share is not None:
-            buckets[0].share.refuse_round()
+        for bucket in buckets:
+            if bucket.share is not None:
+                bucket.share.begin_round()
 
     def before_step(self, optimizer: object) -> None:
         """Raises FastcommError for another optimizer."""

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KINDS = pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion], ids=["equal", "whole"])
+OVERLAPS = pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapped"])
 
 
 def train(model, optimizer, steps):
@@ -35,19 +36,23 @@ def train(model, optimizer, steps):
 
 
 @KINDS
-def test_shares_of_one_rank_change_nothing(comm, kind):
+@OVERLAPS
+def test_shares_of_one_rank_change_nothing(comm, kind, overlaps):
     model, plain = mlp(), mlp()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS).attach(model)
-    sharded = fastcomm.ShardedOptimizer(reducer, kind, lr=1e-3)
+    sharded = fastcomm.ShardedOptimizer(reducer, kind, lr=1e-3, overlap_gather=overlaps)
     train(model, sharded, STEPS)
     train(plain, kind(plain.parameters(), lr=1e-3), STEPS)
     assert_same_parameters(model, plain)
 
 
-def test_a_sharded_step_does_not_synchronise(comm):
+@OVERLAPS
+def test_a_sharded_step_does_not_synchronise(comm, overlaps):
     model, x = mlp(), inputs()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS, wire_dtype=torch.bfloat16).attach(model)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = fastcomm.ShardedOptimizer(
+        reducer, torch.optim.SGD, lr=0.1, momentum=0.9, overlap_gather=overlaps
+    )
     loss_of(model, x).backward()
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -89,8 +94,9 @@ def test_a_captured_sharded_step_gives_the_parameters_of_eager_ones(comm):
 @pytest.mark.usefixtures("transport")
 @pytest.mark.transports("nccl")
 @pytest.mark.parametrize("elementwise", [True, False], ids=["equal", "whole"])
+@OVERLAPS
 @on_ranks(2)
-def test_shares_of_ranks_that_share_a_card_train_as_one_process_does(comm, elementwise):
+def test_shares_of_ranks_that_share_a_card_train_as_one_process_does(comm, overlaps, elementwise):
     model = small().float().to(comm.device)
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001)
     optimizer = fastcomm.ShardedOptimizer(
@@ -98,6 +104,7 @@ def test_shares_of_ranks_that_share_a_card_train_as_one_process_does(comm, eleme
         torch.optim.SGD,
         lr=0.1,
         elementwise=elementwise,
+        overlap_gather=overlaps,
     )
     for step in range(STEPS):
         with torch.device("cpu"):

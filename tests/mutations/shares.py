@@ -1,4 +1,4 @@
-"""A ShardedOptimizer over NCCL: its calls, and who waits for them."""
+"""A ShardedOptimizer over NCCL: its calls, and parameters that are on their way."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from tests.mutations.mutation import Mutation
 
 CALLS = "fastcomm/nccl/calls.pyx"
 BUCKET = "fastcomm/nccl/bucket.pyx"
+COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
+SHARES = "fastcomm/reducer/shares.py"
 SHARDED = "fastcomm/reducer/sharded.py"
+ARRIVALS = "fastcomm/reducer/arrivals.py"
 
 FILE = "tests/nccl/test_shares.py"
 EQUAL = f"{FILE}::test_equal_shares_are_reduce_scattered_and_gathered"
 WHOLE = f"{FILE}::test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it"
 PARAMETERS = f"{FILE}::test_shares_give_the_parameters_of_whole_buckets"
 ORDERED = f"{FILE}::test_training_with_shares_is_ordered"
+OVERLAPPED = f"{FILE}::test_overlapped_gathers_give_the_parameters_of_the_plain_optimizer"
+MODULES = f"{FILE}::test_each_module_waits_for_its_own_parameters_alone"
+USES = f"{FILE}::test_whatever_uses_a_parameter_waits_for_it"
+UNSEEN = f"{FILE}::test_a_gradient_of_a_parameter_that_was_not_seen_in_use_is_refused"
 
 MUTATIONS = (
     Mutation(
@@ -70,5 +77,75 @@ MUTATIONS = (
         old="        for work in under_way.values():\n            work.wait()\n",
         new="",
         tests=(ORDERED,),
+    ),
+    Mutation(
+        name="shares: a wait on another stream leaves that of the step without order",
+        file=COMMUNICATOR,
+        old="            self._order_launch()\n",
+        new="            pass\n",
+        tests=(f"{FILE}::test_a_first_use_on_another_stream_orders_that_of_the_step",),
+    ),
+    Mutation(
+        name="shares: a gather crosses the end of a capture",
+        file=COMMUNICATOR,
+        old="            work.wait()  # in the capture\n",
+        new="            pass\n",
+        tests=(f"{FILE}::test_a_step_can_be_captured",),
+    ),
+    Mutation(
+        name="shares: a module does not wait for its parameters",
+        file=ARRIVALS,
+        old="            self._under_way[number].wait()\n",
+        new="            pass\n",
+        tests=(OVERLAPPED,),
+    ),
+    Mutation(
+        name="shares: a module waits for all parameters",
+        file=ARRIVALS,
+        old="        if not torch.is_grad_enabled():",
+        new="        if True:",
+        tests=(MODULES,),
+    ),
+    Mutation(
+        name="shares: without grad a module waits for its own parameters alone",
+        file=ARRIVALS,
+        old="        if not torch.is_grad_enabled():",
+        new="        if False:",
+        tests=(MODULES,),
+    ),
+    Mutation(
+        name="shares: zero_grad() waits for all parameters",
+        file=ARRIVALS,
+        old="        if func in _METADATA:\n",
+        new="        if False:\n",
+        tests=(MODULES,),
+    ),
+    Mutation(
+        name="shares: what is done to a parameter outside modules does not wait",
+        file=ARRIVALS,
+        old="            _wait_for(one)\n        return func",
+        new="            one.__class__ = Parameter\n        return func",
+        tests=(USES,),
+    ),
+    Mutation(
+        name="shares: a copy of a parameter is for ever on its way",
+        file=ARRIVALS,
+        old="        _wait_for(self)\n        return self.__deepcopy__(memo)",
+        new="        return super().__deepcopy__(memo)",
+        tests=(USES,),
+    ),
+    Mutation(
+        name="shares: gradients of parameters that were not seen in use are reduced",
+        file=SHARES,
+        old="        if self._was_unseen and any(ready):\n",
+        new="        if False:\n",
+        tests=(UNSEEN,),
+    ),
+    Mutation(
+        name="shares: training goes on with parameters that did not arrive",
+        file=ARRIVALS,
+        old="                    optimizer.is_torn = True\n",
+        new="                    pass\n",
+        tests=(f"{FILE}::test_parameters_that_did_not_arrive_are_refused_until_refresh",),
     ),
 )
