@@ -191,7 +191,7 @@ class GroupCommunicator(Communicator):
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
             way = Wire(wire_dtype, error_feedback=error_feedback)
-            reduce = self._exchange.coded_reduction_of(flat, len(views), way)
+            reduce = self._exchange.coded_reduction_of(flat, views, offsets, way)
         else:
             reduce = self._exchange.reduction_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)

@@ -116,16 +116,20 @@ class Exchange:
 
         return reduce
 
-    def coded_reduction_of(self, flat: Tensor, n_views: int, wire: Wire) -> Callable[..., None]:
+    def coded_reduction_of(
+        self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
+    ) -> Callable[..., None]:
         """As reduction_of, of a bucket whose gradients a wire carries. Their presence is reduced by
         itself, as no rounding may change it: the rows are of that.
         """
-        end = flat.numel() - n_views
-        gradients, presence = flat[:end], flat[end:]
+        end = flat.numel() - len(views)
+        gradients, presence, gaps = flat[:end], flat[end:], _gaps(end, views, offsets)
 
         def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
             self.all_reduce(presence, op, rows, factors)
             self.reduce_coded(gradients, op, wire, factors)
+            # A NaN of their block's would spoil its scale in every later round.
+            gradients.index_fill_(0, gaps, 0)
 
         return reduce
 
@@ -262,3 +266,12 @@ class Exchange:
     def _wait(self, work: Any) -> None:
         work.wait()
         self.moved_at = time.monotonic()
+
+
+def _gaps(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
+    """The elements of a flat buffer that are in no view."""
+    with torch.inference_mode(False):  # buckets may be made under it
+        is_gap = torch.ones(numel, dtype=torch.bool, device="cpu")
+        for view, offset in zip(views, offsets, strict=True):
+            is_gap.as_strided(view.size(), view.stride(), offset).fill_(False)
+        return is_gap.nonzero().view(-1)

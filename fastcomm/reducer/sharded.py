@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError
-from fastcomm.reducer import agreement, arrivals, checkpoints, torch_helpers
+from fastcomm.reducer import agreement, arrivals, checkpoints, param_groups, torch_helpers
 from fastcomm.reducer.arrivals import Arrival, Arrivals
 from fastcomm.reducer.checkpoints import Part, options_of
 from fastcomm.reducer.options import AUTO
@@ -113,7 +113,7 @@ class ShardedOptimizer(Optimizer):
                 arrivals.refuse(model)
             groups = list(named.values()) if params is None else list(params)
             plain = optimizer_class(groups, **defaults)
-            _refuse_groups(plain.param_groups, named)
+            param_groups.refuse(plain.param_groups, named)
         except (ValueError, TypeError) as error:
             problem = error
         cuts = optimizer_class in _ELEMENTWISE if elementwise is None else elementwise
@@ -123,7 +123,7 @@ class ShardedOptimizer(Optimizer):
             "elementwise": cuts,
             "share_parameters": share_parameters,
             "overlap_gather": overlap_gather,
-            **_described(plain, named),
+            **param_groups.described([] if plain is None else plain.param_groups, named),
         }
         agreement.compare(reducer.comm, problem, described, [], _MAKING)
         assert plain is not None  # for the type checker: compare() has raised
@@ -464,41 +464,3 @@ def _refuse_class(
             'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
             "choose a number"
         )
-
-
-def _refuse_groups(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
-    """Raises ValueError for parameters that are missing, or not the reducer's."""
-    given = {parameter for group in groups for parameter in group["params"]}
-    for name, parameter in named.items():
-        if parameter not in given:
-            raise ValueError(
-                f"parameter {name} is in no group: give it to the optimizer, or freeze it and call "
-                "refresh()"
-            )
-        if agreement.grad_dtype(parameter) != parameter.dtype:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype} and its gradient is not: ShardedOptimizer "
-                "takes gradients of the parameters' dtype"
-            )
-    known = set(named.values())
-    for parameter in given:
-        if parameter.requires_grad and parameter not in known:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is not in the reducer's model: "
-                "attach() that model, and give only its parameters"
-            )
-
-
-def _described(plain: Optimizer | None, named: dict[str, Parameter]) -> dict[str, Any]:
-    """The groups, as the ranks compare them."""
-    names = {parameter: name for name, parameter in named.items()}
-    groups = [] if plain is None else plain.param_groups
-    described: dict[str, Any] = {"the number of groups": len(groups)}
-    for i, group in enumerate(groups):
-        described[f"the number of parameters in group {i}"] = len(group["params"])
-        for j, parameter in enumerate(group["params"]):
-            if parameter in names:
-                described[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
-        for key, value in options_of(group).items():
-            described[f"{key} of group {i}"] = agreement.shown(value)
-    return described

@@ -243,4 +243,11 @@ MUTATIONS = (
         new="reduced = reduce_rows(rows, op)",
         tests=(f"{WIRE_TESTS}a_sum_is_rounded_once_before_and_once_after",),
     ),
+    Mutation(
+        name="wire: a NaN stays in the gaps between gradients",
+        file=EXCHANGE,
+        old="            gradients.index_fill_(0, gaps, 0)\n",
+        new="",
+        tests=("tests/reducer/test_wires.py",),
+    ),
 )

@@ -131,3 +131,18 @@ def test_a_parameter_that_one_rank_lacks_gets_the_mean_over_a_narrow_wire(comm):
     loss.backward()
     torch.testing.assert_close(unused.grad, torch.full((300,), 1e20))
     assert none.grad is None
+
+
+@over_torch
+@pytest.mark.parametrize("wire_dtype", STEP, ids=str)
+@on_ranks(2)
+def test_a_nan_is_over_with_its_round(comm, wire_dtype):
+    model = torch.nn.Linear(8, 4)  # 4 elements, and a gap before the others
+    reducer = fastcomm.Reducer(comm, wire_dtype=wire_dtype, error_feedback=True).attach(model)
+    bad = [0.0, float("nan") if comm.rank else 0.0, 0.0]
+    counts = []
+    for step in range(3):
+        model.zero_grad()
+        (model(torch.ones(2, 8)).sum() + model.weight[0, 0] * bad[step]).backward()
+        counts.append(int(reducer.nonfinite_count()))
+    assert counts[0] == counts[2] == 0 < counts[1]

@@ -1,0 +1,47 @@
+"""Parameter groups of a ShardedOptimizer: what they must hold, and what ranks compare of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Parameter
+
+from fastcomm.reducer import agreement
+from fastcomm.reducer.checkpoints import options_of
+
+
+def refuse(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
+    """Raises ValueError for parameters that are missing, or not the reducer's."""
+    given = {parameter for group in groups for parameter in group["params"]}
+    for name, parameter in named.items():
+        if parameter not in given:
+            raise ValueError(
+                f"parameter {name} is in no group: give it to the optimizer, or freeze it and call "
+                "refresh()"
+            )
+        if agreement.grad_dtype(parameter) != parameter.dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} and its gradient is not: ShardedOptimizer "
+                "takes gradients of the parameters' dtype"
+            )
+    known = set(named.values())
+    for parameter in given:
+        if parameter.requires_grad and parameter not in known:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is not in the reducer's model: "
+                "attach() that model, and give only its parameters"
+            )
+
+
+def described(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> dict[str, Any]:
+    """The groups, as the ranks compare them."""
+    names = {parameter: name for name, parameter in named.items()}
+    described: dict[str, Any] = {"the number of groups": len(groups)}
+    for i, group in enumerate(groups):
+        described[f"the number of parameters in group {i}"] = len(group["params"])
+        for j, parameter in enumerate(group["params"]):
+            if parameter in names:
+                described[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
+        for key, value in options_of(group).items():
+            described[f"{key} of group {i}"] = agreement.shown(value)
+    return described
