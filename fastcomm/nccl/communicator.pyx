@@ -312,15 +312,9 @@ cdef class NcclCommunicator:
     # -- collectives --
 
     def all_reduce(self, tensor, op="sum", *, bint async_op=False):
-        """Reduces `tensor` over all ranks, in place: contiguous, on this device, the same numel and
-        dtype on every rank.
-
-        op: sum, mean (alias avg), min, max, prod. A float mean is the sum of tensors scaled
-        beforehand; an integer mean is rounded towards zero. 16-bit floats are added as NCCL does
-        it, from 3 ranks on with a rounding at each step. With async_op, returns a Work at once:
-        leave the tensor alone until work.wait() has ordered the stream that is current then after
-        the result. Raises ValueError or TypeError for a bad argument, before any peer is involved,
-        and the error that has ended the communicator.
+        """See Communicator.all_reduce. A float mean is the sum of tensors scaled beforehand; an
+        integer mean is rounded towards zero. 16-bit floats are added as NCCL does it, from 3 ranks
+        on with a rounding at each step. wait() of the Work orders the current stream after it.
         """
         op = canonical_op(op)
         self._check(tensor)
@@ -334,9 +328,7 @@ cdef class NcclCommunicator:
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
-        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
-        Errors as all_reduce.
-        """
+        """See Communicator.broadcast."""
         self._check(tensor)
         check_src(src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
@@ -366,17 +358,14 @@ cdef class NcclCommunicator:
         self.cuda.order_current_after(ticket.done)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
-        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
-        elements. Errors as all_reduce.
-        """
+        """See Communicator.all_gather_single."""
         self._check(inp)
         self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         return self._collective(ALL_GATHER, inp, out, None, 0, async_op, None)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
-        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
-        A float mean is a sum that is scaled, when wait() has ordered the current stream after it;
-        of float16, a sum of what was scaled beforehand. Errors as all_reduce.
+        """See Communicator.reduce_scatter_single. A float mean is a sum that is scaled, when wait()
+        has ordered the current stream after it; of float16, a sum of what was scaled beforehand.
         """
         op = canonical_op(op)
         self._check(inp)

@@ -28,9 +28,9 @@ from fastcomm.reducer.provenance import Provenance
 from fastcomm.reducer.shares import RankShare, Sharding
 
 _WHY_RANKS_DIFFER = (
-    ". Run a backward inside no_sync(), and call set_weight(), on all ranks or on none. If the "
-    "ranks have made different numbers of steps, one has left out a step, or made one alone, and "
-    "their parameters differ: call refresh() on every rank, which copies rank 0's"
+    ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight(). If "
+    "the ranks have made different numbers of steps, one has left out a step, or made one alone, "
+    "and their parameters differ: call refresh() on every rank, which copies rank 0's"
 )
 
 

@@ -225,8 +225,8 @@ MUTATIONS = (
     Mutation(
         name="wire: presence is rounded beside the gradients",
         file=EXCHANGE,
-        old="gradients, presence = flat[:end], flat[end:]\n",
-        new="gradients, presence = flat, flat[end:].clone()\n",
+        old="gradients, presence, gaps = flat[:end], flat[end:],",
+        new="gradients, presence, gaps = flat, flat[end:].clone(),",
         tests=(f"{WIRE_TESTS}presence_is_exact_beside_great_gradients",),
     ),
     Mutation(
@@ -239,8 +239,8 @@ MUTATIONS = (
     Mutation(
         name="group: a rank adds what others have sent to shards that are not its own",
         file=EXCHANGE,
-        old="reduced = wire.reduce(incoming, rows, self._rank, op)",
-        new="reduced = reduce_rows(rows, op)",
+        old="reduced = wire.reduce(incoming, rows, self._rank, op, factors)",
+        new="reduced = reduce_rows(rows, op, factors)",
         tests=(f"{WIRE_TESTS}a_sum_is_rounded_once_before_and_once_after",),
     ),
     Mutation(
