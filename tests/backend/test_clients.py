@@ -20,30 +20,19 @@ from tests.support.forked_python import python
 from tests.support.models import (
     Heads,
     Transformer,
+    assert_same_parameters,
     backward,
     convnet,
     image_backward,
     loss_of,
     mlp,
     text_backward,
+    train,
 )
 from tests.support.process_groups import gloo, start, values, world
 from tests.support.ranks import fresh_ranks, on_ranks
 
 ranks = process_groups.ranks  # a pool of this module's own
-
-
-def _train(model, run, comm, steps=4, **optimizer_options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **optimizer_options)
-    for step in range(steps):
-        optimizer.zero_grad()
-        run(model, comm.rank, step)
-        optimizer.step()
-
-
-def _assert_same_parameters(model, other):
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize(
@@ -65,8 +54,8 @@ def test_ddp_trains_bitwise_as_over_gloo(comm, make, run, options):
         for group in (world(), gloo())
     ]
     for model in models:
-        _train(model, run, comm)
-    _assert_same_parameters(*models)
+        train(model, run, comm.rank, 4)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)
@@ -76,12 +65,13 @@ def test_ddp_with_changing_branches_trains_bitwise_as_over_gloo(comm):
         for group in (world(), gloo())
     ]
     for model in models:
-        _train(
+        train(
             model,
             lambda one, rank, step: loss_of(one, rank, step, (rank + step * step) % 3).backward(),
-            comm,
+            comm.rank,
+            4,
         )
-    _assert_same_parameters(*models)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)
@@ -94,8 +84,8 @@ def test_ddp_accumulates_without_synchronising(comm):
         backward(model, rank, 2 * step + 1)
 
     for model in models:
-        _train(model, run, comm)
-    _assert_same_parameters(*models)
+        train(model, run, comm.rank, 4)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)
@@ -103,8 +93,8 @@ def test_ddp_joins_uneven_inputs(comm):
     models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
     for model in models:
         with model.join():
-            _train(model, backward, comm, steps=3 + 2 * comm.rank)
-    _assert_same_parameters(*models)
+            train(model, backward, comm.rank, 3 + 2 * comm.rank)
+    assert_same_parameters(*models)
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", [False, True])
@@ -113,7 +103,7 @@ def test_ddp_joins_uneven_inputs_dividing_as_over_gloo(comm, divide_by_initial_w
     models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
     for model in models:
         with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
-            _train(model, backward, comm, steps=2 + comm.rank)
+            train(model, backward, comm.rank, 2 + comm.rank)
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -152,8 +142,8 @@ def test_ddp_with_a_hook_that_chains_futures(comm):
     models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
     for model in models:
         model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
-        _train(model, backward, comm)
-    _assert_same_parameters(*models)
+        train(model, backward, comm.rank, 4)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)
@@ -169,7 +159,7 @@ def test_ddp_with_power_sgd_trains_as_over_gloo(comm):
             PowerSGDState(model.process_group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
             powerSGD_hook,
         )
-        _train(model, backward, comm, steps=5)
+        train(model, backward, comm.rank, 5)
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -222,7 +212,7 @@ def test_zero_redundancy_optimizer_trains_as_sgd(comm):
             optimizer.zero_grad()
             backward(model, comm.rank, step)
             optimizer.step()
-    _assert_same_parameters(*models)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)
@@ -267,7 +257,7 @@ def test_ddp_and_zero_join_uneven_inputs_together(comm):
                 optimizer.zero_grad()
                 backward(model, comm.rank, step)
                 optimizer.step()
-    _assert_same_parameters(*models)
+    assert_same_parameters(*models)
 
 
 def _step_over_rpc(place):
@@ -335,7 +325,7 @@ def test_a_checkpoint_is_saved_and_loaded(comm):
     state = other.state_dict()
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
-    _assert_same_parameters(model, other)
+    assert_same_parameters(model, other)
 
 
 @on_ranks(2)

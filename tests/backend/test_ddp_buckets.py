@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import process_groups
 from tests.support.memory import lies_in_shared_memory, resident_bytes
-from tests.support.models import Heads, backward, loss_of, mlp
+from tests.support.models import Heads, assert_same_parameters, backward, loss_of, mlp, train
 from tests.support.outcomes import values_of
 from tests.support.process_groups import gloo, start, world
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -37,19 +37,6 @@ def _watch(model):
     return seen
 
 
-def _train(model, run, comm, steps=4):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        run(model, comm.rank, step)
-        optimizer.step()
-
-
-def _assert_same_parameters(model, other):
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,7 +52,7 @@ def _assert_same_parameters(model, other):
 def test_buckets_lie_in_shared_memory_also_when_they_are_made_anew(comm, options):
     model = DistributedDataParallel(mlp(), process_group=world(), **options)
     seen = _watch(model)
-    _train(model, backward, comm, steps=3)
+    train(model, backward, comm.rank, 3)
     assert len(seen) >= 3
     assert set(seen) == {(torch.float32, True)}
 
@@ -84,7 +71,7 @@ def test_buckets_of_every_dtype_lie_in_shared_memory(comm, dtype):
 def test_buckets_over_another_backend_stay_where_torch_puts_them(comm):
     model = DistributedDataParallel(mlp(), process_group=gloo())
     seen = _watch(model)
-    _train(model, backward, comm, steps=3)
+    train(model, backward, comm.rank, 3)
     assert set(seen) == {(torch.float32, False)}
 
 
@@ -99,9 +86,9 @@ def test_several_models_train_side_by_side(comm):
         sum(loss_of(model, rank, step + number) for number, model in enumerate(models)).backward()
 
     for models in sides:
-        _train(nn.ModuleList(models), run, comm)
+        train(nn.ModuleList(models), run, comm.rank, 4)
     for ours, theirs in zip(*sides, strict=True):
-        _assert_same_parameters(ours, theirs)
+        assert_same_parameters(ours, theirs)
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -116,7 +103,7 @@ def test_hooks_of_torch_train_as_over_gloo(comm, hook, views):
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         else:
             model.register_comm_hook(group, default_hooks.fp16_compress_hook)
-        _train(model, backward, comm)
+        train(model, backward, comm.rank, 4)
         models.append(model)
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -141,16 +128,16 @@ def test_unused_parameters_and_accumulation_train_bitwise_as_over_gloo(comm, vie
         loss_of(model, rank, 2 * step + 1, (rank + step) % 3).backward()
 
     for model in models:
-        _train(model, run, comm)
-    _assert_same_parameters(*models)
+        train(model, run, comm.rank, 4)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)
 def test_a_compiled_model_trains_bitwise_as_over_gloo(comm):
     models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
     for model in models:
-        _train(torch.compile(model, backend="eager"), backward, comm)
-    _assert_same_parameters(*models)
+        train(torch.compile(model, backend="eager"), backward, comm.rank, 4)
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)

@@ -138,6 +138,23 @@ def text_backward(model: nn.Module, rank: int, step: int = 0) -> None:
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+def train(
+    model: nn.Module, run: Callable[[nn.Module, int, int], None], rank: int, steps: int
+) -> None:
+    """Steps of SGD with momentum on what run(model, rank, step) leaves in .grad."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        run(model, rank, step)
+        optimizer.step()
+
+
+def assert_same_parameters(model: nn.Module, other: nn.Module) -> None:
+    """They have the same bits."""
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
 def gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm.communicator import Communicator
-from tests.support.models import backward
+from tests.support.models import assert_same_parameters, backward
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -86,9 +86,6 @@ class Pair:
 
     def check(self) -> None:
         """The parameters have the same bits."""
-        for (name, mine), theirs in zip(
-            self.models[1].named_parameters(), self.models[0].parameters(), strict=True
-        ):
-            assert torch.equal(mine, theirs), name
+        assert_same_parameters(self.models[1], self.models[0])
         self.reducers[1].sync_buffers()  # which are each rank's own
         self.reducers[1].check_in_sync(self.sharded)
