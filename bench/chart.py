@@ -26,6 +26,7 @@ LOOKS = {
     "unreduced": ("DDP alone,\nno reduction", "lightgray", "-"),
     "fastcomm": ("fastcomm", "tab:blue", "-"),
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
+    "weighted": ("with weights", "tab:purple", "-"),
     "sharded": ("sharded optimizer", "tab:green", "-"),
     "shared": ("and one copy\nof the parameters", "tab:olive", "-"),
     "ddp": ("DDP", "tab:orange", "-"),
