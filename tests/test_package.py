@@ -87,7 +87,8 @@ inputs() {{
 }}
 built={built}/${{source%.*}}.o
 if [ -f "$built" ] && [ "$(inputs .)" = "$(inputs {root})" ] &&
-    [ -z "$(find {root}/"$source" {root}/setup.py {root}/kernels -type f -newer "$built")" ]; then
+    [ -z "$(find {root}/"$source" {root}/setup.py {root}/kernels -type f ! -name '*.fatbin' \\
+        -newer "$built")" ]; then
     exec cp "$built" "$object"
 fi
 made=$( (echo "$@"; {compiler} --version; inputs .) | sha256sum | cut -d ' ' -f 1)
