@@ -47,10 +47,10 @@ cdef class ShmCommunicator:
     backend = "shm"
     has_common_memory = True
     has_streams = counts_nonfinite = feeds_back_errors = False
-    has_common_memory = True
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
+    share_weight = Communicator.share_weight
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > MAX_RANKS:
@@ -229,10 +229,6 @@ cdef class ShmCommunicator:
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             wire = self.empty(flat.numel(), dtype=wire_dtype).zero_()
         return ShmBucket(self.ring, flat, wire, views, offsets, label, bounds)
-
-    def share_weight(self, weight):
-        """See Communicator.share_weight. It travels in the buckets' descriptors."""
-        return weight
 
     def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
         """See Communicator.spread_shares. Every rank reads the others' shares where they lie."""
