@@ -143,10 +143,10 @@ class Bucket(Counter):
         for i in displaced(self.views, self._addresses):
             self.views[i] = view_of(self.flat, *self._geometries[i])
         taking_part = self.parameters
+        if self.n_pending:
+            taking_part = self.provenance.taking_part(taking_part, self.ready)
         if is_empty:
             taking_part = self._leave_out(taking_part, keeps_graph)
-        elif self.n_pending:
-            taking_part = self.provenance.taking_part(taking_part, self.ready)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         missing = self._gather(taking_part)
@@ -161,14 +161,13 @@ class Bucket(Counter):
             raise self._explained(error) from error
 
     def _leave_out(
-        self, parameters: list[Parameter | None], keeps_graph: bool
+        self, taking_part: list[Parameter | None], keeps_graph: bool
     ) -> list[Parameter | None]:
-        """Drops what this rank has made without data. What stands there from earlier rounds stays:
-        other ranks have it, too.
+        """Drops what this rank has made without data. What stands elsewhere from earlier rounds
+        stays: other ranks have it, too.
         """
-        local = set(self.provenance.unsynced_slots())
-        for i, parameter in enumerate(parameters):
-            if parameter is None or not (self.ready[i] or i in local):
+        for i, parameter in enumerate(taking_part):
+            if parameter is None:
                 continue
             if keeps_graph and parameter.grad is not None:
                 raise FastcommError(
@@ -178,7 +177,7 @@ class Bucket(Counter):
             if parameter.grad is self.views[i]:
                 self._emptied.add(i)
             parameter.grad = None
-        return [None] * len(parameters)
+        return [None] * len(taking_part)
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the

@@ -88,7 +88,7 @@ MUTATIONS = (
         file=BUCKET,
         old="        if is_empty:\n            taking_part =",
         new="        if False:\n            taking_part =",
-        tests=_ALL_DATA,
+        tests=_test("test_gradients_that_are_made_by_hand"),
     ),
     Mutation(
         name="weights: a rank without data loses what earlier rounds have left",

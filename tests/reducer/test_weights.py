@@ -153,7 +153,8 @@ def test_what_only_a_rank_without_data_has_used_has_no_gradient(comm):
 def test_gradients_of_an_earlier_reduction_count_once(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    rounds = [[5], [1]], [[0], [3]], [[2], [4]]
+    # twice of weight 1: nothing moves and nothing is scaled in the second of them
+    rounds = [[5], [1]], [[0], [3]], [[2], [4]], [[1], [1]], [[1], [1]]
     for counts in rounds:
         accumulate(reducer, model, counts[comm.rank])
     parts = [joined(model, counts) for counts in rounds]
@@ -244,6 +245,10 @@ def test_gradients_that_are_made_by_hand(comm):
     reducer.set_weight(1 + 2 * comm.rank)
     reducer.reduce()
     assert parameter.grad.tolist() == [1.75] * 3
+    parameter.grad = torch.full((3,), (2.0, float("nan"))[comm.rank])
+    reducer.set_weight((5, 0)[comm.rank])
+    reducer.reduce()
+    assert parameter.grad.tolist() == [2.0] * 3
 
 
 @on_ranks(2)
