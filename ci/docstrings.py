@@ -38,12 +38,29 @@ class Docstrings(griffe.Extension):
                 with contextlib.suppress(KeyError):  # Python does not see it
                     mod[name].docstring = griffe.Docstring(markdown(text), parent=mod[name])
 
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """A base class is for who reads the sources: its members stand under the public class."""
+        classes = list(_classes_in(pkg))
+        for cls in classes:
+            if not cls.name.endswith("Error"):
+                for name, member in cls.inherited_members.items():
+                    cls.set_member(name, member.final_target)
+        for cls in classes:
+            if not cls.name.endswith("Error"):
+                cls.bases = []
+
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        if not cls.name.endswith("Error"):
-            cls.bases = []
         for name, member in list(cls.members.items()):
             if member.docstring is not None and member.docstring.value.startswith(INTERNAL):
                 cls.del_member(name)
+
+
+def _classes_in(module: griffe.Module) -> Iterator[griffe.Class]:
+    for member in module.members.values():
+        if not member.is_alias and isinstance(member, griffe.Module):
+            yield from _classes_in(member)
+        elif not member.is_alias and isinstance(member, griffe.Class):
+            yield member
 
 
 def docstrings_of(source: str) -> Iterator[tuple[str, str]]:

@@ -98,6 +98,8 @@ def test_every_public_name_is_on_the_api_page() -> None:
 def test_every_public_name_says_what_it_is_for(name: str) -> None:
     public = getattr(fastcomm, name)
     assert public.__doc__, f"{name} has no docstring"
-    for member, value in vars(public).items() if isinstance(public, type) else ():
-        if callable(value) and not member.startswith("_"):
-            assert value.__doc__, f"{name}.{member} has no docstring"
+    classes = public.__mro__ if isinstance(public, type) else ()
+    for of in (cls for cls in classes if cls.__module__.startswith("fastcomm.")):
+        for member, value in vars(of).items():
+            if callable(value) and not member.startswith("_"):
+                assert value.__doc__, f"{name}.{member} has no docstring"

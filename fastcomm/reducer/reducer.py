@@ -1,9 +1,10 @@
 """Reducer: makes loss.backward() reduce the gradients of a model over all ranks. Changes no module:
 it lives in hooks on the parameters.
 
-Decides when a round begins and how it ends; what happens in between is round.py. The method is that
-of "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2; where it
-departs from DistributedDataParallel, the departure is said in a comment.
+Decides when a round begins and how it ends; what happens in between is round.py, what comes after
+it reduced.py. The method is that of "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", section 3.2; where it departs from DistributedDataParallel, the departure is said in a
+comment.
 """
 
 from __future__ import annotations
@@ -19,28 +20,22 @@ from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.autograd_stack import enclosing_backward
-from fastcomm.collective import Op, buffers_label, canonical_op
+from fastcomm.collective import Op, canonical_op
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
-from fastcomm.reducer import agreement, norms
+from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket, make_buckets
 from fastcomm.reducer.ending import end, leave
-from fastcomm.reducer.gradient_hook import EndOfBackward, ReducerFlags
+from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
-from fastcomm.reducer.optimizer_steps import (
-    Share,
-    allow_steps,
-    refuse_replaced,
-    refuse_step,
-    shares_in,
-    watch_steps,
-)
+from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
 from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.owners import is_owned, let_go, next_number, owner_of, take_over
+from fastcomm.reducer.reduced import ReducedGradients
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.shares import ShardedBy
 from fastcomm.reducer.tripwires import Tripwires
@@ -51,7 +46,7 @@ from fastcomm.rendezvous import init
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
-class Reducer(ReducerFlags):
+class Reducer(ReducedGradients):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; None means fastcomm.init().
@@ -393,79 +388,3 @@ class Reducer(ReducerFlags):
                 self._timeline.follow(self._buckets, self._model())
             self._timeline.start()
         return self._timeline
-
-    # -- with the reduced gradients ----------------------------------------------------------------
-
-    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
-        """See optimizer_steps.Steppable."""
-        return shares_in(self._buckets, parameters)
-
-    def before_step(
-        self, optimizer: torch.optim.Optimizer, shares: list[Share], since: int | None
-    ) -> None:
-        """See optimizer_steps.Steppable."""
-        self.sharded_by.before_step(optimizer)
-        self._require_reduced(((self._buckets[number], slots) for number, slots in shares), since)
-        if self.recorder is not None:
-            self.recorder.begin_optimizer()
-
-    def after_step(self, shares: list[Share]) -> None:
-        """See optimizer_steps.Steppable."""
-        if self.recorder is not None:
-            self.recorder.end_optimizer()
-        self._n_steps += 1
-        for number, slots in shares:
-            self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
-
-    def _require_reduced(
-        self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
-    ) -> None:
-        """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
-        the one place that decides it. Raises FastcommError naming one that is not.
-        """
-        self.synchronize()
-        for bucket, slots in chosen:
-            bucket.refuse_unreduced(slots, since)
-
-    def grad_norm(self) -> Tensor:
-        """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
-        all ranks. Does not synchronise with the device: over NCCL it is one pass over each bucket,
-        as GradScaler and others change gradients unseen. Of 16-bit gradients the norm is taken in
-        float32. Raises FastcommError for gradients that nothing has reduced.
-        """
-        self._require_all_reduced()
-        return norms.norm(self._buckets, self.comm)
-
-    def _require_all_reduced(self) -> None:
-        self._attached_model()
-        self._tripwires.raise_refusal()
-        self._require_reduced((bucket, None) for bucket in self._buckets)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
-        as torch.nn.utils.clip_grad_norm_. Raises as grad_norm().
-        """
-        if max_norm <= 0:
-            raise ValueError(f"max_norm must be positive; got {max_norm}")
-        self._require_all_reduced()
-        return norms.clip_(self._buckets, max_norm, self.comm)
-
-    def nonfinite_count(self) -> Tensor:
-        """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
-        equal on all ranks. To skip a step.
-        """
-        self._require_all_reduced()
-        return norms.nonfinite_count(self._buckets, self.comm)
-
-    def sync_buffers(self, src: int = 0) -> None:
-        """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""
-        model = self._attached_model()
-        if isinstance(model, nn.Module):
-            agreement.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
-
-    def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's
-        state and options if it is given. Collective. Raises MismatchError, on every rank, naming
-        the first that differs and the ranks. Waits for the device.
-        """
-        agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer)

@@ -1,0 +1,117 @@
+"""ReducedGradients: what a reducer makes of gradients that are reduced: optimizers' steps, norms,
+clipping and counts; and what it does for the model beside its gradients. Base class of Reducer.
+
+Decides in one place whether gradients are reduced. How rounds begin and end is reducer.py.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastcomm.collective import buffers_label
+from fastcomm.communicator import Communicator
+from fastcomm.reducer import agreement, norms
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.gradient_hook import ReducerFlags
+from fastcomm.reducer.model import Model
+from fastcomm.reducer.optimizer_steps import Share, shares_in
+from fastcomm.reducer.shares import ShardedBy
+from fastcomm.reducer.tripwires import Tripwires
+
+
+class ReducedGradients(ReducerFlags):
+    """The part of a reducer that comes after its rounds."""
+
+    comm: Communicator
+    number: int
+    n_rounds: int
+    sharded_by: ShardedBy
+    _buckets: list[Bucket]
+    _n_steps: int
+    _tripwires: Tripwires
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """See Reducer."""
+
+    @abc.abstractmethod
+    def _attached_model(self) -> Model:
+        """Raises ValueError if there is none."""
+
+    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
+        """See optimizer_steps.Steppable."""
+        return shares_in(self._buckets, parameters)
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, shares: list[Share], since: int | None
+    ) -> None:
+        """See optimizer_steps.Steppable."""
+        self.sharded_by.before_step(optimizer)
+        self._require_reduced(((self._buckets[number], slots) for number, slots in shares), since)
+        if self.recorder is not None:
+            self.recorder.begin_optimizer()
+
+    def after_step(self, shares: list[Share]) -> None:
+        """See optimizer_steps.Steppable."""
+        if self.recorder is not None:
+            self.recorder.end_optimizer()
+        self._n_steps += 1
+        for number, slots in shares:
+            self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
+
+    def _require_reduced(
+        self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
+    ) -> None:
+        """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
+        the one place that decides it. Raises FastcommError naming one that is not.
+        """
+        self.synchronize()
+        for bucket, slots in chosen:
+            bucket.refuse_unreduced(slots, since)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
+        all ranks. Does not synchronise with the device: over NCCL it is one pass over each bucket,
+        as GradScaler and others change gradients unseen. Of 16-bit gradients the norm is taken in
+        float32. Raises FastcommError for gradients that nothing has reduced.
+        """
+        self._require_all_reduced()
+        return norms.norm(self._buckets, self.comm)
+
+    def _require_all_reduced(self) -> None:
+        self._attached_model()
+        self._tripwires.raise_refusal()
+        self._require_reduced((bucket, None) for bucket in self._buckets)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
+        as torch.nn.utils.clip_grad_norm_. Raises as grad_norm().
+        """
+        if max_norm <= 0:
+            raise ValueError(f"max_norm must be positive; got {max_norm}")
+        self._require_all_reduced()
+        return norms.clip_(self._buckets, max_norm, self.comm)
+
+    def nonfinite_count(self) -> Tensor:
+        """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
+        equal on all ranks. To skip a step.
+        """
+        self._require_all_reduced()
+        return norms.nonfinite_count(self._buckets, self.comm)
+
+    def sync_buffers(self, src: int = 0) -> None:
+        """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""
+        model = self._attached_model()
+        if isinstance(model, nn.Module):
+            agreement.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
+
+    def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's
+        state and options if it is given. Collective. Raises MismatchError, on every rank, naming
+        the first that differs and the ranks. Waits for the device.
+        """
+        agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer)
