@@ -83,6 +83,21 @@ def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
     return mine
 
 
+def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[Any, State]:
+    """The parameters' states in a saved state whose groups hold these numbers.
+    torch.distributed.checkpoint has made strings of them when it has written a file of torch.save.
+    Raises ValueError for what belongs to no parameter.
+    """
+    known = {str(number): number for number in numbers}
+    strangers = [key for key in saved["state"] if str(key) not in known]
+    if strangers:
+        raise ValueError(
+            f"the state holds something under {strangers[0]!r}, which is no parameter of its own "
+            "groups: give what full_state_dict(), or the plain optimizer, has saved"
+        )
+    return {known[str(key)]: state for key, state in saved["state"].items()}
+
+
 def refuse_misfit(name: str, parameter: Parameter, whole: State) -> None:
     """Raises ValueError if the parameter's state cannot be cut as the parameter is."""
     for key, value in whole.items():

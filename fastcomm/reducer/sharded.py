@@ -143,6 +143,16 @@ class ShardedOptimizer(Optimizer):
         own = type(self).__name__
         return super().__repr__().replace(own, f"{own} of {self._class.__name__}", 1)
 
+    def _refuse_hook(self, *_: Any, **__: Any) -> Any:
+        """Raises FastcommError: a hook would see the pieces of one rank."""
+        raise FastcommError(
+            "a ShardedOptimizer calls no hooks when its state is saved or loaded: change what "
+            "full_state_dict() returns, or what load_full_state_dict() gets"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy would have neither the reducer nor the other ranks' state."""
         raise TypeError(
@@ -349,10 +359,11 @@ class ShardedOptimizer(Optimizer):
         groups than these, and naming a parameter whose state has another shape.
         """
         number_of = self._numbers_in(state_dict)
+        states = checkpoints.states_by_number(state_dict, number_of.values())
         for bucket in self._buckets if self.sharding.cuts else ():
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
                 if parameter is not None:
-                    state = state_dict["state"].get(number_of[parameter], {})
+                    state = states.get(number_of[parameter], {})
                     checkpoints.refuse_misfit(name, parameter, state)
         self._load(state_dict, checkpoints.cut)
 
@@ -373,6 +384,7 @@ class ShardedOptimizer(Optimizer):
         take: Callable[[Parameter, Piece, checkpoints.State], checkpoints.State],
     ) -> None:
         number_of = self._numbers_in(saved)
+        states = checkpoints.states_by_number(saved, number_of.values())
         for mine, inner, theirs in zip(
             self.param_groups, self._inner.param_groups, saved["param_groups"], strict=True
         ):
@@ -380,9 +392,9 @@ class ShardedOptimizer(Optimizer):
             mine.update(options)
             inner.update(options)
         state = {
-            i: take(parameter, piece, saved["state"][number_of[parameter]])
+            i: take(parameter, piece, states[number_of[parameter]])
             for i, (parameter, piece) in enumerate(self._pieces_of(number_of).items())
-            if number_of[parameter] in saved["state"]
+            if number_of[parameter] in states
         }
         packed = checkpoints.numbered(self._inner.param_groups)
         self._inner.load_state_dict({"state": state, "param_groups": packed})

@@ -134,4 +134,11 @@ MUTATIONS = (
         new="    return tensor.reshape(-1)\n",
         tests=STATE_TESTS,
     ),
+    Mutation(
+        name="sharded: numbers that became strings are not found in a saved state",
+        file=CHECKPOINTS,
+        old="    return {known[str(key)]: state for key, state in",
+        new="    return {key: state for key, state in",
+        tests=STATE_TESTS,
+    ),
 )

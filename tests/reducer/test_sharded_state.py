@@ -74,6 +74,7 @@ def test_a_state_of_fewer_ranks(comm, buckets):
 @on_ranks(2)
 def test_a_distributed_checkpoint(comm, tmp_path):
     from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
     pair.train()
@@ -86,7 +87,17 @@ def test_a_distributed_checkpoint(comm, tmp_path):
         checkpoint.load({"optimizer": loaded}, checkpoint_id=folder, no_dist=True)
         optimizer.load_state_dict(copy.deepcopy(loaded))
     assert pair.plain.state_dict()["state"][0]["step"] == saved["state"][0]["step"] == STEPS
+    dcp_to_torch_save(folder, file := tmp_path / f"{comm.rank}.pt")  # numbers become strings
+    pair.sharded.load_full_state_dict(torch.load(file)["optimizer"])
     pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_hooks_of_the_state_are_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        with pytest.raises(FastcommError, match="calls no hooks when its state is saved"):
+            getattr(pair.sharded, f"register_{name}_hook")(print)
 
 
 @on_ranks(2)
@@ -111,6 +122,10 @@ def test_a_state_of_other_groups_is_refused(comm):
     other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="other parameter groups"):
         pair.sharded.load_full_state_dict(other.state_dict())
+    whole = pair.plain.state_dict()
+    whole["state"]["average"] = {}
+    with pytest.raises(ValueError, match="something under 'average', which is no parameter"):
+        pair.sharded.load_full_state_dict(whole)
 
 
 @on_ranks(2)
