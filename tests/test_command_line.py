@@ -20,6 +20,7 @@ import fastcomm.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
+RESULTS = sorted(BENCH.glob("results/*.json"))
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
     *("simulate", "timeline"),
@@ -349,16 +350,26 @@ def test_a_bar_moves_on_a_terminal_only(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("path", sorted(BENCH.glob("results/*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_are_drawn_again_without_measuring(
     console: Console, bench: dict[str, ModuleType], path: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
+    main, picture = bench[path.stem.partition("-")[0]], tmp_path / "1.svg"
+    console.prints("--from", str(path), "--plot", str(picture), of=main)
+    assert picture.read_text().rstrip().endswith("</svg>")
+
+
+@pytest.mark.parametrize("path", RESULTS[::6], ids=lambda path: path.stem)
+def test_the_same_results_make_the_same_picture(
+    console: Console, bench: dict[str, ModuleType], path: Path, tmp_path: Path
+) -> None:
+    """So that a new one is a new result."""
+    pytest.importorskip("matplotlib")
     main, pictures = bench[path.stem.partition("-")[0]], [tmp_path / "1.svg", tmp_path / "2.svg"]
     for picture in pictures:
         console.prints("--from", str(path), "--plot", str(picture), of=main)
-    assert pictures[0].read_text().rstrip().endswith("</svg>")
-    assert pictures[0].read_bytes() == pictures[1].read_bytes()  # a new one is a new result
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
 
 def test_a_wide_spread_is_marked(bench: dict[str, ModuleType]) -> None:
