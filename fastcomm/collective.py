@@ -56,6 +56,30 @@ def canonical_op(op: Op) -> str:
     return name
 
 
+def as_pairs(tensor: Tensor, op: str = "sum") -> Tensor:
+    """A complex tensor as one of real numbers, real and imaginary parts side by side, on the same
+    memory; a view of another tensor as it is. op: what it is reduced by. Raises TypeError for ops
+    that do not treat both parts alike, ValueError for a conjugated view.
+    """
+    if not tensor.is_complex():
+        return tensor
+    if op not in ("sum", "mean"):
+        raise TypeError(complex_refusal(f"a {name_of(tensor.dtype)} tensor", op))
+    if tensor.is_conj():
+        raise ValueError("the tensor is a conjugated view: pass tensor.resolve_conj()")
+    return torch.view_as_real(tensor.detach())
+
+
+def complex_refusal(what: str, op: str) -> str:
+    """The message for an op that complex numbers are not reduced by."""
+    return f"op {op} of {what} is not possible: complex numbers are reduced by sum or mean"
+
+
+def real_numel(tensor: Tensor) -> int:
+    """How many real numbers a tensor holds: two for each complex element."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """The dtype as messages spell it: "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -211,7 +211,8 @@ class Communicator(abc.ABC):
         """Reduces `tensor` over all ranks, in place. The result has the same bits on every rank.
 
         tensor: contiguous, on `device`, of any shape; numel and dtype are the same on every rank.
-        op: "sum", "mean", "min", "max", "prod", or a member of torch.distributed.ReduceOp.
+        op: "sum", "mean", "min", "max", "prod", or a member of torch.distributed.ReduceOp. Of
+            complex tensors, which all collectives take as pairs of real numbers, sum or mean.
 
         On the CPU 16-bit floats are added in float32 and rounded once.
         """
@@ -261,8 +262,9 @@ class Communicator(abc.ABC):
         error_feedback: bool = False,
     ) -> BoundBucket:
         """For reducers: prepares the reduction of `flat`, in which gradients have their places:
-        views[i] begins at element offsets[i], ascending. It ends with one element for each view, in
-        which the ranks tell each other which gradients they have.
+        views[i] begins at element offsets[i], ascending; a complex one is of pairs of elements. It
+        ends with one element for each view, in which the ranks tell each other which gradients they
+        have.
 
         wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
         and the transport rounds as its all_reduce does. The same on all ranks.

@@ -29,6 +29,7 @@ from fastcomm.collective import (
     CPU_DTYPES,
     WIRE_DTYPES,
     Op,
+    as_pairs,
     canonical_op,
     check_numel,
     check_out,
@@ -117,7 +118,7 @@ class GroupCommunicator(Communicator):
     ) -> GroupWork | None:
         """See Communicator.all_reduce. 16-bit floats are added in float32 and rounded once."""
         op = canonical_op(op)
-        flat = self._check(tensor)
+        flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
         move = functools.partial(self._exchange.all_reduce, flat, op)
         return self._begin(call, move, flat, async_op)
@@ -149,7 +150,7 @@ class GroupCommunicator(Communicator):
     ) -> GroupWork | None:
         """See Communicator.all_gather_single."""
         flat = self._check(inp)
-        whole = self._check_out("all_gather_single", out, inp, flat.numel() * self.world_size)
+        whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
         move = functools.partial(self._exchange.all_gather, whole, flat)
         return self._begin(call, move, flat, async_op)
@@ -159,8 +160,8 @@ class GroupCommunicator(Communicator):
     ) -> GroupWork | None:
         """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)
-        flat = self._check(inp)
-        numel = share_of("reduce_scatter_single", flat, self.world_size)
+        flat = self._check(inp, op)
+        numel = share_of("reduce_scatter_single", inp, self.world_size)
         part = self._check_out("reduce_scatter_single", out, inp, numel)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
         move = functools.partial(self._exchange.reduce_scatter, part, flat, op)
@@ -221,13 +222,14 @@ class GroupCommunicator(Communicator):
         work.run()
         return None
 
-    def _check(self, tensor: Tensor) -> Tensor:
+    def _check(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Checks that the communicator can be used and can take the tensor. Returns a flat view of
-        it.
+        it, a complex one as pairs.
         """
         self._queue.check_usable()
         if not isinstance(tensor, Tensor) or not _is_dense_here(tensor):
             refuse_tensor(tensor, self.backend, self.device)
+        tensor = as_pairs(tensor, op)
         if tensor.dtype not in CPU_DTYPES:
             refuse_dtype(tensor.dtype, CPU_DTYPES)
         return tensor.detach().view(-1)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fastcomm.collective import as_pairs
 from fastcomm.errors import InitError
 from fastcomm.group.blocks import BLOCK
 from fastcomm.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
@@ -272,6 +273,6 @@ def _gaps(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor
     """The elements of a flat buffer that are in no view."""
     with torch.inference_mode(False):  # buckets may be made under it
         is_gap = torch.ones(numel, dtype=torch.bool, device="cpu")
-        for view, offset in zip(views, offsets, strict=True):
+        for view, offset in zip(map(as_pairs, views), offsets, strict=True):
             is_gap.as_strided(view.size(), view.stride(), offset).fill_(False)
         return is_gap.nonzero().view(-1)

@@ -5,7 +5,7 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 
 import torch
 
-from fastcomm.collective import OTHERS_GRADIENT, presence_values
+from fastcomm.collective import OTHERS_GRADIENT, presence_values, real_numel
 from fastcomm.communicator import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
@@ -116,7 +116,7 @@ cdef class NcclBucket:
         self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.producers = Producers(link.cuda)
         self.slots = [GradientSlot(view) for view in views]
-        numels = [view.numel() for view in views]
+        numels = [real_numel(view) for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
         )
@@ -218,7 +218,7 @@ cdef class NcclBucket:
         cdef bint is_at_home = source == slot.address
         if not is_at_home and is_in_a_flat_buffer(source):
             raise FastcommError(OTHERS_GRADIENT)
-        if not is_fit or gradient.is_neg():
+        if not is_fit:
             view.copy_(gradient.clone() if is_at_home else gradient)
             self.producers.keep(gradient)
         elif not is_at_home:

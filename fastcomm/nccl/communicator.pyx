@@ -10,7 +10,7 @@ bootstrap.py.
 import torch
 
 from fastcomm.collective import (
-    WIRE_DTYPES, addends_of_mean, canonical_op, check_numel, check_out, check_src,
+    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
     mean_of_addends, refuse_error_feedback, refuse_tensor, share_of,
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
@@ -317,8 +317,7 @@ cdef class NcclCommunicator:
         on with a rounding at each step. wait() of the Work orders the current stream after it.
         """
         op = canonical_op(op)
-        self._check(tensor)
-        tensor = tensor.detach()
+        tensor = self._check(tensor, op).detach()
         if op != "mean":
             return self._collective(ALL_REDUCE, tensor, tensor, op, 0, async_op, None)
         if tensor.is_floating_point():
@@ -329,14 +328,13 @@ cdef class NcclCommunicator:
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
         """See Communicator.broadcast."""
-        self._check(tensor)
+        tensor = self._check(tensor)
         check_src(src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
     def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
         """As broadcast, for many tensors of any dtype, in one launch."""
-        for tensor in tensors:
-            self._check(tensor)
+        tensors = [self._check(tensor) for tensor in tensors]
         check_src(src, self.world_size)
         cdef Ticket ticket = (<Lane>self.link.lanes[0]).ticket
         cdef size_t n = 0
@@ -359,18 +357,18 @@ cdef class NcclCommunicator:
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
         """See Communicator.all_gather_single."""
-        self._check(inp)
-        self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        return self._collective(ALL_GATHER, inp, out, None, 0, async_op, None)
+        source = self._check(inp)
+        out = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
+        return self._collective(ALL_GATHER, source, out, None, 0, async_op, None)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
         """See Communicator.reduce_scatter_single. A float mean is a sum that is scaled, when wait()
         has ordered the current stream after it; of float16, a sum of what was scaled beforehand.
         """
         op = canonical_op(op)
-        self._check(inp)
+        source = self._check(inp, op)
         numel = share_of("reduce_scatter_single", inp, self.world_size)
-        self._check_out("reduce_scatter_single", out, inp, numel)
+        out, inp = self._check_out("reduce_scatter_single", out, inp, numel), source
         if op == "mean" and not inp.is_floating_point():
             rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
             wide = torch.empty_like(rows[:, 0])
@@ -409,20 +407,23 @@ cdef class NcclCommunicator:
 
     # -- how every collective is launched --
 
-    cdef int _check(self, tensor) except -1:
+    cdef object _check(self, tensor, str op="sum"):
+        """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
         self.link.check_usable()
         if not isinstance(tensor, TENSOR):
             refuse_tensor(tensor, self.backend, self.device)
-        dtype_number(tensor.dtype)
         is_here = tensor.device == self.device and tensor.layout is torch.strided
+        if is_here and tensor.dtype.is_complex:
+            tensor = as_pairs(tensor, op)
+        dtype_number(tensor.dtype)
         if not is_here or not tensor.is_contiguous() or tensor.is_neg():
             refuse_tensor(tensor, self.backend, self.device)
-        return 0
+        return tensor
 
-    cdef int _check_out(self, str name, out, inp, numel) except -1:
-        self._check(out)
+    cdef object _check_out(self, str name, out, inp, numel):
+        checked = self._check(out)
         check_out(name, out, inp, numel)
-        return 0
+        return checked
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
         """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""

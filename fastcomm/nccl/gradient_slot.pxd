@@ -23,6 +23,7 @@ ctypedef struct DLTensor:
 cdef class GradientSlot:
     cdef char *address
     cdef object dtype
+    cdef bint is_complex
     cdef tuple shape, strides
     # of the view, on shape_and_strides; ndim is -1 where torch was asked in Python
     cdef DLTensor geometry

@@ -61,6 +61,7 @@ cdef class GradientSlot:
         cdef int64_t *strides
         self.address = <char *><size_t>view.data_ptr()
         self.dtype, self.shape, self.strides = view.dtype, tuple(view.shape), view.stride()
+        self.is_complex = self.dtype.is_complex
         if describe == NULL or describe(<void *>view, &self.geometry) != 0:
             PyErr_Clear()
             self.geometry.ndim = -1
@@ -80,18 +81,22 @@ cdef class GradientSlot:
         free(self.shape_and_strides)
 
     cdef bint fits(self, gradient, char **address) except -1:
-        """Whether the gradient has the slot's dtype, shape and strides; `address` is where it lies.
+        """Whether the gradient has the slot's dtype, shape and strides, and its memory their
+        values; `address` is where it lies.
         """
         cdef DLTensor found
+        # of which DLPack knows nothing
+        cdef bint is_changed = gradient.is_neg() or (self.is_complex and gradient.is_conj())
         # a subclass may have methods of its own
         if describe != NULL and self.geometry.ndim >= 0 and type(gradient) is Tensor:
             if describe(<void *>gradient, &found) == 0:
                 address[0] = <char *>found.data + found.byte_offset
-                return _lies_alike(&self.geometry, &found)
+                return not is_changed and _lies_alike(&self.geometry, &found)
             PyErr_Clear()  # what it has no description of is refused below
         address[0] = <char *><size_t>gradient.data_ptr()
         return (
-            gradient.dtype is self.dtype
+            not is_changed
+            and gradient.dtype is self.dtype
             and gradient.shape == self.shape
             and _are_strides_of(self, gradient.stride())
         )

@@ -47,9 +47,11 @@ def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> s
     if not parameter.requires_grad:
         return None
     dtype = grad_dtype(parameter)
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    is_number = dtype.is_floating_point or dtype.is_complex
+    if not is_number or dtype.itemsize < 2 or dtype == torch.complex32:
         return (
-            f"parameter {name} is {dtype}; only real gradients of 16, 32 or 64 bits can be reduced"
+            f"parameter {name} is {dtype}; only gradients of float16, bfloat16, float32, float64, "
+            "complex64 and complex128 can be reduced"
         )
     if not parameter.is_leaf:
         return f"parameter {name} is the result of an operation, not a leaf: it gets no gradient"

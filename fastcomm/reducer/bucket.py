@@ -19,7 +19,7 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.autograd import is_hooked_behind
-from fastcomm.reducer.geometry import strides_of, view_of
+from fastcomm.reducer.geometry import kind_of, strides_of, view_of
 from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout, plan_buckets
@@ -60,7 +60,7 @@ class Bucket(Counter):
         self.names = [names[slot.index] for slot in layout.slots]
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
-        self.dtype = layout.dtype
+        self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
         # behind the gradients, or the shares of them: their presence
         numel = (layout.numel if sharding is None else sharding[1][-1]) + len(own)
         if wire_dtype is None or wire_dtype == self.dtype:
@@ -71,7 +71,8 @@ class Bucket(Counter):
         self._geometries = [
             (offset, p.size(), strides_of(p)) for offset, p in zip(offsets, own, strict=True)
         ]
-        self.views = [view_of(self.flat, *geometry) for geometry in self._geometries]
+        self._dtypes = [grad_dtype(p) for p in own]
+        self.views = [self._view(i) for i in range(len(own))]
         self._addresses = [view.data_ptr() for view in self.views]
         self.provenance = Provenance(self._references, self.views, self._addresses, n_rounds)
         # of a model that a ShardedOptimizer steps
@@ -104,6 +105,9 @@ class Bucket(Counter):
         self._emptied: set[int] = set()
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
         self.count_anew(len(layout.slots))
+
+    def _view(self, i: int) -> Tensor:
+        return view_of(self.flat, *self._geometries[i], self._dtypes[i])
 
     @property
     def parameters(self) -> list[Parameter | None]:
@@ -141,7 +145,7 @@ class Bucket(Counter):
             self.share.refuse_unseen(self.names, self.ready)
         # After parameter.grad.data = ... the view is on the user's memory.
         for i in displaced(self.views, self._addresses):
-            self.views[i] = view_of(self.flat, *self._geometries[i])
+            self.views[i] = self._view(i)
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.provenance.taking_part(taking_part, self.ready)
@@ -407,9 +411,8 @@ def make_buckets(
     number: of the reducer, among those of the communicator. n_rounds: see Reducer.
     """
     names, parameters = [name for name, _ in named], [p for _, p in named]
-    dtypes = [grad_dtype(p) for p in parameters]
     layouts = plan_buckets(
-        [(p.numel(), dtype, dtype.itemsize) for p, dtype in zip(parameters, dtypes, strict=True)],
+        [kind_of(p, grad_dtype(p)) for p in parameters],
         cap_bytes=options.cap_bytes,
         first_cap_bytes=options.first_cap_bytes,
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastcomm.collective import as_pairs
 from fastcomm.communicator import (
     BoundBucket,
     BucketWork,
@@ -162,6 +163,8 @@ class HookedBucket(BoundBucket):
         self._hooks = hooks
         self._flat = flat
         self._views = views
+        # as in DDP, hooks see complex gradients as pairs
+        self._like = [as_pairs(view) for view in views]
         # Collectives over a communicator of ours end with the round.
         self._is_ours = all(
             isinstance(getattr(state, "comm", state), Communicator) for state, _ in hooks.chain
@@ -198,7 +201,7 @@ class HookedBucket(BoundBucket):
             self._hooks.is_last,
             buffer,
             self._offsets,
-            self._views,
+            self._like,
             self._parameters,
         )
         *wrapped, (state, hook) = self._hooks.chain

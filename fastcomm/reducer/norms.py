@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from fastcomm.collective import as_pairs
 from fastcomm.communicator import Communicator
 from fastcomm.reducer.bucket import Bucket
 
@@ -61,7 +62,8 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
 
 
 def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
-    counts = [(~torch.isfinite(gradient)).sum() for gradient in gradients]
+    parts = [as_pairs(gradient.resolve_conj()) for gradient in gradients]
+    counts = [(~torch.isfinite(part)).sum() for part in parts]
     return (
         torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
     )

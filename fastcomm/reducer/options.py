@@ -4,13 +4,14 @@ ranks compare them, and a reducer in words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fastcomm.collective import refuse_error_feedback
+from fastcomm.collective import complex_refusal, refuse_error_feedback
 from fastcomm.communicator import Communicator
 from fastcomm.reducer.hooked_bucket import Hook, HookCalls
 
@@ -86,6 +87,14 @@ class Options:
             raise ValueError(
                 "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
             )
+
+    def find_problem(self, named: Sequence[tuple[str, Tensor]]) -> ValueError | None:
+        """What is wrong with reducing the gradients of these parameters by this op."""
+        if self.op in ("sum", "mean") or self.hooks:
+            return None
+        first = next((name for name, p in named if p.requires_grad and p.is_complex()), None)
+        what = f"the gradient of parameter {first}"
+        return None if first is None else ValueError(complex_refusal(what, self.op))
 
     @property
     def cap_bytes(self) -> int:

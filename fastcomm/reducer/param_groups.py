@@ -19,6 +19,11 @@ def refuse(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
                 f"parameter {name} is in no group: give it to the optimizer, or freeze it and call "
                 "refresh()"
             )
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: ShardedOptimizer steps real parameters. "
+                "Make it of pairs, by torch.view_as_real(), or use the plain optimizer"
+            )
         if agreement.grad_dtype(parameter) != parameter.dtype:
             raise ValueError(
                 f"parameter {name} is {parameter.dtype} and its gradient is not: ShardedOptimizer "

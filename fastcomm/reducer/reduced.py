@@ -98,7 +98,7 @@ class ReducedGradients(ReducerFlags):
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
-        equal on all ranks. To skip a step.
+        equal on all ranks. Of a complex one, each part counts. To skip a step.
         """
         self._require_all_reduced()
         return norms.nonfinite_count(self._buckets, self.comm)

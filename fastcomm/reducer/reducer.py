@@ -136,7 +136,7 @@ class Reducer(ReducedGradients):
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = agreement.find_problem(
             self._model is not None, named, buffers, self.comm.device, is_owned
-        )
+        ) or self._options.find_problem(named)
         model = [] if problem else agreement.signature(named, buffers)
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)

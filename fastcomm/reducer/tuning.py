@@ -25,6 +25,7 @@ from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
 from fastcomm.insight.steps import Step, read_steps
 from fastcomm.insight.transport import measure_costs
+from fastcomm.reducer.geometry import kind_of
 from fastcomm.reducer.layout import plan_buckets
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.options import AUTO, Options
@@ -222,7 +223,7 @@ def pays(periods_s: Sequence[float], default_s: float) -> bool:
 def _kinds(buckets: Sequence[Bucket]) -> list[tuple[int, torch.dtype, int]]:
     """Of each parameter, by index: numel, dtype and itemsize of its gradient."""
     kinds = {
-        i: (view.numel(), bucket.dtype, bucket.dtype.itemsize)
+        i: kind_of(view, view.dtype)
         for bucket in buckets
         for i, view in zip(bucket.indices, bucket.views, strict=True)
     }

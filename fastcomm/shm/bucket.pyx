@@ -3,7 +3,7 @@
 
 import torch
 
-from fastcomm.collective import OTHERS_GRADIENT, presence_values
+from fastcomm.collective import OTHERS_GRADIENT, presence_values, real_numel
 from fastcomm.communicator import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
@@ -22,8 +22,8 @@ cdef int MAX_TOKENS = 16
 
 
 cdef struct Slot:
-    uint64_t offset, numel
-    bint is_contiguous
+    uint64_t offset, numel  # of real numbers
+    bint is_contiguous, is_complex
 
 
 cdef class ShmBucket:
@@ -55,7 +55,9 @@ cdef class ShmBucket:
         if self.slots == NULL:
             raise MemoryError("out of memory")
         for i, view in enumerate(views):
-            self.slots[i] = Slot(offsets[i], view.numel(), view.is_contiguous())
+            self.slots[i] = Slot(
+                offsets[i], real_numel(view), view.is_contiguous(), view.is_complex()
+            )
         self.known = FlatBuffer(flat)
         parts = [slice(None)]
         if bounds is not None:
@@ -98,8 +100,9 @@ cdef class ShmBucket:
         cdef bint is_at_home = source == target
         if not is_at_home and is_in_a_flat_buffer(source):
             raise FastcommError(OTHERS_GRADIENT)
-        if (gradient.dtype is not self.dtype
-                or not _lies_alike(gradient, view, slot.is_contiguous) or gradient.is_neg()):
+        if (gradient.dtype is not (view.dtype if slot.is_complex else self.dtype)
+                or not _lies_alike(gradient, view, slot.is_contiguous) or gradient.is_neg()
+                or (slot.is_complex and gradient.is_conj())):
             view.copy_(gradient.clone() if is_at_home else gradient)
         elif is_at_home:  # the user's own tensor on our memory
             pass

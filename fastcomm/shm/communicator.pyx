@@ -245,6 +245,7 @@ cdef class ShmCommunicator:
 
     cdef char *_check_out(self, str name, out, inp, numel) except NULL:
         cdef shm_descriptor d
+        d.op = SHM_SUM
         cdef char *data = self.ring.check(out, &d)
         check_out(name, out, inp, numel)
         return data

@@ -177,6 +177,8 @@ cdef class Ring:
             collective.refuse_tensor(tensor, "shm", CPU)
         dtype = DTYPE_CODES.get(tensor.dtype)
         if dtype is None:
+            if tensor.dtype.is_complex and tensor.layout is torch.strided:
+                return self.check(collective.as_pairs(tensor, collective.OPS[d.op]), d)
             collective.refuse_dtype(tensor.dtype, CPU_DTYPES)
         try:
             is_taken = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastcomm.collective import Op, canonical_op
+from fastcomm.collective import Op, canonical_op, complex_refusal
 from fastcomm.communicator import Communicator, Work
 
 
@@ -100,6 +100,8 @@ def all_reduce_hook(
     buffer = bucket.buffer()
     wire = state._wire_of(bucket.index(), buffer)
     op = state.op
+    if op not in ("sum", "mean") and any(p.is_complex() for p in bucket.parameters()):
+        raise TypeError(complex_refusal("complex gradients", op))  # DDP hands them out as pairs
     if wire is not buffer:
         if op == "mean":  # scaled and cast in one pass
             torch.mul(buffer, 1.0 / state.comm.world_size, out=wire)

@@ -93,7 +93,27 @@ def test_a_negated_view_is_refused(comm):
     refused(comm, ValueError, "resolve_neg", lambda: comm.all_reduce(negated))
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.complex64, torch.int8], ids=str)
+@over(2)
+@on_ranks()
+def test_what_pairs_cannot_stand_for_is_refused(comm):
+    waves, part = torch.ones(4, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)
+    for op in ("min", "max", "prod"):
+        words = f"op {op} of a complex64 tensor is not possible"
+        refused(comm, TypeError, words, lambda op=op: comm.all_reduce(waves, op))
+        refused(comm, TypeError, words, lambda op=op: comm.reduce_scatter_single(part, waves, op))
+    refused(comm, ValueError, "resolve_conj", lambda: comm.all_reduce(waves.conj()))
+    refused(comm, ValueError, "contiguous", lambda: comm.broadcast(waves[::2]))
+    refused(comm, TypeError, "complex64", lambda: comm.empty(4, dtype=torch.complex64))
+    # three of them are six numbers, which two ranks could share
+    refused(
+        comm,
+        ValueError,
+        "3 elements, not a multiple",
+        lambda: comm.reduce_scatter_single(part, torch.ones(3, dtype=torch.complex64)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.int8], ids=str)
 @over(2)
 @on_ranks()
 def test_other_dtypes_are_refused(comm, dtype):

@@ -48,6 +48,29 @@ def test_broadcast_all_copies_tensors_of_any_shape(comm):
         assert tensors[1].item() == src
 
 
+@over(2, 3)
+@on_ranks()
+def test_complex_tensors_travel_as_pairs(comm):
+    n, rank = comm.world_size, comm.rank
+    for dtype in (torch.complex64, torch.complex128):
+        for numel in (n, 400 * n):  # small ones travel in other ways
+            values = torch.arange(numel).to(dtype).view(n, -1)
+            ours = [values * (1 + r) + 1j * r for r in range(n)]
+            total = sum(ours)
+            for op, wanted in (("sum", total), ("mean", total / n)):
+                tensor, part = ours[rank].clone(), torch.empty_like(values[0])
+                comm.all_reduce(tensor, op)
+                torch.testing.assert_close(tensor, wanted)
+                comm.reduce_scatter_single(part, ours[rank], op)
+                torch.testing.assert_close(part, wanted[rank])
+            moved = ours[rank].clone()
+            comm.broadcast(moved, 1, async_op=True).wait()
+            assert torch.equal(moved, ours[1])
+            everyone = torch.empty(n, *values.shape, dtype=dtype)
+            comm.all_gather_single(everyone, ours[rank])
+            assert torch.equal(everyone, torch.stack(ours))
+
+
 @over(2, shm=(2, 3, 4))
 @on_ranks()
 def test_broadcast_is_from_rank_0_unless_told_otherwise(comm):

@@ -288,15 +288,19 @@ def float8_parameter(case):
     _refuse_to_attach(case, lambda: _with(coarse=lambda: nn.Parameter(coarse)))
 
 
-@error(
-    "a complex parameter to be trained",
-    match=r"phase.*complex64",
-    instead="two real ones",
-    raises=ValueError,
-)
+@reduced("complex parameters (as pairs)")
 def complex_parameter(case):
-    phase = torch.ones(3, dtype=torch.complex64)
-    _refuse_to_attach(case, lambda: _with(phase=lambda: nn.Parameter(phase)))
+    class Phases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            seed(0)
+            self.linear = nn.Linear(8, 4)
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.linear(x) * self.phase).abs()
+
+    case.train(Phases, backward)
 
 
 @error(

@@ -34,6 +34,7 @@ _HEARD = r"rank \d+ abandoned"
 _TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
     torch.float32: (1e-5, 1e-6),
+    torch.complex64: (1e-5, 1e-6),
     torch.bfloat16: (2**-6, 2**-8),
     torch.float16: (2**-9, 2**-11),
 }

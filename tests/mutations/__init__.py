@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutations import (
     backend,
+    complex_and_sparse,
     devices,
     group,
     kernels,
@@ -34,5 +35,6 @@ AREAS = (
     shares,
     backend,
     weights,
+    complex_and_sparse,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -101,8 +101,8 @@ MUTATIONS = (
     Mutation(
         name="shm: gradients with the negative bit are copied as they lie",
         file=BUCKET,
-        old=" or gradient.is_neg()):",
-        new="):",
+        old=" or gradient.is_neg()\n",
+        new="\n",
         tests=("tests/matrix/test_matrix.py::test_row[shm of 2-negative_bit]",),
     ),
     Mutation(

@@ -134,8 +134,8 @@ def test_attach_refuses_a_model_whose_shapes_are_not_known_yet(comm):
 @on_ranks(2)
 def test_attach_refuses_parameters_of_a_dtype_that_cannot_be_reduced(comm):
     model = nn.Linear(8, 4)
-    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(BAD_INPUT, match=r"phase.*complex64"):
+    model.coarse = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
+    with pytest.raises(BAD_INPUT, match=r"coarse.*float8"):
         fastcomm.Reducer(comm).attach(model)
 
 

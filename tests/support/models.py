@@ -244,7 +244,9 @@ def mean_of(column: Sequence[Tensor | None]) -> Tensor | None:
     present = [gradient for gradient in column if gradient is not None]
     if not present:
         return None
-    return (sum(gradient.double() for gradient in present) / len(column)).to(present[0].dtype)
+    dtype = present[0].dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return (sum(gradient.to(wide) for gradient in present) / len(column)).to(dtype)
 
 
 class Fail(torch.autograd.Function):
