@@ -176,10 +176,22 @@ def sentence(
     return words
 
 
+# What a rank without data calls, in words.
+SHADOW = "no data left (join)"
+
+
 def mismatch(number: int, calls: Iterable[object]) -> str:
     """The message when ranks call different collectives. calls: each rank's, in words, by rank."""
-    wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
-    return f"the ranks call different collectives (number {number} on this communicator): {wanted}"
+    words = [str(call) for call in calls]
+    wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(words))
+    advice = (
+        ". Inside join() ranks whose data has ended take part in reductions of gradients alone: "
+        "enter join() on every rank, and make other collectives before or after it"
+    )
+    return (
+        f"the ranks call different collectives (number {number} on this communicator): {wanted}"
+        f"{advice if SHADOW in words else ''}"
+    )
 
 
 def abandonment(ranks: Iterable[int]) -> str:

@@ -180,6 +180,7 @@ class Communicator(abc.ABC):
     wire_dtypes: tuple[torch.dtype, ...]  # that a reducer may choose
     feeds_back_errors: bool  # error_feedback is possible
     has_common_memory: bool  # empty_for_all() is possible
+    has_shadows: bool  # shadow() is possible
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
     is_threadsafe: bool  # any number of threads may call it and wait at once
@@ -287,6 +288,17 @@ class Communicator(abc.ABC):
         Here it does nothing: the weight travels with what announces a bucket.
         """
         return weight
+
+    def shadow(self) -> bool:
+        """For reducers: takes part in the next collective of the other ranks for a rank without
+        data. That is the reduction of a bucket; this rank has nothing in the result, a mean is over
+        the other ranks, and what stands in its own bucket is undefined then. Returns whether there
+        was none, because all ranks have called this. Waits for the others.
+
+        Raises MismatchError, on every rank, if the others call anything else. Only where
+        has_shadows.
+        """
+        raise NotImplementedError
 
     def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
         """For reducers: copies each rank's share of `flat`, the elements from bounds[rank] to

@@ -42,8 +42,8 @@ def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
 
 
 def test_uneven_data_is_trained_to_the_end_by_all() -> None:
-    printed = re.findall(r"rank \d: \d batches, \d steps", run("uneven_data.py"))
-    assert sorted(printed) == ["rank 0: 5 batches, 8 steps", "rank 1: 8 batches, 8 steps"]
+    printed = re.findall(r"rank \d: \d of \d steps", run("uneven_data.py"))
+    assert sorted(printed) == ["rank 0: 5 of 8 steps", "rank 1: 8 of 8 steps"]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from fastcomm.collective import (
     BLOCK_DTYPES,
     BUCKET_OPS,
     CPU_DTYPES,
+    SHADOW,
     WEIGHTED_OPS,
     addends_of_mean,
     mean_of_addends,
@@ -35,6 +36,7 @@ KINDS = (
     "all_gather_single",
     "reduce_scatter_single",
     "abandon",
+    SHADOW,
 )
 
 
@@ -72,8 +74,14 @@ class Call:
         weight, scale = struct.unpack("dd", struct.pack("qq", *bits))
         return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], src, label, step, weight, scale)
 
+    @property
+    def admits_shadows(self) -> bool:
+        """Whether ranks without data can take part: see Communicator.shadow."""
+        is_bucket = self.kind == "all_reduce" and self.label != 0
+        return is_bucket and self.op in ("mean", *WEIGHTED_OPS.values())
+
     def __str__(self) -> str:
-        if self.kind in ("barrier", "abandon"):
+        if self.kind in ("barrier", "abandon", SHADOW):
             return self.kind
         return sentence(
             self.kind,
@@ -88,6 +96,7 @@ class Call:
 
 
 ABANDON = Call("abandon")
+WITHOUT_DATA = Call(SHADOW)
 
 
 _STEPS: dict[str, Any] = {
@@ -100,11 +109,18 @@ _STEPS: dict[str, Any] = {
 
 
 def factors_of(calls: Sequence[Call]) -> list[float] | None:
-    """By what each rank's tensor is multiplied before it is added, if the ranks have weights."""
-    if calls[0].op not in WEIGHTED_OPS.values():
+    """By what each rank's tensor is multiplied before it is added, where ranks do not count alike:
+    they have weights, or no data.
+    """
+    has_weights = any(call.op in WEIGHTED_OPS.values() for call in calls)
+    if not has_weights and WITHOUT_DATA not in calls:
         return None
-    total = sum(call.weight for call in calls)
-    return [call.scale / total if total else 0.0 for call in calls]
+    weights = [
+        (call.weight, call.scale) if has_weights else (float(call != WITHOUT_DATA),) * 2
+        for call in calls
+    ]
+    total = sum(weight for weight, _ in weights)
+    return [scale / total if total else 0.0 for _, scale in weights]
 
 
 def reduce_rows(rows: Tensor, op: str, factors: Sequence[float] | None = None) -> Tensor:

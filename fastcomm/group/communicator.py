@@ -40,7 +40,7 @@ from fastcomm.collective import (
 )
 from fastcomm.communicator import Communicator, Weight, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
-from fastcomm.group.call import CARRIED_DTYPES, Call, as_bytes
+from fastcomm.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.wire import Wire
 from fastcomm.group.work import GroupBucket, GroupWork, Move
@@ -67,7 +67,7 @@ class GroupCommunicator(Communicator):
 
     backend = "group"
     has_streams = counts_nonfinite = has_common_memory = False
-    progresses_itself = is_threadsafe = feeds_back_errors = True
+    progresses_itself = is_threadsafe = feeds_back_errors = has_shadows = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
@@ -209,7 +209,16 @@ class GroupCommunicator(Communicator):
                 presence=presence,
             )
 
-        return GroupBucket(flat, views, work_of)
+        bucket = GroupBucket(flat, views, work_of, reduce, is_coded)
+        self._queue.buckets[label] = bucket
+        return bucket
+
+    def shadow(self) -> bool:
+        """See Communicator.shadow."""
+        self._queue.check_usable()
+        work = GroupWork(self._queue, WITHOUT_DATA, None)
+        work.run()
+        return not work.has_followed
 
     def _begin(
         self, call: Call, move: Move | None, flat: Tensor | None, async_op: bool

@@ -10,7 +10,7 @@ begun again.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -94,6 +94,7 @@ class GroupWork(BucketWork):
         self.move = move
         self.payload = payload if is_small else None
         self.error: FastcommError | None = None
+        self.has_followed = False  # of a rank without data: the others have called something
         self._waiter = waiter
         self._presence = presence
         self._times: tuple[int, int, int] | None = None
@@ -189,7 +190,7 @@ class GroupWork(BucketWork):
 
 class GroupBucket(BoundBucket):
     """A flat buffer into which gradients are copied. work_of(op, presence, step, weight) makes the
-    work that reduces it.
+    work that reduces it. reduce: as a Move, after the op.
     """
 
     def __init__(
@@ -197,8 +198,11 @@ class GroupBucket(BoundBucket):
         flat: Tensor,
         views: list[Tensor],
         work_of: Callable[[str, Tensor, int, Weight | None], GroupWork],
+        reduce: Callable[..., None],
+        is_coded: bool,
     ) -> None:
         self._known = FlatBuffer(flat)
+        self._flat, self._reduce, self._is_coded = flat, reduce, is_coded
         self._views, self._work_of = views, work_of
         self._presence = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None
@@ -226,6 +230,20 @@ class GroupBucket(BoundBucket):
         work = self._newest = self._work_of(op, self._presence, step, weight)
         work.post()
         return work
+
+    def move_of_shadow(self, op: str) -> Move:
+        """Takes part in a reduction with zeros; on the thread, and while no work of this bucket is
+        under way.
+        """
+
+        def move(_: Tensor | None, factors: Sequence[float]) -> None:
+            presence = self._presence
+            is_carried = self._is_coded and presence.nbytes <= CARRIED_NBYTES
+            rows = presence.new_zeros(len(factors), presence.numel()) if is_carried else None
+            self._flat.zero_()
+            self._reduce(op, rows, factors)
+
+        return move
 
     def note_stream(self) -> None:
         """See BoundBucket.note_stream. There are no streams."""

@@ -31,9 +31,9 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-from fastcomm.group.call import ABANDON, Call, factors_of
+from fastcomm.group.call import ABANDON, WITHOUT_DATA, Call, factors_of
 from fastcomm.group.exchange import Exchange
-from fastcomm.group.work import GroupWork, see_through
+from fastcomm.group.work import GroupBucket, GroupWork, see_through
 from fastcomm.lifetime import Lifetime
 from fastcomm.watchdog import Notes, Watchdog, failure_note, leave_closing, leave_note
 
@@ -82,6 +82,9 @@ class WorkQueue:
         self.n_abandoned = 0
         self.number = 0  # of the newest collective this rank has announced
         self.n_timekeepers = 0  # how many ask for the times of works
+        # By label: where this rank has no data, its part of their reductions begins with the call
+        # of another.
+        self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
         self.life = Lifetime()
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
@@ -310,14 +313,23 @@ class WorkQueue:
         """Raises MismatchError when the ranks call different collectives."""
         calls, payloads = self._announce(work.call, work.payload)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
+        wanted = [call for call in calls if call != WITHOUT_DATA]
+        has_shadows = 0 < len(wanted) < len(calls)
         if abandoning:
             self._meet_anew(calls, abandoning)
-        elif any(call != calls[0] for call in calls):
+            return
+        if any(call != wanted[0] for call in wanted) or (
+            has_shadows and not wanted[0].admits_shadows
+        ):
             raise MismatchError(mismatch(self.number, calls))
-        elif work.move is not None:
+        move = work.move
+        if work.call == WITHOUT_DATA and wanted:
+            work.has_followed = True
+            move = self.buckets[wanted[0].label].move_of_shadow(wanted[0].op)
+        if move is not None:
             began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
             factors = factors_of(calls)
-            work.move(payloads) if factors is None else work.move(payloads, factors)
+            move(payloads) if factors is None else move(payloads, factors)
             if began_ns:
                 work.note_times(began_ns, time.monotonic_ns())
 

@@ -137,7 +137,7 @@ cdef class NcclCommunicator:
 
     backend = "nccl"
     has_streams = counts_nonfinite = progresses_itself = True
-    is_threadsafe = feeds_back_errors = has_common_memory = False
+    is_threadsafe = feeds_back_errors = has_common_memory = has_shadows = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
     empty_for_all = Communicator.empty_for_all

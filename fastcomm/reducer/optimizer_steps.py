@@ -127,6 +127,16 @@ def allow_steps(parameters: Iterable[Tensor]) -> None:
         _refusals.pop(parameter, None)
 
 
+def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
+    """Those that have stepped parameters of these reducers, in the order of their first steps."""
+    wanted = {id(reducer) for reducer in reducers}
+    return [
+        optimizer
+        for optimizer, steps in _steps.items()
+        if any(id(reference()) in wanted for reference, _ in steps.shares)
+    ]
+
+
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     steps = _steps_of(optimizer)
     if steps.refusal is not None:

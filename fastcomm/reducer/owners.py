@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +34,15 @@ def owner_of(parameter: Tensor) -> Steppable | None:
 def is_owned(parameter: Tensor) -> bool:
     """Whether some reducer reduces the parameter's gradients."""
     return owner_of(parameter) is not None
+
+
+def reducers_on(comm: Communicator) -> list[Any]:
+    """Those of the communicator that have a model, in the order of their numbers, which is the same
+    on all ranks.
+    """
+    found = {reference() for reference in _owners.values()}
+    mine = [one for one in found if one is not None and one.comm is comm]
+    return sorted(mine, key=lambda one: one.number)
 
 
 def take_over(

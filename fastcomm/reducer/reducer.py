@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from fastcomm.reducer.bucket import Bucket, make_buckets
 from fastcomm.reducer.ending import end, leave
 from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
+from fastcomm.reducer.join import Join, Stateful, T
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
 from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
 from fastcomm.reducer.options import Options, describe
@@ -108,6 +109,8 @@ class Reducer(ReducedGradients):
         self._tuning = Tuning(self._options, self.comm.world_size)
         self.sharded_by = ShardedBy()
         self._weighting = Weighting()
+        # Whether this rank's data has ended, in the join() that is under way or was the last.
+        self.data_exhausted = False
 
     __repr__ = describe
 
@@ -375,6 +378,45 @@ class Reducer(ReducedGradients):
         self._refuse_inside_backward("set_weight()")
         refuse_weights(self._options)
         self._weighting.set(weight, of, self._buckets, self._n_unsynced)
+
+    @overload
+    def join(
+        self,
+        batches: None = None,
+        *,
+        strategy: Literal["wait", "stop"] = "wait",
+        state: Iterable[Stateful] = (),
+    ) -> Join[None]: ...
+    @overload
+    def join(
+        self,
+        batches: Iterable[T],
+        *,
+        strategy: Literal["wait", "stop"] = "wait",
+        state: Iterable[Stateful] = (),
+    ) -> Join[T]: ...
+    def join(
+        self,
+        batches: Iterable[T] | None = None,
+        *,
+        strategy: Literal["wait", "stop"] = "wait",
+        state: Iterable[Stateful] = (),
+    ) -> Join[Any]:
+        """For ranks with different numbers of batches: `with reducer.join():` around a loop, or
+        `for batch in reducer.join(batches):`. Every rank calls it. Of all reducers of the
+        communicator.
+
+        strategy: "wait": a rank whose data has ended takes part in the others' reductions without
+            any, until all are done. Means are over the ranks with data. "stop": all end with the
+            first.
+        state: optimizers, schedulers and the like: ranks that ended earlier load the others'.
+
+        In the end parameters and buffers of a rank that went furthest are on all; if some have
+        ended earlier, gradients are None. An exception that leaves the block aborts the
+        communicator. Raises ValueError for reducers with a hook, error_feedback, another op than
+        "mean", sizes still being tuned, or a ShardedOptimizer; TypeError.
+        """
+        return Join(self, batches, strategy, state)
 
     def timeline(self, *, steps: int = 100) -> Timeline:
         """This reducer's Timeline, which records from the first call on: when gradients were ready

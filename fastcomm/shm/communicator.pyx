@@ -45,7 +45,7 @@ cdef class ShmCommunicator:
     cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
 
     backend = "shm"
-    has_common_memory = True
+    has_common_memory = has_shadows = True
     has_streams = counts_nonfinite = feeds_back_errors = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
@@ -193,6 +193,10 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_BARRIER, SHM_SUM)
         self.ring.check_usable()
         return self.ring.call(&d, None, NULL, None, NULL, async_op)
+
+    def shadow(self):
+        """See Communicator.shadow."""
+        return self.ring.shadow()
 
     def keep_times(self, bint is_on):
         """See Communicator.keep_times."""

@@ -14,7 +14,7 @@ cdef extern from "shm/core.h" nogil:
         SHM_MAX_RANKS, SHM_RING
         SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
         SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER
-        SHM_REDUCE_SHARES, SHM_SPREAD_SHARES, SHM_ABANDON
+        SHM_REDUCE_SHARES, SHM_SPREAD_SHARES, SHM_ABANDON, SHM_SHADOW
         SHM_CLOSED, SHM_ABORTED
     uint64_t SHM_PRIVATE
 
@@ -38,6 +38,7 @@ cdef extern from "shm/core.h" nogil:
                  const shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
                  uint32_t *seq)
     int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
+    int shm_all_shadow(const shm_comm *comm, uint32_t seq)
     int shm_make_room(shm_comm *comm, uint64_t slice_ns)
     uint64_t shm_progress(const shm_comm *comm)
     void shm_keep_times(shm_comm *comm, int change)

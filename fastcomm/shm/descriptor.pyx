@@ -1,14 +1,14 @@
 # cython: language_level=3
 """Descriptors: what a rank posts to the ring, as the C core's numbers and in words."""
 
-from fastcomm.collective import BUCKET_OPS, CPU_DTYPES, OPS, canonical_op, sentence
+from fastcomm.collective import BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, canonical_op, sentence
 
 # Their order is that of the core's enums.
 cdef dict BUCKET_OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
 cdef dict OP_CODES = {op: BUCKET_OP_CODES[op] for op in OPS}
 cdef tuple KIND_NAMES = (
     "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
-    "reduce_shares", "spread_shares", "abandon",
+    "reduce_shares", "spread_shares", "abandon", SHADOW,
 )
 
 
@@ -21,7 +21,7 @@ cdef shm_descriptor descriptor(int kind, int op) noexcept:
 
 
 cdef str in_words(shm_descriptor d):
-    if d.kind == SHM_BARRIER or d.kind == SHM_ABANDON:
+    if d.kind in (SHM_BARRIER, SHM_ABANDON, SHM_SHADOW):
         return KIND_NAMES[d.kind]
     return sentence(
         KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],

@@ -238,6 +238,13 @@ cdef class Ring:
         self._raise_deferred(None)
         return work
 
+    cdef bint shadow(self) except -1:
+        """See Communicator.shadow."""
+        cdef shm_descriptor d = descriptor(SHM_SHADOW, SHM_SUM)
+        self.check_usable()
+        self.call(&d, None, NULL, None, NULL, False)
+        return shm_all_shadow(self.handle, self.last)
+
     cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1:
         """Posts a collective; waits only when the ring is full."""
         cdef int status

@@ -58,6 +58,11 @@ enum shm_kind {
      * SHM_ABANDON, too, again and again, until all ranks have done so under one number (SHM_OK).
      * Then all stand at the same number again. */
     SHM_ABANDON,
+    /* This rank has no data any more. Where the others reduce a bucket it works for them, and has
+     * nothing of its own in the result: a mean is over the others, and their weights are summed.
+     * Any other collective of theirs ends with SHM_MISMATCH. Where all ranks post it, all are
+     * through: see shm_all_shadow. */
+    SHM_SHADOW,
 };
 
 enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
@@ -108,6 +113,10 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
 /* Moves collectives forward until `seq` is complete, or `slice_ns` have passed (SHM_AGAIN; 0 =
  * never wait). */
 int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
+
+/* Of SHM_SHADOW as collective `seq`, one of the newest SHM_RING, that has ended with SHM_OK:
+ * whether all ranks have posted it. */
+int shm_all_shadow(const struct shm_comm *comm, uint32_t seq);
 
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);

@@ -45,6 +45,7 @@ struct collective {
     size_t n_pieces;
     const uint64_t *bounds; /* of the ranks' shares, or NULL */
     enum path path;
+    bool is_shadow; /* this rank has posted SHM_SHADOW; `descriptor` is what the others have */
     int status;
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
     uint64_t began_ns, ended_ns;    /* noted while comm->n_timekeepers > 0 */
@@ -70,7 +71,8 @@ struct shm_comm {
     /* The ranks' descriptors of a collective that failed, kept for the message: the peers reuse
      * their slots. */
     struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
-    double factors[SHM_MAX_RANKS]; /* of the ranks' tensors, where the op at `head` is weighted */
+    bool has_factors; /* the ranks' tensors count differently in the collective at `head` */
+    double factors[SHM_MAX_RANKS]; /* then: by what they are multiplied */
     struct pollfd pidfds[SHM_MAX_RANKS];
     char *segments[SHM_MAX_RANKS];
 };
@@ -130,6 +132,10 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
 
 static inline bool is_weighted(const struct shm_descriptor *d) {
     return d->op == SHM_WEIGHTED_MEAN || d->op == SHM_WEIGHTED_SUM;
+}
+
+static inline bool is_shadow(const struct shm_descriptor *d) {
+    return d->kind == SHM_SHADOW;
 }
 
 /* Copies the parts of the pieces inside `range` to where they belong in the tensor. */

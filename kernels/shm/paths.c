@@ -14,7 +14,7 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
 /* Reduces all ranks' inputs by the collective's op. */
 static void reduce_inputs(const struct shm_comm *comm, const struct shm_descriptor *d, size_t numel,
                           const void *const *inputs, void *const *outputs, int n_outputs) {
-    if (is_weighted(d)) {
+    if (comm->has_factors) {
         shm_reduce_weighted(d->dtype, numel, inputs, comm->factors, comm->world_size, outputs,
                             n_outputs);
     } else {
@@ -42,6 +42,9 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct coll
     const struct shm_descriptor *d = &c->descriptor;
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
     size_t part = nbytes / (size_t)comm->world_size;
+    if (c->is_shadow) {
+        return; /* the others have all they need */
+    }
     switch (d->kind) {
     case SHM_ALL_REDUCE:
     case SHM_REDUCE_SHARES: /* of all shares: there is little */
@@ -99,13 +102,19 @@ static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct
     bool is_share = c->bounds != NULL && range.begin < c->bounds[comm->world_size];
     const void *inputs[SHM_MAX_RANKS];
     void *outputs[SHM_MAX_RANKS], *kept = c->output + range.begin * itemsize;
+    int n_outputs = 0;
     for (int r = 0; r < comm->world_size; r++) {
-        outputs[r] = tensor_of(comm, r, seq) + range.begin * itemsize;
-        inputs[r] = r == comm->rank ? own : outputs[r];
+        if (is_shadow(&slot_of(comm, r, seq)->descriptor)) {
+            inputs[r] = NULL; /* whose factor is 0 */
+            continue;
+        }
+        char *tensor = tensor_of(comm, r, seq) + range.begin * itemsize;
+        inputs[r] = r == comm->rank ? own : tensor;
+        outputs[n_outputs++] = tensor;
     }
-    if (comm->world_size > 1 || inputs[0] != outputs[0] || is_weighted(&c->descriptor)) {
+    if (comm->world_size > 1 || inputs[0] != outputs[0] || comm->has_factors) {
         reduce_inputs(comm, &c->descriptor, range.end - range.begin, inputs,
-                      is_share ? &kept : outputs, is_share ? 1 : comm->world_size);
+                      is_share ? &kept : outputs, is_share ? 1 : n_outputs);
     }
 }
 

@@ -29,27 +29,47 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
-/* By what the ranks' tensors are multiplied. Every rank computes the same from the same numbers. */
+/* By what the ranks' tensors are multiplied. Every rank computes the same from the same numbers. In
+ * a mean without weights, which has come here for its shadows, the others count alike. */
 static void weigh(struct shm_comm *comm, uint32_t seq) {
     double total = 0;
     for (int r = 0; r < comm->world_size; r++) {
-        total += slot_of(comm, r, seq)->descriptor.weight;
+        const struct shm_descriptor *d = &slot_of(comm, r, seq)->descriptor;
+        const double weight = is_weighted(d) ? d->weight : 1;
+        comm->factors[r] = is_shadow(d) ? 0 : is_weighted(d) ? d->scale : 1;
+        total += is_shadow(d) ? 0 : weight;
     }
     for (int r = 0; r < comm->world_size; r++) {
-        comm->factors[r] = total > 0 ? slot_of(comm, r, seq)->descriptor.scale / total : 0;
+        comm->factors[r] = total > 0 ? comm->factors[r] / total : 0;
     }
+}
+
+/* Whether ranks without data can take part. direct: the others' tensors lie in their segments. */
+static bool admits_shadows(const struct shm_comm *comm, const struct shm_descriptor *d,
+                           bool direct) {
+    return d->kind == SHM_ALL_REDUCE && d->label != 0 && (is_weighted(d) || d->op == SHM_MEAN) &&
+           (direct || shm_fits_mailbox(d, comm->world_size));
 }
 
 /* Called when all ranks have arrived: compares what they want, and chooses the path. */
 static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    bool direct = true, abandoned = false;
+    bool direct = true, abandoned = false, has_shadows = false;
+    const struct shm_descriptor *wanted = NULL; /* by the first rank that is no shadow */
     for (int r = 0; r < comm->world_size; r++) {
         const struct shm_descriptor *theirs = &slot_of(comm, r, seq)->descriptor;
-        if (!same_collective(theirs, &c->descriptor)) {
+        if (is_shadow(theirs)) {
+            has_shadows = true;
+            continue;
+        }
+        wanted = wanted != NULL ? wanted : theirs;
+        if (!same_collective(theirs, wanted)) {
             c->status = SHM_MISMATCH;
         }
         abandoned = abandoned || theirs->kind == SHM_ABANDON;
         direct = direct && theirs->where < SHM_STAGED;
+    }
+    if (has_shadows && wanted != NULL && !admits_shadows(comm, wanted, direct)) {
+        c->status = SHM_MISMATCH;
     }
     if (c->status == SHM_MISMATCH) {
         c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
@@ -57,10 +77,16 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
             comm->disagreed[seq % SHM_RING][r] = slot_of(comm, r, seq)->descriptor;
         }
     }
+    c->is_shadow = is_shadow(&c->descriptor);
+    if (c->is_shadow && wanted != NULL) {
+        c->descriptor = *wanted;
+        c->output = comm->segments[comm->rank]; /* not NULL; nobody reads or writes there */
+    }
     c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE
               : direct                                           ? DIRECT
                                                                  : STAGED;
-    if (c->status == SHM_OK && is_weighted(&c->descriptor)) {
+    comm->has_factors = wanted != NULL && (has_shadows || is_weighted(wanted));
+    if (comm->has_factors) {
         weigh(comm, seq);
     }
     if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE) { /* see shm_post */
@@ -288,6 +314,10 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
     }
     comm->stall.rank = aborter;
     return SHM_PEER_LOST;
+}
+
+int shm_all_shadow(const struct shm_comm *comm, uint32_t seq) {
+    return is_shadow(&comm->ring[seq % SHM_RING].descriptor);
 }
 
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {

@@ -100,15 +100,15 @@ MUTATIONS = (
     Mutation(
         name="weights: on shm a weight of 0 in all divides by 0",
         file="kernels/shm/protocol.c",
-        old="comm->factors[r] = total > 0 ? slot_of",
-        new="comm->factors[r] = total >= 0 ? slot_of",
+        old="comm->factors[r] = total > 0 ? comm",
+        new="comm->factors[r] = total >= 0 ? comm",
         equivalent="then all views are missing, and nobody looks at them",
     ),
     Mutation(
         name="weights: on shm ranks weigh by their own weight alone",
         file="kernels/shm/protocol.c",
-        old="        total += slot_of(comm, r, seq)->descriptor.weight;\n",
-        new="        total = slot_of(comm, r, seq)->descriptor.weight;\n",
+        old="        total += is_shadow(d) ? 0 : weight;\n",
+        new="        total = is_shadow(d) ? 0 : weight;\n",
         tests=_test("test_the_gradients_are_those_of_one_process_on_all_data"),
     ),
     Mutation(

@@ -1,0 +1,420 @@
+"""Join: a block, or a loop, that ranks with different numbers of batches leave together.
+
+A rank whose data has ended takes part in what the others reduce, with nothing of its own
+(Communicator.shadow), until no rank has data any more. Then the ranks meet: parameters, buffers and
+whatever else has gone on with the steps become those of a rank that went furthest. A block is of a
+communicator, and with it of all reducers there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import io
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.errors import AbandonedError, FastcommError, MismatchError
+from fastcomm.reducer import agreement
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.model import Model, named_parameters
+from fastcomm.reducer.optimizer_steps import Steppable, known_optimizers, refuse_step
+from fastcomm.reducer.options import Options
+from fastcomm.reducer.owners import reducers_on
+from fastcomm.reducer.shares import ShardedBy
+from fastcomm.reducer.tuning import Tuning
+
+T = TypeVar("T")
+STRATEGIES = ("wait", "stop")
+_NO_BATCH: Any = object()
+# The first is that of break and return, up to Python 3.13.
+_ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
+
+
+class Stateful(Protocol):
+    """An optimizer, a learning-rate scheduler, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Joining(Steppable, Protocol):
+    """A reducer, as a join() sees it."""
+
+    comm: Communicator
+    data_exhausted: bool
+    sharded_by: ShardedBy
+    _options: Options
+    _tuning: Tuning
+    _buckets: list[Bucket]
+    _n_steps: int
+    _n_unsynced: int
+    _deferred: BaseException | None
+
+    def synchronize(self) -> None: ...
+    def _attached_model(self) -> Model: ...
+
+
+# The block that is open on a communicator. Others inside it are a part of it.
+_open: weakref.WeakKeyDictionary[Communicator, Join[Any]] = weakref.WeakKeyDictionary()
+
+
+class Join(Generic[T]):
+    """See Reducer.join(). Made anew for each block or loop, or used again."""
+
+    def __init__(
+        self,
+        reducer: Joining,
+        batches: Iterable[T] | None,
+        strategy: str,
+        state: Iterable[Stateful],
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f'strategy must be "wait" or "stop"; got {strategy!r}')
+        reducer._attached_model()
+        self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
+        self._strategy, self._state = strategy, list(state)
+        for joined in self._reducers():
+            _refuse(joined)
+        for one in self._state:
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise TypeError(
+                    "state takes optimizers, schedulers and the like, with state_dict() and "
+                    f"load_state_dict(); got {type(one).__name__}"
+                )
+        self._states: list[Stateful] = []
+        self._is_inner = False
+
+    def _reducers(self) -> list[Joining]:
+        return reducers_on(self._comm)
+
+    # -- as a block, and as a loop -----------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if self._batches is not None:
+            raise ValueError("join(batches) is a loop: for batch in reducer.join(batches)")
+        self._begin()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if self._is_inner:
+            return False
+        if error is None or isinstance(error, GeneratorExit):
+            self._end()
+        elif self._strategy == "stop" and isinstance(error, AbandonedError):
+            with self._closing():
+                self._meet()
+            return True
+        else:
+            self._fail(error)
+        return False
+
+    def __iter__(self) -> Iterator[T]:
+        if self._batches is None:
+            raise ValueError("join() without batches is a block: with reducer.join()")
+        self._begin()
+        try:
+            yield from self._loop(iter(self._batches))
+        except GeneratorExit:
+            self._break(sys._getframe(1))
+            raise
+        except BaseException as error:  # out of the batches
+            if not self._is_inner:
+                self._fail(error)
+            raise
+        if not self._is_inner:
+            self._end()
+
+    def _loop(self, batches: Iterator[T]) -> Iterator[T]:
+        while True:
+            batch = next(batches, _NO_BATCH)
+            self._reducer.data_exhausted = batch is _NO_BATCH
+            has_stopped = self._strategy == "stop" and not self._all_go_on(batch is not _NO_BATCH)
+            if has_stopped or batch is _NO_BATCH:
+                return
+            yield batch
+
+    def _all_go_on(self, has_batch: bool) -> bool:
+        vote = torch.full((1,), has_batch, dtype=torch.uint8, device=self._comm.device)
+        while True:
+            try:
+                self._comm.all_reduce(vote, "min")
+                return bool(vote)
+            except AbandonedError:  # of the step before; the ranks vote after it
+                vote.fill_(has_batch)
+
+    def _break(self, frame: FrameType | None) -> None:
+        """The loop was left early. Nothing that is raised here reaches the caller: the reducer's
+        next call raises it.
+        """
+        if self._is_inner:
+            return
+        if not _is_left_in_order(frame):
+            self._fail(None)
+            return
+        try:
+            if self._strategy == "stop":
+                self._all_go_on(False)
+            self._end()
+        except BaseException as error:
+            self._reducer._deferred = error
+
+    # -- how it begins and ends --------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        outer = _open.get(self._comm)
+        self._is_inner = outer is not None
+        self._reducer.data_exhausted = False
+        self._states = list(self._state)
+        if outer is None:
+            _open[self._comm] = self
+            return
+        if outer._strategy != self._strategy:
+            raise ValueError(
+                f"one join() inside another has its strategy: {outer._strategy!r}, not "
+                f"{self._strategy!r}"
+            )
+        outer._states += [one for one in self._state if not _holds(outer._states, one)]
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Aborts the communicator where the end fails: no rank is to wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            _open.pop(self._comm, None)
+
+    def _fail(self, error: BaseException | None) -> None:
+        """An exception leaves the block: the ranks that count on this one must learn of it."""
+        _open.pop(self._comm, None)
+        if not (isinstance(error, SystemExit) and not error.code):
+            with contextlib.suppress(FastcommError):
+                self._comm.abort()
+
+    def _end(self) -> None:
+        """This rank has no data any more."""
+        is_loop = self._batches is not None
+        with self._closing():
+            self._reducer.data_exhausted |= not is_loop
+            for reducer in self._reducers():
+                with contextlib.suppress(AbandonedError):  # of a step that is over
+                    reducer.synchronize()
+                _refuse_pending(reducer)
+            if self._strategy == "wait":
+                self._follow()
+            elif not is_loop:  # else all ranks have ended the loop
+                self._comm.abandon(in_any_case=True)
+            self._meet()
+
+    def _follow(self) -> None:
+        """Takes part in what the others reduce, until all ranks are done."""
+        while True:
+            try:
+                if self._comm.shadow():
+                    return
+            except AbandonedError:  # a step of the others, which go on
+                continue
+
+    # -- where the ranks meet ----------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """All ranks are done. Leaves them as they are on a rank that went furthest."""
+        reducers = self._reducers()
+        ours = _Progress.of(reducers, self._states)
+        ranks = gather_objects(self._comm, ours)
+        _compare(ranks)
+        rounds = [progress.rounds for progress in ranks]
+        src = rounds.index(max(rounds))
+        is_uneven = any(one != rounds[src] for one in rounds)
+        for reducer, (n_rounds, n_steps) in zip(reducers, rounds[src], strict=True):
+            reducer.n_rounds, reducer._n_steps = n_rounds, n_steps
+            agreement.broadcast(self._comm, _tensors_of(reducer), src)
+            if is_uneven:
+                _drop_gradients(reducer)
+        if not is_uneven:
+            return
+        reason = _why_apart(ranks)
+        if reason is not None:
+            for reducer in reducers:
+                for _, parameter in named_parameters(reducer._attached_model()):
+                    refuse_step(parameter, reason)
+        elif self._states:
+            self._load_states(src, ours.rounds != rounds[src])
+
+    def _load_states(self, src: int, is_behind: bool) -> None:
+        """Copies rank src's state dicts to the ranks that have ended earlier."""
+        comm, nbytes = self._comm, torch.zeros(1, dtype=torch.int64)
+        payload = torch.empty(0, dtype=torch.uint8)
+        if comm.rank == src:
+            file = io.BytesIO()
+            torch.save([one.state_dict() for one in self._states], file)
+            payload = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+            nbytes.fill_(payload.numel())
+        nbytes = nbytes.to(comm.device)
+        comm.broadcast(nbytes, src)
+        if comm.rank != src:
+            payload = torch.empty(int(nbytes), dtype=torch.uint8)
+        payload = payload.to(comm.device)
+        comm.broadcast(payload, src)
+        if is_behind:
+            file = io.BytesIO(payload.cpu().numpy().tobytes())
+            states = torch.load(file, map_location="cpu", weights_only=False)
+            for one, state in zip(self._states, states, strict=True):
+                one.load_state_dict(state)
+
+
+class _Progress(NamedTuple):
+    """What a rank tells the others in the end.
+
+    rounds: of every reducer, how many rounds have ended, and steps were made.
+    states: what was given as state, by type.
+    optimizers: whose steps the reducers know, and those given: type, options; whether it keeps
+        something from step to step, and whether it was given.
+    """
+
+    rounds: list[tuple[int, int]]
+    states: list[str]
+    optimizers: list[tuple[str, list[dict[str, str]], bool, bool]]
+
+    @staticmethod
+    def of(reducers: Sequence[Joining], states: Sequence[Stateful]) -> _Progress:
+        given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
+        known = [one for one in known_optimizers(reducers) if not _holds(given, one)]
+        return _Progress(
+            [(reducer.n_rounds, reducer._n_steps) for reducer in reducers],
+            [type(one).__name__ for one in states],
+            [
+                (type(one).__name__, _options_of(one), _keeps_state(one), _holds(given, one))
+                for one in (*given, *known)
+            ],
+        )
+
+
+def _compare(ranks: Sequence[_Progress]) -> None:
+    """Raises MismatchError where the ranks mean different things by join()."""
+    for what, row in (
+        ("reducers", [len(one.rounds) for one in ranks]),
+        ("state", [one.states for one in ranks]),
+    ):
+        if any(one != row[0] for one in row):
+            shown = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(row))
+            raise MismatchError(f"join() has different {what} on the ranks: {shown}")
+
+
+def _why_apart(ranks: Sequence[_Progress]) -> str | None:
+    """Why the ranks would train apart after different numbers of steps, or None."""
+    steps = [[n for _, n in progress.rounds] for progress in ranks]
+    counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
+    advice = (
+        "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
+        "refresh() on every rank and make the optimizer anew"
+    )
+    for progress in ranks:
+        for name, _, keeps_state, is_given in progress.optimizers:
+            if keeps_state and not is_given:
+                return (
+                    f"in join() the ranks have made different numbers of steps ({counts}), and "
+                    f"{name} keeps state from step to step, which differs now: {advice}"
+                )
+    options = [[(row[0], row[1]) for row in one.optimizers] for one in ranks]
+    has_others = len(ranks[0].states) > sum(row[3] for row in ranks[0].optimizers)
+    # a rank that has made no step may not know its optimizer
+    longest = max(options, key=len)
+    if not has_others and any(one != longest[: len(one)] for one in options):
+        return (
+            f"in join() the ranks have made different numbers of steps ({counts}), and the options "
+            f"of {longest[0][0]} differ now, as a scheduler's do: {advice}"
+        )
+    return None
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    return [
+        {key: agreement.shown(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    return any(value is not None for state in optimizer.state.values() for value in state.values())
+
+
+def _tensors_of(reducer: Joining) -> list[torch.Tensor]:
+    return [tensor for _, tensor in agreement.named_tensors(reducer._attached_model())]
+
+
+def _drop_gradients(reducer: Joining) -> None:
+    """The ranks have those of different steps."""
+    for bucket in reducer._buckets:
+        bucket.drop_gradients()
+
+
+def _refuse(reducer: Joining) -> None:
+    """Raises ValueError for what a rank without data cannot take part in."""
+    options = reducer._options
+    refusal = None
+    if not reducer.comm.has_shadows:
+        refusal = f"the transport {reducer.comm.backend}"
+    elif options.op != "mean":
+        refusal = f'op="{options.op}": join() makes means over the ranks with data'
+    elif options.hooks:
+        refusal = "a hook, which reduces, and divides, by itself: leave it out"
+    elif options.error_feedback:
+        refusal = "error_feedback=True, which counts on the same ranks in every round: leave it out"
+    elif not reducer._tuning.is_over:
+        refusal = (
+            'bucket_cap_mb="auto" while the ranks still measure together: give a size, or call '
+            "join() after the first steps"
+        )
+    elif reducer.sharded_by.sharding() is not None:
+        refusal = (
+            "a ShardedOptimizer, of which a rank without data would have to make its part of every "
+            "step: use a torch.optim optimizer"
+        )
+    if refusal is not None:
+        raise ValueError(f"join() is not possible with {refusal}")
+
+
+def _refuse_pending(reducer: Joining) -> None:
+    """Raises FastcommError for gradients that would be lost."""
+    for bucket in reducer._buckets if reducer._n_unsynced else ():
+        for slot in bucket.provenance.unsynced_slots():
+            raise FastcommError(
+                f"rank {reducer.comm.rank}: the data has ended inside no_sync(), and the gradient "
+                f"of parameter {bucket.names[slot]} that was accumulated there would be lost: "
+                "reduce with the last batch, too, or call zero_grad() to drop it"
+            )
+
+
+def _holds(known: Sequence[object], one: object) -> bool:
+    """Whether it is among them; some define equality by value."""
+    return any(other is one for other in known)
+
+
+def _is_left_in_order(frame: FrameType | None) -> bool:
+    """Whether the loop, whose iterator is being dropped, was left by break, return, or the end of
+    what it was zipped with, and not by an exception in its body. In order the iterator is dropped
+    by an instruction of the loop itself.
+    """
+    while frame is not None:
+        instructions = dis.get_instructions(frame.f_code)
+        at = next((i.opname for i in instructions if i.offset == frame.f_lasti), "")
+        if at in _ENDS_OF_LOOPS:
+            return True
+        if not frame.f_code.co_flags & 0x20:  # inspect.CO_GENERATOR: it passes batches on
+            return False
+        frame = frame.f_back
+    return False

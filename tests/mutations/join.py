@@ -1,0 +1,155 @@
+"""Ranks without data: join(), and what transports do for it."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+JOIN = "fastcomm/reducer/join.py"
+CALL = "fastcomm/group/call.py"
+TESTS = "tests/reducer/test_join.py"
+ENDS = "tests/reducer/test_join_ends.py"
+
+
+def _test(name: str) -> tuple[str, ...]:
+    return (f"{TESTS}::{name}",)
+
+
+_TRAINING = _test("test_training_is_that_of_one_process_that_averages_over_ranks_with_data")
+_OTHERS = (f"{ENDS}::test_other_collectives_beside_a_rank_without_data",)
+
+MUTATIONS = (
+    Mutation(
+        name="join: on shm a mean is over all ranks",
+        file="kernels/shm/protocol.c",
+        old="        total += is_shadow(d) ? 0 : weight;\n",
+        new="        total += weight;\n",
+        tests=_TRAINING,
+    ),
+    Mutation(
+        name="join: on shm the shard of a rank without data is left out",
+        file="kernels/shm/protocol.c",
+        old="        c->descriptor = *wanted;\n",
+        new="        c->descriptor = *wanted, c->descriptor.numel = 0;\n",
+        tests=_TRAINING,
+    ),
+    Mutation(
+        name="join: on shm any all_reduce admits ranks without data",
+        file="kernels/shm/protocol.c",
+        old="d->kind == SHM_ALL_REDUCE && d->label != 0 &&",
+        new="d->kind == SHM_ALL_REDUCE &&",
+        tests=_OTHERS,
+    ),
+    Mutation(
+        name="join: between hosts a mean is over all ranks",
+        file=CALL,
+        old="(float(call != WITHOUT_DATA),) * 2",
+        new="(1.0,) * 2",
+        tests=_TRAINING,
+    ),
+    Mutation(
+        name="join: between hosts any all_reduce admits ranks without data",
+        file=CALL,
+        old='self.kind == "all_reduce" and self.label != 0',
+        new='self.kind == "all_reduce"',
+        tests=_OTHERS,
+    ),
+    Mutation(
+        name="join: between hosts a rank without data adds its old NaNs times 0",
+        file="fastcomm/group/work.py",
+        old="            self._flat.zero_()\n",
+        new="",
+        tests=_test("test_a_wire_dtype"),
+    ),
+    Mutation(
+        name="join: between hosts the presence of a coded bucket goes another way",
+        file="fastcomm/group/work.py",
+        old="is_carried = self._is_coded and",
+        new="is_carried = False and",
+        tests=_test("test_a_wire_dtype"),
+    ),
+    Mutation(
+        name="join: the ranks end as rank 0",
+        file=JOIN,
+        old="        src = rounds.index(max(rounds))\n",
+        new="        src = 0\n",
+        tests=_TRAINING,
+    ),
+    Mutation(
+        name="join: rounds and steps are not made equal",
+        file=JOIN,
+        old="            reducer.n_rounds, reducer._n_steps = n_rounds, n_steps\n",
+        new="",
+        tests=_TRAINING,
+    ),
+    Mutation(
+        name="join: gradients of different steps stay",
+        file=JOIN,
+        old="            if is_uneven:\n                _drop",
+        new="            if False:\n                _drop",
+        tests=_test("test_gradients_of_different_steps_are_dropped"),
+    ),
+    Mutation(
+        name="join: an abandoned step ends it on a rank without data",
+        file=JOIN,
+        old="            except AbandonedError:  # a step of the others, which go on\n"
+        "                continue\n",
+        new="            except AbandonedError:\n                return\n",
+        tests=_test("test_a_step_that_was_abandoned_is_no_end"),
+    ),
+    Mutation(
+        name="join: an optimizer that fell behind steps on",
+        file=JOIN,
+        old="            if keeps_state and not is_given:\n",
+        new="            if False:\n",
+        tests=_test("test_an_optimizer_whose_state_has_fallen_behind_does_not_step"),
+    ),
+    Mutation(
+        name="join: options that differ are not looked at",
+        file=JOIN,
+        old="    if not has_others and any(",
+        new="    if False and any(",
+        tests=_test("test_options_that_a_scheduler_has_moved_apart_are_found"),
+    ),
+    Mutation(
+        name="join: only an outer block's state is made equal",
+        file=JOIN,
+        old="        outer._states += [",
+        new="        _ = [",
+        tests=_test("test_blocks_of_several_reducers_are_one"),
+    ),
+    Mutation(
+        name="join: ranks that vote on a batch after an abandoned step go on with the old vote",
+        file=JOIN,
+        old="                vote.fill_(has_batch)\n",
+        new="                return True\n",
+        tests=_test("test_a_step_that_was_abandoned_in_a_loop_that_stops"),
+    ),
+    Mutation(
+        name="join: what was accumulated when the data ended is lost",
+        file=JOIN,
+        old="for bucket in reducer._buckets if reducer._n_unsynced else ():",
+        new="for bucket in ():",
+        tests=(f"{ENDS}::test_data_that_ends_inside_an_accumulation",),
+    ),
+    Mutation(
+        name="join: an exception in the body of a loop waits until the others are done",
+        file=JOIN,
+        old="        if not _is_left_in_order(frame):\n",
+        new="        if False:\n",
+        tests=(f"{ENDS}::test_a_loop_that_an_exception_ends_is_not_waited_for",),
+    ),
+    Mutation(
+        name="join: what goes wrong after a break is lost",
+        file=JOIN,
+        old="            self._reducer._deferred = error\n",
+        new="            pass\n",
+        tests=(f"{ENDS}::test_what_ends_a_loop_that_was_left_is_not_lost",),
+    ),
+    Mutation(
+        name="join: an exception leaves the others waiting",
+        file=JOIN,
+        old="                self._comm.abort()\n",
+        new="                pass\n",
+        tests=(f"{ENDS}::test_an_exception_that_leaves_the_block_ends_it_on_all_ranks",),
+    ),
+)

@@ -1,0 +1,402 @@
+"""Reducer.join(): ranks with different numbers of batches train to the end, as one process would
+that averages over those with data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm import AbandonedError, FastcommError, MismatchError
+from tests.support.models import SMALL_BUCKETS
+from tests.support.ranks import on_ranks
+from tests.support.transports import over
+from tests.support.uneven import LR, SHADOWED, data_of, loss_of, small
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*SHADOWED)]
+only_shm = pytest.mark.transports("shm")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """counts: by epoch, how many batches each rank has. every: batches that make one step. critic:
+    how many of them there are for one of a second model; 0: there is none. early: batches that a
+    rank has beyond its count when it breaks out of the loop.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    is_loop: bool = False
+    every: int = 1
+    critic: int = 0
+    is_weighted: bool = False
+    early: tuple[int, ...] = ()
+
+    def steps_of(self, number, rank, epoch):
+        """The batches of each step of a model: the second one's are single ones."""
+        batches = range(self.counts[epoch][rank])
+        if number:
+            return [[i] for i in batches if i % self.critic == self.critic - 1]
+        return [list(batches[i : i + self.every]) for i in batches[:: self.every]]
+
+
+def run(comm, plan, **options):
+    """Trains by the plan; returns the models and what is counted."""
+    models = [small(number) for number in range(2 if plan.critic else 1)]
+    reducers = [fastcomm.Reducer(comm, **options).attach(model) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    for counts in plan.counts:
+        n = counts[comm.rank]
+        early = plan.early[comm.rank] if plan.early else 0
+        batches = range(n + early)
+        with contextlib.nullcontext() if plan.is_loop else reducers[0].join():
+            for i in reducers[0].join(batches) if plan.is_loop else batches:
+                if i == n:
+                    break
+                one_batch(plan, i, n, models, reducers, optimizers)
+        assert reducers[0].data_exhausted == (early == 0 or not plan.is_loop)
+    return models, reducers
+
+
+def one_batch(plan, i, n, models, reducers, optimizers):
+    x = data_of(reducers[0].comm.rank, i)
+    is_last = i % plan.every == plan.every - 1 or i == n - 1
+    if plan.is_weighted:
+        reducers[0].set_weight(len(x))
+    with contextlib.nullcontext() if is_last else reducers[0].no_sync():
+        loss_of(models[0], x).backward()
+    if is_last:
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    if plan.critic and i % plan.critic == plan.critic - 1:
+        loss_of(models[1], x).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+
+def alone(plan, number=0):
+    """One process, that averages over the ranks with data."""
+    model = small(number)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    n_steps = 0
+    for epoch, counts in enumerate(plan.counts):
+        ranks = [plan.steps_of(number, rank, epoch) for rank in range(len(counts))]
+        for step in range(max(map(len, ranks))):
+            optimizer.zero_grad()
+            parts = [
+                [data_of(rank, i) for i in steps[step]]
+                for rank, steps in enumerate(ranks)
+                if step < len(steps)
+            ]
+            if plan.is_weighted and not number:
+                loss_of(model, torch.cat(list(itertools.chain(*parts)))).backward()
+            else:
+                losses = [sum(loss_of(model, x) for x in part) for part in parts]
+                (sum(losses) / len(losses)).backward()
+            optimizer.step()
+            n_steps += 1
+    return model, n_steps
+
+
+def check(comm, plan, **options):
+    models, reducers = run(comm, plan, **options)
+    for number, (model, reducer) in enumerate(zip(models, reducers, strict=True)):
+        expected, n_steps = alone(plan, number)
+        assert (reducer.n_rounds, reducer._n_steps) == (n_steps, n_steps), plan
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda m: f"{plan}: {m}")
+        reducer.check_in_sync()
+        reducer.detach()
+
+
+UNEVEN = {
+    1: [((4,),)],
+    2: [((7, 11),), ((0, 5),), ((3, 3),), ((1, 0), (2, 4), (0, 0))],
+    4: [((7, 11, 0, 3),), ((2, 0, 5, 5), (6, 1, 1, 1))],
+}
+
+
+@pytest.mark.parametrize("is_loop", [False, True], ids=["block", "loop"])
+@over(2, shm=(1, 2, 4), nccl=())
+def test_training_is_that_of_one_process_that_averages_over_ranks_with_data(
+    ranks, transport, world_size, is_loop, buckets
+):
+    ranks(world_size, check_all, UNEVEN[world_size], is_loop, buckets)
+
+
+def check_all(comm, counts, is_loop, buckets):
+    for one in counts:
+        check(comm, Plan(one, is_loop), **buckets)
+
+
+def drawn(world_size, number):
+    """A plan, the same on all ranks."""
+    draw = random.Random(number)
+    epochs = draw.choice((1, 1, 2, 3))
+    longest = draw.choice((1, 3, 9))
+    counts = tuple(
+        tuple(draw.choice((0, draw.randint(0, longest), longest)) for _ in range(world_size))
+        for _ in range(epochs)
+    )
+    # Not both: ranks that end differently would reduce for the two models in different orders.
+    every, critic = draw.choice(((1, 0), (2, 0), (3, 0), (1, 1), (1, 3)))
+    plan = Plan(counts, draw.random() < 0.5, every, critic)
+    if draw.random() < 0.3:
+        plan = replace(plan, is_weighted=True)
+    if draw.random() < 0.3:
+        plan = replace(plan, early=tuple(draw.choice((0, 1, 5)) for _ in range(world_size)))
+    return plan
+
+
+@over(2, shm=(2, 3, 4), nccl=())
+def test_random_plans(ranks, transport, world_size):
+    n = {"shm": 80}.get(transport, 15)
+    ranks(world_size, check_drawn, n)
+
+
+def check_drawn(comm, n):
+    for number in range(n):
+        check(comm, drawn(comm.world_size, number), **(SMALL_BUCKETS if number % 2 else {}))
+
+
+# What all ranks have in the end
+
+
+@on_ranks(2)
+def test_buffers_become_those_of_the_rank_that_went_furthest(comm):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    mean = None
+    for counts in ((2, 5), (4, 1), (3, 3)):
+        with reducer.join():
+            for _ in range(counts[comm.rank]):
+                model(torch.randn(6, 4) + comm.rank).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        furthest = counts.index(max(counts))
+        if comm.rank == furthest:
+            mean = model[1].running_mean.clone()
+        reducer.check_in_sync()
+        if comm.rank == furthest:
+            assert torch.equal(model[1].running_mean, mean)
+
+
+def epoch(reducer, model, optimizer, n, scheduler=None, **options):
+    with reducer.join(**options):
+        for i in range(n):
+            optimizer.zero_grad()
+            loss_of(model, data_of(reducer.comm.rank, i)).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+
+@on_ranks(2)
+def test_state_goes_to_the_ranks_that_have_ended_earlier(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = [optimizer, scheduler]
+    for counts in ((2, 5), (3, 0), (2, 2)):
+        epoch(reducer, model, optimizer, counts[comm.rank], scheduler, state=state)
+        reducer.check_in_sync(optimizer)
+    assert scheduler.last_epoch == 10
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**10)
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_state_has_fallen_behind_does_not_step(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    epoch(reducer, model, optimizer, 3)
+    epoch(reducer, model, optimizer, 2 + comm.rank)
+    reducer.check_in_sync()
+    loss_of(model, data_of(comm.rank, 0)).backward()
+    with pytest.raises(FastcommError, match=r"rank 0: 5, rank 1: 6.*SGD keeps state from step"):
+        optimizer.step()
+    reducer.refresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    epoch(reducer, model, optimizer, 2 + comm.rank, state=[optimizer])
+    epoch(reducer, model, optimizer, 3)
+    reducer.check_in_sync(optimizer)
+
+
+@on_ranks(2)
+def test_options_that_a_scheduler_has_moved_apart_are_found(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(2):  # one step of it for each epoch is right
+        epoch(reducer, model, optimizer, 2 + comm.rank)
+        scheduler.step()
+    epoch(reducer, model, optimizer, 2 + comm.rank, scheduler, state=[optimizer])
+    loss_of(model, data_of(comm.rank, 0)).backward()
+    with pytest.raises(FastcommError, match="the options of SGD differ now"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_of_different_steps_are_dropped(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    epoch(reducer, model, optimizer, 2)
+    kept = [p.grad.clone() for p in model.parameters()]
+    epoch(reducer, model, optimizer, 0)
+    assert all(map(torch.equal, kept, (p.grad for p in model.parameters())))
+    epoch(reducer, model, optimizer, comm.rank)
+    assert [p.grad for p in model.parameters()] == [None] * len(kept)
+
+
+# What it goes with
+
+
+@on_ranks(2)
+def test_blocks_of_several_reducers_are_one(comm):
+    models = [small(0), small(1)]
+    reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    with reducers[0].join(state=optimizers[:1]), reducers[1].join(state=optimizers[1:]):
+        for i in reducers[1].join(range(2 + 3 * comm.rank)):
+            x = data_of(comm.rank, i)
+            loss_of(models[1], models[0](x).repeat(1, 2)).backward()  # of both at once
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [reducer.data_exhausted for reducer in reducers] == [True, True]
+    for reducer, optimizer in zip(reducers, optimizers, strict=True):
+        reducer.check_in_sync(optimizer)
+    with reducers[0].join(), pytest.raises(ValueError, match="has its strategy: 'wait'"):
+        reducers[1].join(strategy="stop").__enter__()
+
+
+@on_ranks(3)
+def test_a_step_that_was_abandoned_is_no_end(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    n_skipped = 0
+    for i in reducer.join(range(2 + 2 * comm.rank)):
+        try:
+            if comm.rank == 2 and i in (1, 4):
+                raise ValueError("a bad batch")
+            loss_of(model, data_of(comm.rank, i)).backward()
+        except (ValueError, AbandonedError):
+            comm.abandon()
+            n_skipped += 1
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert n_skipped == (1, 1, 2)[comm.rank]
+    assert reducer.n_rounds == 4
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_wire_dtype(comm):
+    for wire_dtype in (torch.bfloat16, *([torch.int8] if comm.feeds_back_errors else [])):
+        torch.manual_seed(0)
+        model = nn.Linear(60, 50)
+        reducer = fastcomm.Reducer(comm, wire_dtype=wire_dtype, **SMALL_BUCKETS).attach(model)
+        with reducer.join():
+            for i in range(1 + 2 * comm.rank):
+                model.zero_grad()
+                slope = 1.0 + i if i else float("nan")  # which is left in the buckets
+                (model.weight * slope).sum().backward()
+                expected = torch.full_like(model.weight, slope)
+                torch.testing.assert_close(
+                    model.weight.grad, expected, rtol=0.01, atol=0, equal_nan=True
+                )
+        reducer.detach()
+
+
+@only_shm
+@on_ranks(3)
+def test_a_balanced_step_is_that_without_join(comm):
+    found = []
+    for is_joined in (False, True):
+        model = small().float()
+        reducer = fastcomm.Reducer(comm).attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        numbers = [count_collectives(comm)]
+        with reducer.join() if is_joined else contextlib.nullcontext():
+            for i in range(3):
+                loss_of(model, data_of(comm.rank, i).float()).backward()
+                optimizer.step()
+            numbers.append(count_collectives(comm))
+        found.append((numbers[1] - numbers[0], [p.detach() for p in model.parameters()]))
+        reducer.detach()
+    (n, before), (n_joined, after) = found
+    assert n_joined == n
+    assert all(map(torch.equal, before, after))
+
+
+def count_collectives(comm):
+    """How many there were so far on the communicator."""
+    with pytest.raises(MismatchError) as caught:
+        comm.all_reduce(torch.zeros(1 + comm.rank))
+    return int(re.search(r"number (\d+)", str(caught.value))[1])
+
+
+# The strategy "stop"
+
+
+@pytest.mark.parametrize("is_loop", [False, True], ids=["block", "loop"])
+@on_ranks(3)
+def test_all_ranks_stop_with_the_first(comm, is_loop):
+    model = small()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    total = 0
+    for counts in ((4, 2, 9), (1, 0, 0), (3, 3, 3)):
+        n_steps, n_given, n = 0, 0, counts[comm.rank]
+        with contextlib.nullcontext() if is_loop else reducer.join(strategy="stop"):
+            for i in reducer.join(range(n), strategy="stop") if is_loop else range(n):
+                n_given += 1
+                optimizer.zero_grad()
+                loss_of(model, data_of(comm.rank, i)).backward()
+                optimizer.step()
+                n_steps += 1
+        assert n_steps == min(counts)
+        assert n_given == min(counts) or not is_loop
+        assert reducer.data_exhausted == (n == min(counts))
+        total += n_steps
+        assert reducer.n_rounds == total
+        reducer.check_in_sync(optimizer)
+
+
+@on_ranks(2)
+def test_a_rank_that_breaks_stops_all(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    given = []
+    for i in reducer.join(range(5), strategy="stop"):
+        given.append(i)
+        if comm.rank == i == 1:
+            break
+    assert given == [0, 1]
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    given = []
+    for i in reducer.join(range(3 + comm.rank), strategy="stop"):
+        given.append(i)
+        if comm.rank:
+            comm.abandon()  # while the other rank votes
+    assert given == [0, 1, 2]
+    reducer.check_in_sync()

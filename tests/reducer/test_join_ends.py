@@ -1,0 +1,195 @@
+"""Reducer.join(): how it ends where something goes wrong, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import fastcomm
+from fastcomm import FastcommError, PeerLostError
+from tests.support.ranks import on_ranks
+from tests.support.uneven import LR, SHADOWED, data_of, loss_of, small
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*SHADOWED)]
+only_shm = pytest.mark.transports("shm")
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "sync_buffers", "check_in_sync", "barrier"])
+def test_other_collectives_beside_a_rank_without_data(ranks, transport, what):
+    ranks.raises(2, FastcommError, call_beside_a_shadow, what, match="no data left")
+
+
+def call_beside_a_shadow(comm, what):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.join():
+        for _ in range(1 - comm.rank):
+            if what == "all_reduce":
+                comm.all_reduce(torch.ones(1), "mean")
+            elif what == "barrier":
+                comm.barrier()
+            else:
+                getattr(reducer, what)()
+
+
+def test_an_exception_that_leaves_the_block_ends_it_on_all_ranks(ranks, transport):
+    for is_loop in (False, True):
+        ranks.raises(3, (ValueError, PeerLostError), fail_in_join, is_loop)
+
+
+def fail_in_join(comm, is_loop):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    batches = range(4 * comm.rank)
+    with contextlib.nullcontext() if is_loop else reducer.join():
+        for i in reducer.join(batches) if is_loop else batches:
+            if comm.rank == 2 and i == 5:
+                raise ValueError("a bad batch")
+            loss_of(model, data_of(comm.rank, i)).backward()
+
+
+def test_data_that_ends_inside_an_accumulation(ranks, transport):
+    ranks.raises(
+        2,
+        FastcommError,
+        end_in_no_sync,
+        match=r"rank 0: the data has ended inside no_sync|rank 0 .*aborted its communicator",
+    )
+
+
+def end_in_no_sync(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for i in reducer.join(range(3 + comm.rank)):
+        with reducer.no_sync() if i % 2 == 0 else contextlib.nullcontext():
+            loss_of(model, data_of(comm.rank, i)).backward()
+
+
+@only_shm
+@on_ranks(2)
+def test_gradients_that_zero_grad_has_dropped_are_not_lost(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.join():
+        with reducer.no_sync():
+            loss_of(model, data_of(comm.rank, 0)).backward()
+        model.zero_grad()
+    reducer.check_in_sync()
+
+
+@only_shm
+def test_what_ends_a_loop_that_was_left_is_not_lost(ranks, transport):
+    ranks.raises(
+        2, FastcommError, break_beside_an_all_reduce, match=r"no data left|rank 1 .*aborted"
+    )
+
+
+def break_beside_an_all_reduce(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for _ in reducer.join(range(3)):
+        if comm.rank:
+            break
+        comm.all_reduce(torch.ones(1))
+    reducer.synchronize()
+
+
+@only_shm
+@on_ranks(1)
+def test_a_loop_may_be_left_in_any_way(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+
+    def returned():
+        for _ in reducer.join(range(3)):
+            with contextlib.nullcontext():
+                return
+
+    returned()
+    for _ in passed_on(enumerate(reducer.join(range(3)))):
+        break
+    for _, i in zip(range(2), reducer.join(range(3)), strict=False):
+        assert i < 2
+    reducer.check_in_sync()
+
+
+@only_shm
+def test_a_loop_that_an_exception_ends_is_not_waited_for(ranks, transport):
+    ranks.raises(1, FastcommError, fail_behind_a_generator, match="has aborted this communicator")
+
+
+def fail_behind_a_generator(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+
+    with contextlib.suppress(ZeroDivisionError):
+        for i in passed_on(reducer.join(range(3))):
+            1 // i
+    reducer.check_in_sync()
+
+
+def passed_on(batches):
+    yield from batches
+
+
+# What is refused, before any rank is involved
+
+
+@only_shm
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"op": "sum"}, 'op="sum"'),
+        ({"hook": (None, allreduce_hook)}, "a hook, which reduces"),
+        ({"bucket_cap_mb": "auto"}, "while the ranks still measure"),
+    ],
+    ids=["op", "hook", "auto"],
+)
+@on_ranks(2)
+def test_reducers_that_cannot_join(comm, options, why):
+    model = small().float()
+    reducer = fastcomm.Reducer(comm, **options).attach(model)
+    with pytest.raises(ValueError, match=why):
+        reducer.join()
+
+
+@pytest.mark.transports("group")
+@on_ranks(2)
+def test_error_feedback_cannot_join(comm):
+    model = small().float()
+    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True).attach(model)
+    with pytest.raises(ValueError, match="error_feedback=True"):
+        reducer.join()
+
+
+@only_shm
+@on_ranks(2)
+def test_a_sharded_optimizer_cannot_join(comm):
+    model = small().float()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=LR)
+    with pytest.raises(ValueError, match="a ShardedOptimizer"):
+        reducer.join([])
+    optimizer.step()
+
+
+@only_shm
+@on_ranks(1)
+def test_arguments(comm):
+    reducer = fastcomm.Reducer(comm)
+    with pytest.raises(ValueError, match="has no model"):
+        reducer.join()
+    model = small()
+    reducer.attach(model)
+    with pytest.raises(ValueError, match='strategy must be "wait" or "stop"'):
+        reducer.join(strategy="all")
+    with pytest.raises(TypeError, match="state takes optimizers"):
+        reducer.join(state=[reducer])
+    with pytest.raises(ValueError, match=r"join\(batches\) is a loop"), reducer.join([1]):
+        pass
+    with pytest.raises(ValueError, match=r"join\(\) without batches is a block"):
+        iter(reducer.join()).__next__()
