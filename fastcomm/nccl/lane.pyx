@@ -14,6 +14,7 @@ import time
 from fastcomm.collective import sentence
 from fastcomm.errors import InitError, TimeoutError
 
+cimport cython
 from libc.string cimport memcpy
 
 from fastcomm.cuda.driver cimport Device, Event, Stream, check, driver
@@ -32,6 +33,7 @@ cdef tuple KIND_NAMES = (
 )  # by Kind
 
 
+@cython.no_gc_clear  # a work that is collected hands its ticket on
 cdef class Ticket:
     """What the watchdog knows of the newest of the collectives that share an event."""
 

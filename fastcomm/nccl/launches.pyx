@@ -44,6 +44,7 @@ cdef class Launches:
                 self.unused.popleft()
                 ticket.is_pending = ticket.is_marked = False
                 ticket.tensors = None
+                self.tickets.add(ticket)  # where the work was collected it was thought gone
                 return ticket
         return self.new_ticket()
 

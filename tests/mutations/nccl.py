@@ -175,4 +175,14 @@ MUTATIONS = (
             f"{LAUNCH_TESTS}::test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs",
         ),
     ),
+    Mutation(
+        name="nccl: the garbage collector clears a ticket that is used again",
+        file=LANE,
+        old="@cython.no_gc_clear  # a work that is collected hands its ticket on\n",
+        new="",
+        tests=(
+            "tests/nccl/test_launches.py::"
+            "test_a_work_that_the_garbage_collector_finds_leaves_a_good_ticket",
+        ),
+    ),
 )

@@ -265,6 +265,28 @@ def test_a_weight_is_not_captured():
     stand_in_values(2, _capture_a_weight)
 
 
+def _launch_after_a_work_was_collected(place):
+    comm = communicator(place)
+    tensor = comm.empty(4, dtype=torch.float32).fill_(1)
+    cycle = [comm.all_reduce(tensor, async_op=True)]
+    cycle[0].wait()
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    before = _n_events_made()
+    for _ in range(2):
+        comm.all_reduce(tensor, async_op=True).wait()
+    return tensor.tolist(), _n_events_made() - before
+
+
+def _n_events_made():
+    return sum("cuEventCreate" in call for call in log_of(loaded("cuda")))
+
+
+def test_a_work_that_the_garbage_collector_finds_leaves_a_good_ticket():
+    assert stand_in_values(2, _launch_after_a_work_was_collected) == [([8.0] * 4, 0)] * 2
+
+
 def _abort_with_a_graph_alive(place):
     comm = communicator(place)
     comm.cuda.raw_stream = lambda index: LEGACY_STREAM
