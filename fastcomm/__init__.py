@@ -21,6 +21,8 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
+from fastcomm.reducer.diloco import DiLoCo
+from fastcomm.reducer.local_sgd import LocalSGD
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.sharded import ShardedOptimizer
 from fastcomm.rendezvous import init
@@ -33,9 +35,11 @@ __version__ = "0.1.0"
 __all__ = [
     "AbandonedError",
     "Communicator",
+    "DiLoCo",
     "FastcommError",
     "HookState",
     "InitError",
+    "LocalSGD",
     "MismatchError",
     "NcclError",
     "PeerLostError",

@@ -46,6 +46,14 @@ def test_uneven_data_is_trained_to_the_end_by_all() -> None:
     assert sorted(printed) == ["rank 0: 5 of 8 steps", "rank 1: 8 of 8 steps"]
 
 
+def test_ranks_that_meet_seldom_learn() -> None:
+    printed = run("diloco.py")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 10
+    # every ten steps one of two fragments, and at the end the one that has not just met
+    assert printed.count("21 meetings") == 2
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run of the training script, in two parts: its checkpoint, and the losses of all epochs."""

@@ -143,9 +143,7 @@ class Bucket(Counter):
         """
         if self.share is not None:
             self.share.refuse_unseen(self.names, self.ready)
-        # After parameter.grad.data = ... the view is on the user's memory.
-        for i in displaced(self.views, self._addresses):
-            self.views[i] = self._view(i)
+        self._bring_views_home()
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.provenance.taking_part(taking_part, self.ready)
@@ -163,6 +161,11 @@ class Bucket(Counter):
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error
+
+    def _bring_views_home(self) -> None:
+        """After parameter.grad.data = ... the view is on the user's memory."""
+        for i in displaced(self.views, self._addresses):
+            self.views[i] = self._view(i)
 
     def _leave_out(
         self, taking_part: list[Parameter | None], keeps_graph: bool
@@ -384,6 +387,24 @@ class Bucket(Counter):
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None
+
+    def vacate(self) -> None:
+        """Leaves no gradient in the views, so that they can hold something else."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter is not None and parameter.grad is view:
+                parameter.grad = view.clone()
+        self._bring_views_home()
+
+    def take_views(self) -> None:
+        """What the views hold is reduced next, in place of gradients."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter is not None:
+                parameter.grad = view
+
+    def advance(self) -> bool:
+        """Moves the reduction forward if that takes no waiting; returns whether it is over."""
+        work = self._bound.posted
+        return work is None or work.is_completed()
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""

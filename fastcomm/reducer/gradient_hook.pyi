@@ -11,6 +11,7 @@ class RoundFlags:
 
 class ReducerFlags:
     _is_synchronizing: bool
+    steps_alone: bool
     _overlap: bool
     _round: RoundFlags | None
     _n_unsynced: int

@@ -31,6 +31,7 @@ cdef class ReducerFlags:
     """The part of a reducer that the hooks read; base class of Reducer."""
 
     cdef public bint _is_synchronizing  # False inside no_sync
+    cdef public bint steps_alone  # each rank steps with its own gradients: see local_steps.py
     cdef public bint _overlap
     cdef public RoundFlags _round  # the open round, or None
     # gradients that backwards inside no_sync have made since the last round
@@ -76,7 +77,7 @@ cdef class GradientHook:
     def __call__(self, parameter):
         if self.note_stream is not None:
             self.note_stream()
-        if not self.reducer._is_synchronizing:
+        if self.reducer.steps_alone or not self.reducer._is_synchronizing:
             if self.reducer.recorder is not None:
                 self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.provenance.note_unsynced(self.i, parameter)

@@ -17,6 +17,7 @@ from fastcomm.communicator import Communicator
 from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import ReducerFlags
+from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.optimizer_steps import Share, shares_in
 from fastcomm.reducer.shares import ShardedBy
@@ -30,6 +31,7 @@ class ReducedGradients(ReducerFlags):
     number: int
     n_rounds: int
     sharded_by: ShardedBy
+    local_steps: LocalSteps
     _buckets: list[Bucket]
     _n_steps: int
     _tripwires: Tripwires
@@ -59,6 +61,9 @@ class ReducedGradients(ReducerFlags):
         """See optimizer_steps.Steppable."""
         if self.recorder is not None:
             self.recorder.end_optimizer()
+        if self.local_steps.meetings is not None:
+            self.local_steps.meetings.after_step(shares)
+            return
         self._n_steps += 1
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
@@ -70,6 +75,8 @@ class ReducedGradients(ReducerFlags):
         the one place that decides it. Raises FastcommError naming one that is not.
         """
         self.synchronize()
+        if self.steps_alone:
+            return  # each rank uses its own
         for bucket, slots in chosen:
             bucket.refuse_unreduced(slots, since)
 
@@ -114,4 +121,5 @@ class ReducedGradients(ReducerFlags):
         state and options if it is given. Collective. Raises MismatchError, on every rank, naming
         the first that differs and the ranks. Waits for the device.
         """
+        self.local_steps.refuse_comparison(self.comm)
         agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer)

@@ -32,6 +32,7 @@ from fastcomm.reducer.ending import end, leave
 from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.join import Join, Stateful, T
+from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
 from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
 from fastcomm.reducer.options import Options, describe
@@ -108,6 +109,7 @@ class Reducer(ReducedGradients):
         self._timeline: Timeline | None = None
         self._tuning = Tuning(self._options, self.comm.world_size)
         self.sharded_by = ShardedBy()
+        self.local_steps = LocalSteps()
         self._weighting = Weighting()
         # Whether this rank's data has ended, in the join() that is under way or was the last.
         self.data_exhausted = False
@@ -186,6 +188,7 @@ class Reducer(ReducedGradients):
         own. A ShardedOptimizer cannot step any more. Raises FastcommError inside a backward.
         """
         self._refuse_inside_backward("detach()")
+        self.local_steps.end()
         self._release()
         self.sharded_by = ShardedBy()
 
@@ -222,6 +225,7 @@ class Reducer(ReducedGradients):
         again. Raises FastcommError inside a backward.
         """
         self._refuse_inside_backward("refresh()")
+        self.local_steps.refuse("refresh()")
         model = self._attached_model()
         before = [pair for bucket in self._buckets for pair in bucket.named_parameters()]
         now = self._named_parameters()
@@ -341,6 +345,7 @@ class Reducer(ReducedGradients):
         """
         self._attached_model()
         self._refuse_inside_backward("reduce()")
+        self.local_steps.refuse("reduce()")
         if self._round is not None:
             self.synchronize()
         self._open().count_all()
@@ -376,6 +381,7 @@ class Reducer(ReducedGradients):
         """
         self._attached_model()
         self._refuse_inside_backward("set_weight()")
+        self.local_steps.refuse("set_weight()")
         refuse_weights(self._options)
         self._weighting.set(weight, of, self._buckets, self._n_unsynced)
 

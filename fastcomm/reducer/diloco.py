@@ -1,0 +1,138 @@
+"""DiLoCo: each rank steps by itself, and where ranks meet, an outer optimizer steps with what they
+have done since (arXiv 2311.08105), in fragments and beside the compute that follows if asked to
+(arXiv 2501.18512).
+
+Keeps an outer copy of the parameters, equal on all ranks. What travels are pseudo-gradients: outer
+parameters minus this rank's. Schedule, meetings and checkpoints are local_sgd.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from fastcomm.reducer import agreement
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.checkpoints import options_of
+from fastcomm.reducer.local_sgd import LocalSGD, pairs_of, refuse_misfit
+from fastcomm.reducer.reducer import Reducer
+from fastcomm.reducer.schedule import Schedule, refuse, require_reducer
+
+
+class DiLoCo(LocalSGD):
+    """Lets each rank of a reducer step with its own gradients. Every `every` steps the ranks
+    average how far they have come since, and an outer optimizer steps with it.
+
+        reducer = fastcomm.Reducer(wire_dtype=torch.bfloat16).attach(model)
+        outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+        with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=50, **outer):
+            ...  # the loop as it is: see LocalSGD
+
+    Pseudo-gradients travel in the reducer's wire_dtype, with its error_feedback. With SGD, lr=1.0
+    and no momentum the result is LocalSGD's, up to rounding. Memory: one copy of the parameters,
+    and the outer optimizer's state.
+
+    reducer, every: see LocalSGD; wire_dtype may be any.
+    outer_optimizer: a class of torch.optim, or any function that makes an optimizer of a list of
+        parameters and `defaults`. LBFGS is refused. Afterwards the optimizer itself, for
+        schedulers, say.
+    fragments: the reducer's buckets are dealt out to so many fragments of about one size, which
+        meet one after the other, every / fragments steps apart.
+    delay: how many steps after its launch a meeting is waited for; compute goes on meanwhile. Then
+        parameters become the mean of this rank's and the outer ones. 0: step() waits. Where
+        comm.progresses_itself is False (shm), a meeting moves forward in every step() only.
+    defaults: for outer_optimizer.
+
+    Raises as LocalSGD, and TypeError for an outer_optimizer that makes no optimizer.
+    """
+
+    outer_optimizer: Optimizer
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        outer_optimizer: Callable[..., Optimizer],
+        *,
+        every: int,
+        fragments: int = 1,
+        delay: int = 0,
+        **defaults: Any,
+    ) -> None:
+        require_reducer(type(self), reducer)
+        schedule, problem = Schedule(every, fragments, delay), None
+        options: dict[str, Any] = {}
+        try:
+            refuse(reducer, schedule)
+            self._make_outer(reducer, outer_optimizer, defaults)
+            for i, group in enumerate(self.outer_optimizer.param_groups):
+                for key, value in options_of(group).items():
+                    options[f"{key} of the outer optimizer's group {i}"] = agreement.shown(value)
+            options["outer_optimizer"] = type(self.outer_optimizer).__qualname__
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._begin(reducer, schedule, problem, options)
+
+    def _make_outer(
+        self, reducer: Reducer, make: Callable[..., Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        # in the model's order, which does not depend on the buckets
+        trainable = [(name, p) for name, p in reducer._named_parameters() if p.requires_grad]
+        self._outer = {name: Parameter(p.detach().clone()) for name, p in trainable}
+        self.outer_optimizer = make(list(self._outer.values()), **defaults)
+        if not isinstance(self.outer_optimizer, Optimizer):
+            raise TypeError(
+                "outer_optimizer must make an optimizer of torch.optim; got "
+                f"{self.outer_optimizer!r}"
+            )
+        if isinstance(self.outer_optimizer, LBFGS):
+            raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
+
+    def _fill(self, bucket: Bucket) -> None:
+        """The pseudo-gradients."""
+        views, parameters = pairs_of(bucket)
+        with torch.no_grad():
+            torch._foreach_copy_(views, self._outer_of(bucket))
+            torch._foreach_sub_(views, parameters)
+
+    def _outer_of(self, bucket: Bucket) -> list[Tensor]:
+        return [self._outer[name] for name, _ in bucket.named_parameters()]
+
+    def _apply(self, buckets: Sequence[Bucket], own_part: float) -> None:
+        for bucket in buckets:
+            for outer, view in zip(self._outer_of(bucket), pairs_of(bucket)[0], strict=True):
+                outer.grad = view
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+        for bucket in buckets:
+            parameters, outer_ones = pairs_of(bucket)[1], self._outer_of(bucket)
+            if own_part:
+                torch._foreach_lerp_(parameters, outer_ones, 1 - own_part)
+            else:
+                torch._foreach_copy_(parameters, outer_ones)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As LocalSGD.state_dict(), with the outer parameters and the outer optimizer's state,
+        which are equal on all ranks.
+        """
+        outer = {name: parameter.detach() for name, parameter in self._outer.items()}
+        return super().state_dict() | {
+            "outer_parameters": outer,
+            "outer_optimizer": self.outer_optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As LocalSGD.load_state_dict(). Raises ValueError, naming a parameter, for the state of
+        another model.
+        """
+        saved: dict[str, Tensor] = state_dict["outer_parameters"]
+        refuse_misfit(saved, dict(self._outer))
+        super().load_state_dict(state_dict)
+        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+        with torch.no_grad():
+            for name, outer in self._outer.items():
+                outer.copy_(saved[name])

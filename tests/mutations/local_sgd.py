@@ -1,0 +1,221 @@
+"""Ranks that step by themselves: LocalSGD and DiLoCo, and how their meetings end."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+LOCAL_SGD = "fastcomm/reducer/local_sgd.py"
+DILOCO = "fastcomm/reducer/diloco.py"
+MEETING = "fastcomm/reducer/meeting.py"
+SCHEDULE = "fastcomm/reducer/schedule.py"
+BUCKET = "fastcomm/reducer/bucket.py"
+HOOK = "fastcomm/reducer/gradient_hook.pyx"
+REDUCED = "fastcomm/reducer/reduced.py"
+
+
+def _result(name: str) -> tuple[str, ...]:
+    return (f"tests/reducer/test_local_sgd.py::test_{name}",)
+
+
+def _meeting(name: str) -> tuple[str, ...]:
+    return (f"tests/reducer/test_meetings.py::test_{name}",)
+
+
+_IN_TURN = _result("fragments_meet_in_turn_and_are_applied_after_the_delay")
+_BEFORE_AND_AFTER = _result("steps_before_and_after_are_those_of_all_ranks")
+_RESUMED = _result("a_run_that_is_resumed_has_the_same_bits")
+_FAILS = _meeting("a_meeting_that_fails_changes_nothing")
+_INTERRUPTED = _meeting("an_interrupted_meeting_is_applied_all_the_same")
+_DIFFERENT = _meeting("different_numbers_of_steps_are_an_error_on_all_ranks")
+_SEVERAL = _meeting("steps_of_several_optimizers_count_as_one")
+_OWN = _meeting("norms_and_clipping_are_of_own_gradients_of_any_origin")
+
+MUTATIONS = (
+    Mutation(
+        name="local sgd: backwards between meetings reduce",
+        file=HOOK,
+        old="        if self.reducer.steps_alone or not self.reducer._is_synchronizing:\n",
+        new="        if not self.reducer._is_synchronizing:\n",
+        tests=_BEFORE_AND_AFTER,
+    ),
+    Mutation(
+        name="local sgd: gradients made by hand are refused between meetings",
+        file=REDUCED,
+        old="        if self.steps_alone:\n            return  # each rank uses its own\n",
+        new="",
+        tests=_OWN,
+    ),
+    Mutation(
+        name="local sgd: own steps count as the reducer's",
+        file=REDUCED,
+        old="            self.local_steps.meetings.after_step(shares)\n            return\n",
+        new="            self.local_steps.meetings.after_step(shares)\n",
+        tests=_meeting("a_step_that_grad_scaler_leaves_out_is_counted_by_hand"),
+    ),
+    Mutation(
+        name="local sgd: gradients in the flat buffers are overwritten",
+        file=BUCKET,
+        old="                parameter.grad = view.clone()\n",
+        new="                parameter.grad = view\n",
+        tests=_BEFORE_AND_AFTER,
+    ),
+    Mutation(
+        name="local sgd: gradients after a meeting are what was averaged",
+        file=MEETING,
+        old="                parameter.grad = gradient\n",
+        new="                pass\n",
+        tests=_BEFORE_AND_AFTER,
+    ),
+    Mutation(
+        name="local sgd: every optimizer's step counts",
+        file=LOCAL_SGD,
+        old="        if len(self._stepped) == self._n_parameters:\n",
+        new="        if True:\n",
+        tests=_SEVERAL,
+    ),
+    Mutation(
+        name="local sgd: a parameter that nobody steps puts meetings off for ever",
+        file=LOCAL_SGD,
+        old="        if self._stepped & slots:\n",
+        new="        if False:\n",
+        tests=_meeting("a_parameter_that_nobody_steps_is_named"),
+    ),
+    Mutation(
+        name="local sgd: ranks meet though they have made different numbers of steps",
+        file=MEETING,
+        old="        if all(row == rows[0] for row in rows):\n",
+        new="        if rows:\n",
+        tests=_DIFFERENT,
+    ),
+    Mutation(
+        name="local sgd: fragments that have just met meet again",
+        file=LOCAL_SGD,
+        old="for i, n_steps in enumerate(self._met_at) if n_steps != self.n_steps]",
+        new="for i, _ in enumerate(self._met_at)]",
+        tests=_result("a_meeting_of_all_is_in_between_the_others"),
+    ),
+    Mutation(
+        name="local sgd: a meeting is applied before all buckets are reduced",
+        file=LOCAL_SGD,
+        old="        interruption = self._wait_for(meeting) or interruption\n",
+        new="        self._take(meeting)\n"
+        "        interruption = self._wait_for(meeting) or interruption\n",
+        tests=_FAILS,
+    ),
+    Mutation(
+        name="local sgd: an interruption drops what all ranks have agreed on",
+        file=MEETING,
+        old="            if not self.is_reduced:\n                raise\n",
+        new="            raise\n",
+        tests=_INTERRUPTED,
+    ),
+    Mutation(
+        name="local sgd: an interrupted launch is left though the others count on it",
+        file=MEETING,
+        old="            if isinstance(error, FastcommError) or not meeting.must_finish:\n",
+        new="            if True:\n",
+        tests=_INTERRUPTED,
+    ),
+    Mutation(
+        name="local sgd: a rank that has not applied a meeting goes on",
+        file=LOCAL_SGD,
+        old="        self._is_torn = True\n",
+        new="        self._is_torn = False\n",
+        tests=_meeting("a_meeting_that_is_not_applied_ends_training"),
+    ),
+    Mutation(
+        name="local sgd: constant buffers lose their bits",
+        file=LOCAL_SGD,
+        old="buffer.detach().double().reshape(-1)",
+        new="buffer.detach().double().reshape(-1) * 1.0000001",
+        tests=_result("buffers_stay_own_until_they_are_averaged"),
+    ),
+    Mutation(
+        name="local sgd: an exception in the block leads to a meeting",
+        file=LOCAL_SGD,
+        old="        if kind is None:\n            self.finish()\n",
+        new="        self.finish()\n",
+        tests=_meeting("an_exception_ends_the_block_without_a_meeting"),
+    ),
+    Mutation(
+        name="local sgd: the reducer stays without reductions after finish()",
+        file=LOCAL_SGD,
+        old="        self.reducer.local_steps.meetings = None\n"
+        "        self.reducer.steps_alone = False\n",
+        new="        self.reducer.local_steps.meetings = None\n",
+        tests=_BEFORE_AND_AFTER,
+    ),
+    Mutation(
+        name="local sgd: the reducer stays without reductions after detach()",
+        file=LOCAL_SGD,
+        old="        meeting, self._under_way = self._under_way, None\n"
+        "        self.reducer.steps_alone = False\n",
+        new="        meeting, self._under_way = self._under_way, None\n",
+        tests=_meeting("a_reducer_that_is_detached_takes_its_meetings_along"),
+    ),
+    Mutation(
+        name="local sgd: a state under way is not saved",
+        file=LOCAL_SGD,
+        old="for name, view in _named_views(meeting.buckets)},\n",
+        new="for name, view in _named_views([])},\n",
+        tests=_RESUMED,
+    ),
+    Mutation(
+        name="local sgd: what is under way is applied twice as late after a resume",
+        file=LOCAL_SGD,
+        old="            under_way = Meeting.landed(self.comm, buckets, standing)\n",
+        new="            standing = standing._replace(n_steps=standing.n_steps + 1)\n"
+        "            under_way = Meeting.landed(self.comm, buckets, standing)\n",
+        tests=_RESUMED,
+    ),
+    Mutation(
+        name="diloco: nothing of what was learned beside a meeting is kept",
+        file=LOCAL_SGD,
+        old="0.0 if is_now else _OWN_PART",
+        new="0.0",
+        tests=_IN_TURN,
+    ),
+    Mutation(
+        name="diloco: a meeting is applied a step late",
+        file=LOCAL_SGD,
+        old="standing.n_steps >= self._schedule.delay",
+        new="standing.n_steps > self._schedule.delay",
+        tests=_IN_TURN,
+    ),
+    Mutation(
+        name="diloco: the first fragment meets every time",
+        file=SCHEDULE,
+        old="(number - 1) % self.n_fragments",
+        new="0",
+        tests=_IN_TURN,
+    ),
+    Mutation(
+        name="diloco: the outer optimizer steps the other fragments once more",
+        file=DILOCO,
+        old="        self.outer_optimizer.zero_grad()\n",
+        new="",
+        tests=_IN_TURN,
+    ),
+    Mutation(
+        name="diloco: pseudo-gradients point the other way",
+        file=DILOCO,
+        old="            torch._foreach_sub_(views, parameters)\n",
+        new="            torch._foreach_sub_(views, parameters)\n"
+        "            torch._foreach_neg_(views)\n",
+        tests=_IN_TURN,
+    ),
+    Mutation(
+        name="diloco: outer parameters are not resumed",
+        file=DILOCO,
+        old="                outer.copy_(saved[name])\n",
+        new="                pass\n",
+        tests=_RESUMED,
+    ),
+    Mutation(
+        name="diloco: the outer optimizer's state is not resumed",
+        file=DILOCO,
+        old='        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])\n',
+        new="",
+        tests=_RESUMED,
+    ),
+)

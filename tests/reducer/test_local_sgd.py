@@ -1,0 +1,269 @@
+"""LocalSGD and DiLoCo: ranks step by themselves, and agree where they meet."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fastcomm
+from tests.support.models import (
+    SMALL_BUCKETS,
+    assert_gradients,
+    assert_same_parameters,
+    backward,
+    convnet,
+    gradients,
+    image_backward,
+    mean_gradients,
+    mlp,
+    replica_of,
+)
+from tests.support.own_steps import NESTEROV, adamw, step
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports("shm")]
+every_transport = pytest.mark.transports(*EVERY_TRANSPORT)
+
+
+class Alone:
+    """All ranks in one process: a model and an optimizer for each, and the outer parameters."""
+
+    def __init__(self, model, n):
+        self.models = [replica_of(model) for _ in range(n)]
+        self.optimizers = [adamw(replica) for replica in self.models]
+        self.outer = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.outer.items()}
+
+    def step(self, i):
+        for rank, pair in enumerate(zip(self.models, self.optimizers, strict=True)):
+            step(*pair, rank, i)
+
+    def own(self, name):
+        return [model.get_parameter(name) for model in self.models]
+
+    def pseudo_gradient(self, name):
+        return torch.stack([self.outer[name] - p.detach() for p in self.own(name)]).mean(0)
+
+    def outer_step(self, mean, own_part=0.0, lr=0.7, momentum=0.9):
+        """Nesterov's, as torch.optim.SGD has it, for the parameters in `mean`."""
+        for name, gradient in mean.items():
+            self.momentum[name] = momentum * self.momentum[name] + gradient
+            self.outer[name] = self.outer[name] - lr * (gradient + momentum * self.momentum[name])
+            for p in self.own(name):
+                p.data.copy_(own_part * p + (1 - own_part) * self.outer[name])
+
+    def meet(self, lr=1.0, momentum=0.0):
+        """With lr 1 and no momentum: averages the parameters."""
+        mean = {name: self.pseudo_gradient(name) for name in self.outer}
+        self.outer_step(mean, lr=lr, momentum=momentum)
+
+
+def assert_close(model, other, rtol=1e-5, atol=1e-6):
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=name)
+
+
+@every_transport
+@pytest.mark.parametrize("every", [1, 3])
+@on_ranks(2)
+def test_local_sgd_averages_the_parameters(comm, every, buckets):
+    model = mlp()
+    alone = Alone(model, comm.world_size)
+    optimizer = adamw(model)
+    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    with fastcomm.LocalSGD(reducer, every=every) as meetings:
+        for i in range(1, 6):
+            alone.step(i)
+            if i % every == 0:
+                alone.meet()
+            step(model, optimizer, comm.rank, i)
+            assert_close(model, alone.models[comm.rank])
+    if meetings.n_steps % every:
+        alone.meet()
+    assert_close(model, alone.models[0])
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_diloco_with_an_outer_sgd_of_1_averages_the_parameters(comm):
+    model = mlp()
+    alone = Alone(model, comm.world_size)
+    optimizer = adamw(model)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, lr=1.0):
+        for i in range(4):
+            alone.step(i)
+            alone.meet()
+            step(model, optimizer, comm.rank, i)
+            assert_close(model, alone.models[comm.rank])
+
+
+@every_transport
+@pytest.mark.parametrize(
+    "every, fragments, delay", [(2, 1, 0), (3, 1, 2), (4, 2, 0), (4, 2, 1)], ids=str
+)
+@on_ranks(2)
+def test_fragments_meet_in_turn_and_are_applied_after_the_delay(comm, every, fragments, delay):
+    model = mlp()
+    alone = Alone(model, comm.world_size)
+    optimizer = adamw(model)
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    meetings = fastcomm.DiLoCo(
+        reducer, torch.optim.SGD, every=every, fragments=fragments, delay=delay, **NESTEROV
+    )
+    names = [[name for b in part for name in b.names] for part in meetings._fragments]
+    assert sorted(sum(names, [])) == sorted(alone.outer) and all(names)
+    launched = {}
+    for i in range(1, 11):
+        alone.step(i)
+        distance = every // fragments
+        if i % distance == 0:
+            turn = names[(i // distance - 1) % fragments]
+            launched[i + delay] = {name: alone.pseudo_gradient(name) for name in turn}
+        if i in launched:
+            alone.outer_step(launched.pop(i), 0.5 if delay else 0.0)
+        step(model, optimizer, comm.rank, i)
+        assert_close(model, alone.models[comm.rank])
+    for mean in launched.values():
+        alone.outer_step(mean, 0.5)
+    meetings.finish()
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_a_meeting_of_all_is_in_between_the_others(comm):
+    model = mlp()
+    alone = Alone(model, comm.world_size)
+    optimizer = adamw(model)
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=3, **NESTEROV)
+    for i in range(1, 7):
+        alone.step(i)
+        step(model, optimizer, comm.rank, i)
+        if i in (2, 3, 6):
+            alone.meet(0.7, 0.9)
+        if i in (2, 6):
+            meetings.meet()  # where all have just met, nothing is stepped once more
+        assert meetings.is_agreed == (i in (2, 3, 6))
+        assert_close(model, alone.models[comm.rank])
+    meetings.finish()
+    assert_close(model, alone.models[0])
+
+
+@pytest.mark.parametrize(
+    "transport, wire_dtype",
+    [
+        ("shm", torch.bfloat16),
+        ("nccl", torch.bfloat16),
+        ("group", torch.int8),
+        ("hierarchical", torch.int8),
+    ],
+    indirect=["transport"],
+    ids=str,
+)
+@on_ranks(2)
+def test_pseudo_gradients_travel_in_the_wire_dtype(comm, wire_dtype):
+    model = mlp()
+    alone = Alone(model, comm.world_size)
+    optimizer = adamw(model)
+    reducer = fastcomm.Reducer(comm, wire_dtype=wire_dtype).attach(model)
+    largest = 0.0
+    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, lr=1.0):
+        for i in range(1, 5):
+            alone.step(i)
+            step(model, optimizer, comm.rank, i)
+            if i == 2:
+                alone.meet()
+                pairs = zip(model.parameters(), alone.models[0].parameters(), strict=True)
+                largest = max((a - b).abs().max().item() for a, b in pairs)
+    # of two steps of 0.01: rounded, and not by more than a wire of 8 bits does
+    assert 1e-6 < largest < 0.02 * 2**-6
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_buffers_stay_own_until_they_are_averaged(comm):
+    model = convnet()
+    model.register_buffer("constant", torch.linspace(0, 1, 7))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model)
+    constant = model.constant.clone()
+    means = [replica_of(convnet()) for _ in range(2)]
+    with fastcomm.LocalSGD(reducer, every=1) as meetings:
+        optimizer.zero_grad()
+        image_backward(model, comm.rank)
+        optimizer.step()
+        for rank, replica in enumerate(means):
+            image_backward(replica, rank)
+        assert torch.equal(model[1].running_mean, means[comm.rank][1].running_mean)
+        meetings.average_buffers()
+        expected = (means[0][1].running_mean + means[1][1].running_mean) / 2
+        torch.testing.assert_close(model[1].running_mean, expected)
+        model[1].num_batches_tracked += comm.rank
+    assert torch.equal(model.constant, constant)
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_steps_before_and_after_are_those_of_all_ranks(comm):
+    """As post-local SGD has it; with gradients that stay in the flat buffers."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, comm.rank)
+    optimizer.step()
+    reducer.check_in_sync()
+    alone = replica_of(model)
+    with fastcomm.LocalSGD(reducer, every=2):
+        for i in (1, 2):
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, comm.rank, i)
+            alone.zero_grad()
+            backward(alone, comm.rank, i)
+            if i == 1:
+                assert_gradients(model, gradients(alone))
+                optimizer.step()
+                torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        optimizer.step()
+        # what the step has used is still there
+        assert_gradients(model, gradients(alone))
+    expected = mean_gradients(model, 2, lambda replica, rank: backward(replica, rank, 3))
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, comm.rank, 3)
+    assert_gradients(model, expected)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_a_run_that_is_resumed_has_the_same_bits(comm):
+    options = {"every": 4, "fragments": 2, "delay": 1, **NESTEROV}
+
+    def begin():
+        model = mlp()
+        reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+        return model, adamw(model), fastcomm.DiLoCo(reducer, torch.optim.SGD, **options)
+
+    model, optimizer, meetings = begin()
+    for i in range(1, 12):
+        step(model, optimizer, comm.rank, i)
+        if i == 6:  # with a meeting under way, and after others
+            saved = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, meetings)]
+            assert saved[2]["under_way"] is not None
+    meetings.finish()
+    other, other_optimizer, other_meetings = begin()
+    for thing, state in zip((other, other_optimizer, other_meetings), saved, strict=True):
+        thing.load_state_dict(state)
+    for i in range(7, 12):
+        step(other, other_optimizer, comm.rank, i)
+    other_meetings.finish()
+    assert_same_parameters(model, other)
+    assert other_meetings.n_meetings == meetings.n_meetings

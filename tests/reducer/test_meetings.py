@@ -1,0 +1,425 @@
+"""What counts as a step of LocalSGD and DiLoCo, what they refuse, and how meetings fail."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import fastcomm
+from fastcomm import AbandonedError, FastcommError, MismatchError
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.meeting import Meeting
+from fastcomm.reducer.round import Round
+from tests.support.models import (
+    SMALL_BUCKETS,
+    Heads,
+    assert_gradients,
+    assert_same_parameters,
+    backward,
+    gradients,
+    loss_of,
+    mean_gradients,
+    mlp,
+    replica_of,
+)
+from tests.support.own_steps import NESTEROV, adamw, step
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports("shm")]
+every_transport = pytest.mark.transports(*EVERY_TRANSPORT)
+
+
+# What counts as a step
+
+
+@on_ranks(2)
+def test_steps_of_several_optimizers_count_as_one(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    first, last = adamw(model[0]), adamw(model[2:])
+    with fastcomm.LocalSGD(reducer, every=2) as meetings:
+        for i in range(4):
+            model.zero_grad()
+            backward(model, comm.rank, i)
+            first.step()
+            assert meetings.n_meetings == i // 2
+            last.step()
+        assert (meetings.n_steps, meetings.n_meetings) == (4, 2)
+        assert meetings.is_agreed
+
+
+@on_ranks(1)
+def test_a_parameter_that_nobody_steps_is_named(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model[0])
+    meetings = fastcomm.LocalSGD(reducer, every=2)
+    step(model, optimizer, comm.rank, 0)
+    with pytest.raises(FastcommError, match=r"parameter [24].(weight|bias) was not stepped"):
+        step(model, optimizer, comm.rank, 1)
+    meetings.count_step()
+    assert meetings.n_steps == 1
+    step(model, optimizer, comm.rank, 2)
+    assert not meetings.is_agreed
+
+
+@on_ranks(2)
+def test_a_step_that_grad_scaler_leaves_out_is_counted_by_hand(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with fastcomm.LocalSGD(reducer, every=2) as meetings:
+        for i in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, comm.rank, i)
+            scaler.scale(loss * float("inf") if i == comm.rank else loss).backward()
+            before = meetings.n_steps
+            scaler.step(optimizer)
+            scaler.update()
+            if meetings.n_steps == before:
+                meetings.count_step()
+        assert (meetings.n_steps, meetings.n_meetings) == (4, 2)
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_closure_with_several_backwards_is_one_step(comm):
+    model = mlp()
+    alone = [replica_of(model) for _ in range(2)]
+
+    def descend(model, rank):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, rank)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with fastcomm.LocalSGD(reducer, every=2) as meetings:
+        descend(model, comm.rank)
+        descend(alone[comm.rank], comm.rank)
+        assert meetings.n_steps == 1
+        assert_same_parameters(model, alone[comm.rank])
+
+
+@on_ranks(2)
+def test_frozen_parameters_and_groups_are_as_without(comm):
+    model = Heads(3)
+    model.trunk.weight.requires_grad_(False)
+    frozen = model.trunk.weight.clone()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    groups = [{"params": model.trunk.parameters()}, {"params": model.heads.parameters(), "lr": 1}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    alone = [replica_of(model) for _ in range(2)]
+    for rank, replica in enumerate(alone):
+        loss_of(replica, rank, 0, rank).backward()  # each rank uses another head, and none the last
+        torch.optim.SGD(replica.trunk.parameters(), lr=0.1).step()
+        torch.optim.SGD(replica.heads.parameters(), lr=1).step()
+    with fastcomm.LocalSGD(reducer, every=1):
+        loss_of(model, comm.rank, 0, comm.rank).backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        mean = sum(replica.get_parameter(name) for replica in alone) / 2
+        torch.testing.assert_close(parameter, mean)
+    assert torch.equal(model.trunk.weight, frozen)
+
+
+# What is this rank's own, and what is refused
+
+
+@on_ranks(2)
+def test_norms_and_clipping_are_of_own_gradients_of_any_origin(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with fastcomm.LocalSGD(reducer, every=2):
+        for parameter in model.parameters():  # by hand
+            parameter.grad = torch.full_like(parameter, 1.0 + comm.rank)
+        n = sum(p.numel() for p in model.parameters())
+        torch.testing.assert_close(reducer.grad_norm(), torch.tensor(n).sqrt() * (1 + comm.rank))
+        reducer.clip_grad_norm_(1.0)
+        torch.testing.assert_close(reducer.grad_norm(), torch.tensor(1.0))
+        before = replica_of(model)
+        optimizer.step()
+        torch.testing.assert_close(
+            model[0].bias, before[0].bias - 1 / torch.tensor(n).sqrt(), msg="its own step"
+        )
+
+
+@on_ranks(2)
+def test_what_needs_reduced_gradients_is_refused_meanwhile(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    meetings = fastcomm.LocalSGD(reducer, every=2)
+    reducer.check_in_sync()
+    for call in (reducer.reduce, reducer.refresh, lambda: reducer.set_weight(1)):
+        with pytest.raises(FastcommError, match="while LocalSGD lets each rank step with its own"):
+            call()
+    with pytest.raises(ValueError, match="a ShardedOptimizer needs reduced gradients"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+    with pytest.raises(ValueError, match="the reducer has a LocalSGD already"):
+        fastcomm.LocalSGD(reducer, every=2)
+    if comm.rank == 1:  # only one rank's own steps are enough, and all ranks hear of it
+        meetings.count_step()
+    why = "rank 1 cannot compare its model" if comm.rank == 0 else "steps of its own since"
+    with pytest.raises(FastcommError, match=why):
+        reducer.check_in_sync()
+    if comm.rank == 0:
+        meetings.count_step()
+    meetings.finish()
+    meetings.finish()
+    for call in (meetings.meet, meetings.count_step):
+        with pytest.raises(FastcommError, match=r"this LocalSGD has ended, by finish\(\)"):
+            call()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_reducers_and_numbers_that_are_refused(comm):
+    def refused(why, error=ValueError, kind=fastcomm.DiLoCo, reducer=(), **options):
+        model = mlp()
+        given = fastcomm.Reducer(comm, **dict(reducer)).attach(model)
+        outer = () if kind is fastcomm.LocalSGD else (options.pop("outer", torch.optim.SGD),)
+        with pytest.raises(error, match=why):
+            kind(given, *outer, **{"every": 4, **options})
+        assert not given.steps_alone
+
+    local = fastcomm.LocalSGD
+    refused("every must be at least 1; got 0", kind=local, every=0)
+    refused("every must be an int", error=TypeError, kind=local, every=1.5)
+    refused("every must be a multiple of fragments", fragments=3)
+    refused("4 fragments need as many buckets, and the reducer has 1", fragments=4)
+    refused("delay must be less than every / fragments, .* from 0 to 3; got 4", delay=4)
+    refused("delay must be an int", error=TypeError, delay=0.5)
+    refused("use op mean; got sum", kind=local, reducer={"op": "sum"})
+    refused("leave the hook out", reducer={"hook": (None, allreduce_hook)})
+    refused("would round the parameters", kind=local, reducer={"wire_dtype": torch.bfloat16})
+    refused("LBFGS asks for losses", outer=torch.optim.LBFGS)
+    refused("must make an optimizer", error=TypeError, outer=lambda p: p)
+    refused(
+        "every must be at least 1; got -1",
+        error=(FastcommError, ValueError),
+        every=4 - comm.rank * 5,
+    )
+    refused("every is 4 on rank 0 and 5 on rank 1", error=MismatchError, every=4 + comm.rank)
+    refused("lr of .* is 0.5 on rank 0 and 1.5", error=MismatchError, lr=0.5 + comm.rank)
+    with pytest.raises(TypeError, match=r"LocalSGD\(\) takes a Reducer"):
+        local(mlp(), every=2)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.no_sync(), pytest.raises(ValueError, match=r"outside no_sync\(\)"):
+        local(reducer, every=2)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
+    with pytest.raises(ValueError, match="with steps of each rank's own use the plain optimizer"):
+        local(reducer, every=2)
+    del optimizer
+
+
+@on_ranks(1)
+def test_states_of_other_models_and_fragments_are_refused(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, fragments=2)
+    state = meetings.state_dict()
+    with pytest.raises(ValueError, match="was saved with 1 fragments, and there are 2"):
+        meetings.load_state_dict(state | {"met_at": [0]})
+    outer = state["outer_parameters"]
+    with pytest.raises(ValueError, match="the state has no parameter 0.bias"):
+        meetings.load_state_dict(
+            state | {"outer_parameters": {k: v for k, v in outer.items() if k != "0.bias"}}
+        )
+    with pytest.raises(ValueError, match=r"0.bias was saved with shape \(3,\), and has \(16,\)"):
+        meetings.load_state_dict(state | {"outer_parameters": {**outer, "0.bias": torch.zeros(3)}})
+
+
+# How it ends
+
+
+@on_ranks(2)
+def test_between_meetings_no_collective_is_called(comm):
+    model = mlp()
+    optimizer = adamw(model)
+
+    def count():
+        with pytest.raises(MismatchError) as caught:
+            comm.all_reduce(torch.zeros(1 + comm.rank))
+        return int(re.search(r"number (\d+)", str(caught.value))[1])
+
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with fastcomm.LocalSGD(reducer, every=10):
+        before = count()
+        for i in range(9):
+            step(model, optimizer, comm.rank, i)
+        assert count() == before + 1
+
+
+@every_transport
+@on_ranks(2)
+def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model)
+    meetings = fastcomm.LocalSGD(reducer, every=4)
+    for i in range(3 - comm.rank):
+        step(model, optimizer, comm.rank, i)
+    before = replica_of(model)
+    with pytest.raises(
+        MismatchError,
+        match="rank 0: all fragments after 3 steps .*; rank 1: all fragments after 2 steps",
+    ):
+        meetings.finish()
+    assert_same_parameters(model, before)
+    assert meetings.is_on
+    if comm.rank == 1:
+        meetings.count_step()
+    meetings.finish()
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_a_meeting_that_fails_changes_nothing(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV)
+    step(model, optimizer, comm.rank, 0)
+    optimizer.zero_grad()
+    backward(model, comm.rank, 1)
+    after = replica_of(model)
+    for ours, theirs in zip(model.parameters(), after.parameters(), strict=True):
+        theirs.grad = ours.grad.clone()
+    torch.optim.SGD(after.parameters(), lr=0.1).step()
+    outer = {name: p.clone() for name, p in meetings.state_dict()["outer_parameters"].items()}
+    last, kept = model[4].weight, model[4].weight.data
+    if comm.rank == 1:
+        handle = optimizer.register_step_post_hook(
+            lambda *_: setattr(last, "data", last.data.double())
+        )
+        why = r"parameter 4.weight is torch.float64 .*, and was torch.float32"
+        with pytest.raises(FastcommError, match=why):
+            optimizer.step()
+        handle.remove()
+        last.data = kept
+    else:
+        with pytest.raises(AbandonedError, match="rank 1 abandoned"):
+            optimizer.step()
+        assert_gradients(model, gradients(after))
+    assert_same_parameters(model, after)
+    state = meetings.state_dict()
+    assert all(torch.equal(outer[name], p) for name, p in state["outer_parameters"].items())
+    assert state["n_steps"] == 2 and state["n_meetings"] == 0
+    meetings.finish()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_an_exception_ends_the_block_without_a_meeting(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model)
+    meetings = fastcomm.LocalSGD(reducer, every=8)
+    step(model, optimizer, comm.rank, 0)
+    before = replica_of(model)
+    with pytest.raises(ZeroDivisionError), meetings:
+        1 / 0  # noqa: B018
+    assert_same_parameters(model, before)
+    assert meetings.is_on and not meetings.is_agreed
+    meetings.finish()
+    reducer.check_in_sync()
+
+
+@every_transport
+@on_ranks(2)
+def test_a_reducer_that_is_detached_takes_its_meetings_along(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=1, **NESTEROV)
+    for i in range(2):
+        step(model, optimizer, comm.rank, i)
+    reducer.detach()  # with a meeting under way
+    with pytest.raises(FastcommError, match="has ended"):
+        meetings.meet()
+    reducer.attach(model)
+    reducer.check_in_sync()
+    expected = mean_gradients(model, 2, backward)
+    optimizer.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_meeting_that_is_not_applied_ends_training(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
+    if comm.rank == 1:
+        handle = meetings.outer_optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, optimizer, comm.rank, 0)
+        handle.remove()
+        with pytest.raises(FastcommError, match="was not applied on this rank"):
+            step(model, optimizer, comm.rank, 1)
+    else:
+        step(model, optimizer, comm.rank, 0)
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+@contextlib.contextmanager
+def interrupted(kind, method, after=False):
+    """A signal comes as this rank begins, or ends, a part of its meeting."""
+    original = getattr(kind, method)
+
+    def interrupt(*arguments, **options):
+        setattr(kind, method, original)
+        if after:
+            original(*arguments, **options)
+        raise Interrupted
+
+    setattr(kind, method, interrupt)
+    yield
+    assert getattr(kind, method) is original
+
+
+@every_transport
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    "where",
+    [(Round, "launch_rest", True), (Meeting, "_difference"), (Bucket, "finish")],
+    ids=["launched", "comparing", "waiting"],
+)
+@on_ranks(2)
+def test_an_interrupted_meeting_is_applied_all_the_same(comm, where, delay):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    optimizer = adamw(model)
+    is_dropped = where[0] is Meeting and not delay  # nothing was launched yet
+    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=delay, **NESTEROV) as meetings:
+        step(model, optimizer, comm.rank, 0)
+        n_interruptions = 0
+        with interrupted(*where) if comm.rank else contextlib.nullcontext():
+            for i in range(1, 2 + delay):
+                try:
+                    step(model, optimizer, comm.rank, i)
+                except Interrupted:
+                    n_interruptions += 1
+                except AbandonedError:
+                    assert is_dropped and comm.rank == 0
+        assert n_interruptions == comm.rank
+        assert meetings.n_meetings == 1 - is_dropped
+    reducer.check_in_sync()
