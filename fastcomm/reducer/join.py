@@ -23,6 +23,7 @@ from fastcomm.communicator import Communicator, gather_objects
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model, named_parameters
 from fastcomm.reducer.optimizer_steps import Steppable, known_optimizers, refuse_step
 from fastcomm.reducer.options import Options
@@ -50,6 +51,7 @@ class Joining(Steppable, Protocol):
     comm: Communicator
     data_exhausted: bool
     sharded_by: ShardedBy
+    local_steps: LocalSteps
     _options: Options
     _tuning: Tuning
     _buckets: list[Bucket]
@@ -383,6 +385,11 @@ def _refuse(reducer: Joining) -> None:
         refusal = (
             "a ShardedOptimizer, of which a rank without data would have to make its part of every "
             "step: use a torch.optim optimizer"
+        )
+    elif reducer.local_steps.meetings is not None:
+        refusal = (
+            f"a {type(reducer.local_steps.meetings).__name__}, whose ranks meet after the same "
+            "number of steps: call its finish() first, on every rank"
         )
     if refusal is not None:
         raise ValueError(f"join() is not possible with {refusal}")

@@ -178,6 +178,16 @@ def test_a_sharded_optimizer_cannot_join(comm):
 
 
 @only_shm
+@on_ranks(2)
+def test_ranks_that_step_by_themselves_cannot_join(comm):
+    model = small().float()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with fastcomm.LocalSGD(reducer, every=2):
+        with pytest.raises(ValueError, match="a LocalSGD, whose ranks meet after the same number"):
+            reducer.join()
+
+
+@only_shm
 @on_ranks(1)
 def test_arguments(comm):
     reducer = fastcomm.Reducer(comm)
