@@ -46,7 +46,7 @@ def train(comm: fastcomm.Communicator, options: argparse.Namespace) -> None:
         progress = load(options.checkpoint, model, optimizer, comm.device)  # on every rank
     reducer = fastcomm.Reducer(comm).attach(model)
     reducer.check_in_sync(optimizer)
-    forward = torch.compile(model, backend=options.compile) if options.compile else model
+    forward = reducer.compile(model, backend=options.compile) if options.compile else model
 
     deadline = time.monotonic() + 60 * options.minutes
     while progress["epoch"] < options.epochs and progress["stale"] < PATIENCE:

@@ -65,6 +65,6 @@ def refuse_compiled_autograd() -> None:
     if module is not None and any(getattr(module, flag, False) for flag in flags):
         raise FastcommError(
             "compiled autograd does not tell when a backward ends, so that gradients would stay "
-            "unreduced: leave it off, "
+            "unreduced: leave it off (reducer.compile(model) overlaps without it), "
             "or call detach() and, after each backward, reduce the gradients with the communicator"
         )

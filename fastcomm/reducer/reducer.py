@@ -28,6 +28,7 @@ from fastcomm.insight.timeline import Timeline
 from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket, make_buckets
+from fastcomm.reducer.compiled import Compiled
 from fastcomm.reducer.ending import end, leave
 from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
@@ -423,6 +424,20 @@ class Reducer(ReducedGradients):
         "mean", sizes still being tuned, or a ShardedOptimizer; TypeError.
         """
         return Join(self, batches, strategy, state)
+
+    def compile(self, model: nn.Module, **options: Any) -> Any:
+        """torch.compile(model, **options), in pieces that end where this reducer's buckets are
+        full, so that backward and communication overlap: one graph gives all gradients at its end.
+        Pieces are compiled in the next forward, and anew when the buckets have changed.
+
+        model: the attached module, a part of it, or a module that holds it. Before or after
+            attach(); what runs before it is not cut.
+        options: those of torch.compile.
+
+        Returns what torch.compile returns. Raises TypeError for anything but a module, ValueError
+        for one that is compiled already, FastcommError where torch lacks what this needs.
+        """
+        return Compiled(self, model, options).module
 
     def timeline(self, *, steps: int = 100) -> Timeline:
         """This reducer's Timeline, which records from the first call on: when gradients were ready

@@ -89,6 +89,19 @@ def compiled_layers(case):
         case.train(make, _backward, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001)
 
 
+@slow_reduced("`reducer.compile(model)` (backward and communication overlap)")
+def compiled_in_pieces(case):
+    with _fresh_compiler():
+        training = Training(case, _tiny, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001)
+        forward = training.reducer.compile(training.model, backend="aot_eager", fullgraph=True)
+
+        def run(model, *args):
+            _backward(forward if model is training.model else model, *args)
+
+        for _ in range(2):
+            training.step(run)
+
+
 @slow_reduced("a compiled function that holds model, loss and backward")
 def compiled_step(case):
     with _fresh_compiler():
