@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutations import (
     backend,
+    compiled,
     complex_and_sparse,
     devices,
     group,
@@ -40,5 +41,6 @@ AREAS = (
     backend,
     weights,
     complex_and_sparse,
+    compiled,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -218,6 +218,33 @@ def test_overlapped_gathers_give_the_parameters_of_the_plain_optimizer(kind, mod
     stand_in_values(2, _train_overlapped, kind, model())
 
 
+def _train_compiled(place):
+    pair = _overlapped(place, torch.optim.SGD, mlp())
+    n_runs = 0
+
+    def backend(graph, inputs):
+        def run(*args):
+            nonlocal n_runs
+            n_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+    forward = pair.reducers[1].compile(pair.models[1], backend=backend)
+    for step in range(3):
+        for model, optimizer in zip((pair.models[0], forward), pair.optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, place.rank, step)
+            optimizer.step()
+    pair.check()
+    return n_runs
+
+
+def test_a_compiled_forward_waits_for_all_parameters():
+    # else torch would run it uncompiled, as it uses parameters of another class
+    assert stand_in_values(2, _train_compiled) == [3 * 3] * 2
+
+
 def _n_waits():
     return sum("cuStreamWaitEvent" in line for line in log_of(loaded("cuda")))
 

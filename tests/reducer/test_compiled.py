@@ -170,7 +170,7 @@ class Arguments(nn.Module):
 
     def forward(self, x):
         first, second, third, fourth = self.weights
-        x = nn.functional.linear(x, weight=first).tanh()
+        x = torch.tanh(nn.functional.linear(x, weight=first))
         x = x.matmul(second).tanh()
         return torch.einsum("bi,ij,jk->bk", [x, third, fourth])[:, :4]
 

@@ -1,0 +1,117 @@
+"""Compiled models: where their graphs are cut, and when they are compiled anew."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+SPLIT = "fastcomm/reducer/graph_split.py"
+COMPILED = "fastcomm/reducer/compiled.py"
+TESTS = "tests/reducer/test_compiled.py"
+
+
+def _test(name: str) -> tuple[str, ...]:
+    return (f"{TESTS}::{name}",)
+
+
+_ENDS = _test("test_buckets_end_where_their_parameters_are_first_used_and_in_order")
+
+MUTATIONS = (
+    Mutation(
+        name="compiled: a gradient is complete at its parameter's last use",
+        file=SPLIT,
+        old="min(self._positions[user] for user in node.users)",
+        new="max(self._positions[user] for user in node.users)",
+        tests=_test("test_models_of_all_kinds_are_cut"),
+    ),
+    Mutation(
+        name="compiled: a bucket is full at its first gradient",
+        file=SPLIT,
+        old="complete[number] = min(position,",
+        new="complete[number] = max(position,",
+        tests=_ENDS,
+    ),
+    Mutation(
+        name="compiled: graphs are cut for a bucket that waits for another",
+        file=SPLIT,
+        old="        if not found or complete[number] < found[-1]:\n",
+        new="        if complete[number] not in found:\n",
+        tests=_ENDS,
+    ),
+    Mutation(
+        name="compiled: graphs are cut for the last bucket",
+        file=SPLIT,
+        old="sorted(complete)[:-1]",
+        new="sorted(complete)",
+        tests=_ENDS,
+    ),
+    Mutation(
+        name="compiled: named arguments and lists are not seen",
+        file=SPLIT,
+        old="node.all_input_nodes",
+        new="node.args",
+        tests=_test("test_parameters_are_seen_in_whatever_way_they_are_used"),
+    ),
+    Mutation(
+        name="compiled: an operation that torch passes over ends no piece",
+        file=SPLIT,
+        old="self._positions[node] <= self._ends[0]",
+        new="self._positions[node] == self._ends[0]",
+        tests=_test("test_parameters_are_seen_in_whatever_way_they_are_used"),
+    ),
+    Mutation(
+        name="compiled: graphs without gradients are cut",
+        file=COMPILED,
+        old="len(buckets) < 2 or not torch.is_grad_enabled()",
+        new="len(buckets) < 2",
+        tests=_test("test_what_runs_without_gradients_is_not_cut"),
+    ),
+    Mutation(
+        name="compiled: graphs are cut without overlap",
+        file=COMPILED,
+        old="reducer is None or not reducer._overlap",
+        new="reducer is None",
+        tests=_test("test_a_graph_is_not_cut_for_one_bucket_or_without_overlap"),
+    ),
+    Mutation(
+        name="compiled: graphs do not follow other buckets",
+        file=COMPILED,
+        old="            self._forward_as_planned = self._compile().forward\n",
+        new="",
+        tests=_test("test_a_model_compiled_and_run_before_attach_is_cut_afterwards"),
+    ),
+    Mutation(
+        name="compiled: the same buckets have graphs compiled anew",
+        file=COMPILED,
+        old="        if plan != self._plan:\n",
+        new="        if True:\n",
+        tests=_test("test_graphs_follow_a_refresh_and_are_compiled_anew_only_for_other_buckets"),
+    ),
+    Mutation(
+        name="compiled: torch keeps the model by its backend",
+        file=COMPILED,
+        old="Backend(self._reducer, ",
+        new="Backend(lambda: self._reducer(), ",
+        tests=_test("test_a_compiled_model_is_not_kept_alive"),
+    ),
+    Mutation(
+        name="compiled: guard_filter_fn goes to the backend",
+        file=COMPILED,
+        old='options.pop("guard_filter_fn")',
+        new='options["guard_filter_fn"]',
+        tests=_test("test_modes_and_options_go_to_the_backend_of_each_piece"),
+    ),
+    Mutation(
+        name="compiled: a graph that stays whole is not told",
+        file=SPLIT,
+        old="            self.whole_for = parameters[first]\n",
+        new="            pass\n",
+        tests=_test("test_a_graph_that_cannot_be_cut_is_warned_of"),
+    ),
+    Mutation(
+        name="compiled: a forward uses parameters that are still on their way",
+        file=COMPILED,
+        old="                bucket.share.arrive()\n",
+        new="                pass\n",
+        tests=("tests/nccl/test_shares.py::test_a_compiled_forward_waits_for_all_parameters",),
+    ),
+)
