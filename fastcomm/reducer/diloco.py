@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
-from fastcomm.reducer import agreement
+from fastcomm.reducer import agreement, checkpoints
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.checkpoints import options_of
 from fastcomm.reducer.local_sgd import LocalSGD, pairs_of, refuse_misfit
@@ -132,7 +132,10 @@ class DiLoCo(LocalSGD):
         saved: dict[str, Tensor] = state_dict["outer_parameters"]
         refuse_misfit(saved, dict(self._outer))
         super().load_state_dict(state_dict)
-        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+        optimizer = state_dict["outer_optimizer"]
+        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+        states = checkpoints.states_by_number(optimizer, numbers)
+        self.outer_optimizer.load_state_dict({**optimizer, "state": states})
         with torch.no_grad():
             for name, outer in self._outer.items():
                 outer.copy_(saved[name])

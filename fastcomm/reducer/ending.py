@@ -14,6 +14,11 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.weights import Weighting
 
+NOTE = (
+    "fastcomm: all ranks have the reduced gradients of this step, and so has this one. Make the "
+    "step here, too, or on no rank"
+)
+
 
 class Ending(Protocol):
     """A reducer, as its rounds' end sees it."""
@@ -67,10 +72,7 @@ def _finish_in_spite_of(interruption: BaseException, reducer: Ending, ending: Ro
         _drop(reducer, ending)
         raise interruption from trouble
     if hasattr(interruption, "add_note"):  # Python 3.11
-        interruption.add_note(
-            "fastcomm: all ranks have the reduced gradients of this step, and so has this "
-            "one. Make the step here, too, or on no rank"
-        )
+        interruption.add_note(NOTE)
 
 
 def leave(reducer: Ending) -> None:

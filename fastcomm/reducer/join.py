@@ -67,6 +67,11 @@ class Joining(Steppable, Protocol):
 _open: weakref.WeakKeyDictionary[Communicator, Join[Any]] = weakref.WeakKeyDictionary()
 
 
+def is_joining(comm: Communicator) -> bool:
+    """Whether this rank is inside a join() of the communicator."""
+    return comm in _open
+
+
 class Join(Generic[T]):
     """See Reducer.join(). Made anew for each block or loop, or used again."""
 

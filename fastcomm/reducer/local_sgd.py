@@ -55,7 +55,7 @@ class LocalSGD:
     reducer: attached, with op "mean", no hook and no wire_dtype; without a ShardedOptimizer.
     every: how many steps there are from one meeting to the next.
 
-    Between meetings reducer.reduce(), set_weight() and refresh() raise FastcommError; grad_norm(),
+    Between meetings reducer.reduce(), set_weight(), join() and refresh() are refused; grad_norm(),
     clip_grad_norm_() and nonfinite_count() are of this rank's own gradients; check_in_sync() raises
     FastcommError unless all ranks have just met.
 
@@ -156,20 +156,20 @@ class LocalSGD:
             self.count_step()
 
     def _left_out(self) -> str:
-        names = [
+        """The name of a parameter that was not stepped since the last step was counted."""
+        return next(
             name
             for number, bucket in enumerate(self.reducer._buckets)
             for slot, name in enumerate(bucket.names)
             if (number, slot) not in self._stepped
-        ]
-        return names[0] if names else self.reducer._buckets[0].names[0]
+        )
 
     def count_step(self) -> None:
         """Counts a step that no optimizer of torch.optim has made on this rank, and meets if that
         makes a meeting due: one that GradScaler or you have left out, so that all ranks count
         alike, or one made by hand. Raises as a meeting.
         """
-        self._refuse_ended()
+        self._refuse_torn()
         self._stepped.clear()
         self.n_steps += 1
         if self._under_way is not None:
@@ -186,6 +186,9 @@ class LocalSGD:
             raise FastcommError(
                 f"this {type(self).__name__} has ended, by finish() or with detach(): make another"
             )
+
+    def _refuse_torn(self) -> None:
+        self._refuse_ended()
         if self._is_torn:
             raise FastcommError(
                 "what a meeting has agreed on was not applied on this rank, because an exception "
@@ -200,7 +203,7 @@ class LocalSGD:
         Fragments that have met at this very step do not meet again. Does not move the meetings to
         come. Raises as a meeting, and FastcommError after finish().
         """
-        self._refuse_ended()
+        self._refuse_torn()
         if self._under_way is not None:
             self._land()
         left = [i for i, n_steps in enumerate(self._met_at) if n_steps != self.n_steps]
@@ -359,6 +362,7 @@ class LocalSGD:
         self.n_steps, self.n_meetings = state_dict["n_steps"], state_dict["n_meetings"]
         self._met_at = list(state_dict["met_at"])
         self._stepped.clear()
+        self._is_torn = False
 
 
 def refuse_misfit(saved: dict[str, Tensor], present: dict[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastcomm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.ending import end, leave
+from fastcomm.reducer.ending import NOTE, end, leave
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.weights import Weighting
 
@@ -155,6 +155,7 @@ class Meeting:
             if not self.is_reduced:
                 raise
             interruption = error
+            _note(error)
         for bucket in self.buckets:
             bucket.provenance.forget_rounds()
         return interruption
@@ -204,6 +205,15 @@ class Meeting:
         return MismatchError(
             f"the ranks do not meet at the same step: {places}. Let all ranks make as many steps; "
             "count_step() counts one that a rank leaves out. No parameter was changed"
+        )
+
+
+def _note(interruption: BaseException) -> None:
+    """In place of what is noted where a backward was interrupted."""
+    notes: list[str] = getattr(interruption, "__notes__", [])
+    if NOTE in notes:
+        notes[notes.index(NOTE)] = (
+            "fastcomm: the ranks have met; this one takes what they have agreed on, as the others"
         )
 
 

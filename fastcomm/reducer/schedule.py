@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.join import is_joining
 from fastcomm.reducer.reducer import Reducer
 
 
@@ -85,8 +86,16 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
     if reducer.local_steps.meetings is not None:
         name = type(reducer.local_steps.meetings).__name__
         raise ValueError(f"the reducer has a {name} already: call its finish() first")
-    if reducer._round is not None or not reducer._is_synchronizing:
-        raise ValueError("ranks begin to step alone between two steps, outside no_sync()")
+    is_between_steps = reducer._round is None and reducer._is_synchronizing
+    if not is_between_steps or reducer._weighting.of_round() is not None:
+        raise ValueError(
+            "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
+            "not after a set_weight() whose reduction has not come"
+        )
+    if is_joining(reducer.comm):
+        raise ValueError(
+            "join() ends with the parameters of one rank on all: let ranks step alone outside of it"
+        )
     if schedule.n_fragments > len(reducer._buckets):
         raise ValueError(
             f"{schedule.n_fragments} fragments need as many buckets, and the reducer has "

@@ -214,8 +214,15 @@ MUTATIONS = (
     Mutation(
         name="diloco: the outer optimizer's state is not resumed",
         file=DILOCO,
-        old='        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])\n',
+        old='        self.outer_optimizer.load_state_dict({**optimizer, "state": states})\n',
         new="",
+        tests=_RESUMED,
+    ),
+    Mutation(
+        name="diloco: a state whose numbers have become strings is lost",
+        file=DILOCO,
+        old='{**optimizer, "state": states}',
+        new="optimizer",
         tests=_RESUMED,
     ),
 )

@@ -217,7 +217,15 @@ def test_reducers_and_numbers_that_are_refused(comm):
         local(mlp(), every=2)
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    with reducer.no_sync(), pytest.raises(ValueError, match=r"outside no_sync\(\)"):
+    with reducer.no_sync(), pytest.raises(ValueError, match="between two steps"):
+        local(reducer, every=2)
+    weighted_model = mlp()
+    weighted = fastcomm.Reducer(comm).attach(weighted_model)
+    weighted.set_weight(2)
+    with pytest.raises(ValueError, match="between two steps"):
+        local(weighted, every=2)
+    weighted.detach()
+    with reducer.join(), pytest.raises(ValueError, match="let ranks step alone outside of it"):
         local(reducer, every=2)
     optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
     with pytest.raises(ValueError, match="with steps of each rank's own use the plain optimizer"):
@@ -372,8 +380,11 @@ def test_a_meeting_that_is_not_applied_ends_training(comm):
         handle.remove()
         with pytest.raises(FastcommError, match="was not applied on this rank"):
             step(model, optimizer, comm.rank, 1)
+        meetings.load_state_dict(meetings.state_dict())
     else:
         step(model, optimizer, comm.rank, 0)
+    with pytest.raises(MismatchError, match="rank 0: .* 1 meetings; rank 1: .* 0 meetings"):
+        meetings.count_step()
 
 
 class Interrupted(BaseException):
