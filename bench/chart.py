@@ -46,6 +46,11 @@ LOOKS = {
     "int8": ("int8 wire", "tab:green", "-"),
     "int8_feedback": ("int8 wire,\nerror feedback", "tab:olive", "-"),
     "float8": ("float8 wire", "tab:purple", "-"),
+    "every_gradient": ("every gradient", "silver", "-"),
+    "local_sgd": ("LocalSGD", "tab:blue", "-"),
+    "diloco": ("DiLoCo", "tab:green", "-"),
+    "diloco_bf16": ("DiLoCo,\nbfloat16", "tab:cyan", "-"),
+    "streaming": ("DiLoCo, bfloat16,\n4 fragments", "tab:purple", "-"),
     "backend": ('backend\n"fastcomm"', "steelblue", "-"),
     "copy": ("plain copy", "silver", "-"),
     "foreach": ("torch foreach", "tab:orange", "-"),
@@ -303,6 +308,27 @@ def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend(loc="upper right")
 
 
+def _meetings(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/meetings.py: the time of a step, with what it sends; or the losses of all seeds."""
+    rows = results["rows"]
+    axes = figure.subplots()
+    if "rate" in results:
+        figure.suptitle(
+            f"Two hosts, a link of {results['rate']}, meetings every {results['every']} steps"
+        )
+        labels = [
+            f"{row['seconds'][1]:.2f} s\n{row['nbytes'] / 1e6:.1f} MB" for row in rows.values()
+        ]
+        _bars(axes, {way: row["seconds"] for way, row in rows.items()}, labels)
+        axes.set_ylabel("time of a step (s)")
+    else:
+        figure.suptitle(f"{results['seeds']} seeds, meetings every {results['every']} steps")
+        for place, (way, row) in enumerate(rows.items()):
+            axes.plot([place] * len(row["losses"]), row["losses"], "o", color=LOOKS[way][1])
+        axes.set_ylabel(f"loss after {results['steps']} steps")
+    axes.set_xticks(range(len(rows)), [LOOKS[way][0] for way in rows])
+
+
 def _flatten(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/flatten.py: one panel for each list of tensors."""
     lists = list(dict.fromkeys(row["list"] for row in results["rows"]))
@@ -364,6 +390,7 @@ _PICTURES = {
     "step": _step,
     "backend": _backend,
     "hierarchical": _hierarchical,
+    "meetings": _meetings,
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_chart.draw,

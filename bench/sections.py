@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import meetings_section
 import paper_section
 from chart import LOOKS, size_text, spread_of
 from tables import Column, Ratio, Section, Spread, Table, Times
@@ -489,6 +490,7 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "step": _step,
     "backend": _backend,
     "hierarchical": _hierarchical,
+    "meetings": meetings_section.section,
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_section.section,

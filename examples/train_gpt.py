@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,10 +104,12 @@ def train(
     text: Tensor,
     generator: torch.Generator,
     steps: int,
+    meet: Callable[[fastcomm.Reducer], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> tuple[list[float], fastcomm.Reducer]:
     """Trains `model` in place. Returns the loss of every step, averaged over the ranks, and the
-    reducer, still attached. options: of that.
+    reducer, still attached. options: of that. meet: for ranks that step by themselves, makes their
+    LocalSGD or DiLoCo.
     """
     reducer = fastcomm.Reducer(comm, **options).attach(model)
     optimizer = torch.optim.AdamW(
@@ -132,19 +136,20 @@ def train(
     losses = []
     progress = tqdm(range(steps), unit="step", disable=comm.rank != 0)
     start = time.perf_counter()
-    for step in progress:
-        optimizer.zero_grad()
-        loss = next_byte_loss(model, random_batch(text, generator))
-        loss.backward()  # the gradients are reduced when this returns
-        reducer.clip_grad_norm_(1.0)
-        optimizer.step()
-        schedule.step()
+    with meet(reducer):
+        for step in progress:
+            optimizer.zero_grad()
+            loss = next_byte_loss(model, random_batch(text, generator))
+            loss.backward()  # the gradients are reduced when this returns
+            reducer.clip_grad_norm_(1.0)
+            optimizer.step()
+            schedule.step()
 
-        loss = loss.detach()
-        comm.all_reduce(loss, "mean")
-        losses.append(loss.item())
-        speed = (step + 1) * comm.world_size * BATCH * LENGTH / (time.perf_counter() - start)
-        progress.set_postfix_str(f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s", refresh=False)
+            loss = loss.detach()
+            comm.all_reduce(loss, "mean")
+            losses.append(loss.item())
+            speed = (step + 1) * comm.world_size * BATCH * LENGTH / (time.perf_counter() - start)
+            progress.set_postfix_str(f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s", refresh=False)
     return losses, reducer
 
 

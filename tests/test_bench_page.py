@@ -24,6 +24,8 @@ WITHOUT_PEER = (
     "simulate",
     "simulate-network",
     "timeline",
+    "meetings",
+    "meetings-loss",
     "overhead-2ranks",
 )  # nobody else has them
 SHOWN = ("allreduce-2ranks-comm", "step-2ranks", "host_cost")
