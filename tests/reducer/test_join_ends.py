@@ -182,9 +182,9 @@ def test_a_sharded_optimizer_cannot_join(comm):
 def test_ranks_that_step_by_themselves_cannot_join(comm):
     model = small().float()
     reducer = fastcomm.Reducer(comm).attach(model)
-    with fastcomm.LocalSGD(reducer, every=2):
-        with pytest.raises(ValueError, match="a LocalSGD, whose ranks meet after the same number"):
-            reducer.join()
+    why = "a LocalSGD, whose ranks meet after the same number"
+    with fastcomm.LocalSGD(reducer, every=2), pytest.raises(ValueError, match=why):
+        reducer.join()
 
 
 @only_shm
