@@ -137,6 +137,23 @@ def length(intervals: Sequence[Interval]) -> int:
     return total
 
 
+def share_of_gradients(step: Step, before: Step) -> float | None:
+    """In which share of the backward gradients became ready, what launching took left out. Where
+    no forward is seen, so that nobody knows when the backward began: in which share of the whole
+    step. None where that is not known. before: the round before.
+    """
+    ready = [ns for ns in step.ready if ns]
+    whole = step.backward_ns if step.forward_ns else step.backward_end - before.backward_end
+    if not ready or step.kind != "reduced" or before.number != step.number - 1 or whole <= 0:
+        return None
+    launching = [
+        (one.launch, min(one.launched, max(ready)))
+        for one in step.buckets
+        if one.launch < max(ready)
+    ]
+    return max(0, max(ready) - min(ready) - length(launching)) / whole
+
+
 def read_steps(recorder: Recorder) -> list[Step]:
     """What the recorder holds, the oldest step first."""
     return [

@@ -8,9 +8,11 @@ from statistics import median
 from typing import Any
 
 from fastcomm.insight.joined import Joined, last_to_launch, waited_ns
-from fastcomm.insight.steps import Step
+from fastcomm.insight.steps import Step, share_of_gradients
 
 _WIDTH = 110
+# Of its backward: gradients that come in less of it than that come all at once.
+_AT_ONCE = 0.1
 
 
 def values(step: Step) -> list[tuple[str, float]]:
@@ -39,7 +41,9 @@ def table(joined: Joined) -> str:
     for rank in range(len(joined.ranks)):
         table.add_row(str(rank), *_row([steps[rank] for steps in rounds]), _last(rounds, rank))
     console.print(table)
-    return "\n".join(line.rstrip() for line in (text.getvalue() + _slowest(rounds)).splitlines())
+    remarks = (_slowest(rounds), _at_once(joined, rounds))
+    text.write("\n".join(remark for remark in remarks if remark))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _rich(module: str) -> Any:
@@ -92,4 +96,20 @@ def _slowest(rounds: Sequence[Sequence[Step]]) -> str:
     return (
         f"Slowest: rank {slowest}, last in {len(waits)} of {len(rounds)} rounds. The others then "
         f"waited {median(waits):.3f} ms for it (median)."
+    )
+
+
+def _at_once(joined: Joined, rounds: Sequence[Sequence[Step]]) -> str:
+    """What to do if there is nothing to overlap with."""
+    shares = [
+        share_of_gradients(now, before)
+        for steps, befores in zip(rounds[1:], rounds[:-1], strict=True)
+        for now, before in zip(steps, befores, strict=True)
+    ]
+    known = [share for share in shares if share is not None]
+    if len(joined.plan) == 1 or not known or median(known) > _AT_ONCE:
+        return ""
+    return (
+        "Gradients came all at once, when the backward was over: nothing overlaps. A model that "
+        "torch.compile has made one graph of does that: compile it by reducer.compile(model)."
     )

@@ -114,4 +114,20 @@ MUTATIONS = (
         new="                pass\n",
         tests=("tests/nccl/test_shares.py::test_a_compiled_forward_waits_for_all_parameters",),
     ),
+    Mutation(
+        name="compiled: launching is taken for a part of the backward",
+        file="fastcomm/insight/steps.py",
+        old=" - length(launching)) / whole",
+        new=") / whole",
+        tests=("tests/insight/test_showing.py::test_launching_is_not_taken_for_a_backward",),
+    ),
+    Mutation(
+        name="compiled: a step without a forward has no backward to compare with",
+        file="fastcomm/insight/steps.py",
+        old="step.backward_ns if step.forward_ns else step.backward_end - before.backward_end",
+        new="step.backward_ns",
+        tests=(
+            "tests/insight/test_showing.py::test_gradients_that_come_at_once_are_told_with_advice",
+        ),
+    ),
 )
