@@ -19,7 +19,9 @@ Op: TypeAlias = str | ReduceOp.RedOpType  # which canonical_op takes
 # Of buckets alone, where ranks have weights: gradients are of losses that are means over a rank's
 # data, or sums over it. Both divide by the sum of the weights.
 WEIGHTED_OPS = {"mean": "weighted mean", "sum": "weighted sum"}
-BUCKET_OPS = (*OPS, *WEIGHTED_OPS.values())
+# In place of any op of a bucket: this rank votes to drop the round. Nothing moves then.
+SKIP = "skip"
+BUCKET_OPS = (*OPS, *WEIGHTED_OPS.values(), SKIP)
 _ALIASES = {"avg": "mean", "product": "prod"}
 
 # What the CPU transports reduce; NCCL's list depends on its version.

@@ -81,6 +81,12 @@ class BucketWork(Work):
         result.
         """
 
+    def is_skipped(self) -> bool:
+        """After `wait`: whether some rank has launched it with op collective.SKIP; all ranks hear
+        of it. There is no result then.
+        """
+        return False
+
     def times(self) -> tuple[int, int, int] | None:
         """In ns of time.monotonic_ns(): when the gradients were gathered (on a device; else 0),
         when the reduction began, with all ranks there, and when this rank's part in it was through.
@@ -118,6 +124,9 @@ class BoundBucket(abc.ABC):
     def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
+
+        op: as Communicator.all_reduce, one of collective.WEIGHTED_OPS or, where carries_votes,
+        collective.SKIP, which goes with any op of the other ranks.
 
         weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
         total is 0, all views are missing.
@@ -182,6 +191,7 @@ class Communicator(abc.ABC):
     has_common_memory: bool  # empty_for_all() is possible
     has_shadows: bool  # shadow() is possible
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
+    carries_votes: bool  # buckets can be launched with op collective.SKIP
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
@@ -299,6 +309,12 @@ class Communicator(abc.ABC):
         has_shadows.
         """
         raise NotImplementedError
+
+    def refuse_capture(self, what: str) -> None:
+        """For reducers: raises FastcommError if a CUDA graph is being captured. what: would wait
+        for the device.
+        """
+        del what
 
     def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
         """For reducers: copies each rank's share of `flat`, the elements from bounds[rank] to

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fastcomm.collective import (
     BUCKET_OPS,
     CPU_DTYPES,
     SHADOW,
+    SKIP,
     WEIGHTED_OPS,
     addends_of_mean,
     mean_of_addends,
@@ -78,7 +79,7 @@ class Call:
     def admits_shadows(self) -> bool:
         """Whether ranks without data can take part: see Communicator.shadow."""
         is_bucket = self.kind == "all_reduce" and self.label != 0
-        return is_bucket and self.op in ("mean", *WEIGHTED_OPS.values())
+        return is_bucket and self.op in ("mean", SKIP, *WEIGHTED_OPS.values())
 
     def __str__(self) -> str:
         if self.kind in ("barrier", "abandon", SHADOW):
@@ -106,6 +107,12 @@ _STEPS: dict[str, Any] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
+
+
+def with_votes(calls: Sequence[Call]) -> Sequence[Call]:
+    """The calls as they are compared: a vote to skip goes with any op."""
+    is_skipped = any(call.op == SKIP for call in calls)
+    return [replace(call, op=SKIP) for call in calls] if is_skipped else calls
 
 
 def factors_of(calls: Sequence[Call]) -> list[float] | None:

@@ -98,6 +98,7 @@ class GroupWork(BucketWork):
         self._waiter = waiter
         self._presence = presence
         self._times: tuple[int, int, int] | None = None
+        self._is_skipped = False
         self._is_refused = False
         self._is_over = False
         # Holds something once the work is over. Not an Event: an exception inside its Python code
@@ -167,6 +168,13 @@ class GroupWork(BucketWork):
         self.wait()
         absent, _ = presence_values(self.call.op)
         return [] if self._presence is None else (self._presence != absent).tolist()
+
+    def is_skipped(self) -> bool:
+        """See BucketWork.is_skipped."""
+        return self._is_skipped
+
+    def note_skipped(self) -> None:
+        self._is_skipped = True
 
     def times(self) -> tuple[int, int, int] | None:
         """See BucketWork.times."""

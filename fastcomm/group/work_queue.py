@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.collective import abandonment, mismatch, own_abandonment
+from fastcomm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.errors import (
     AbandonedError,
     FastcommError,
@@ -31,7 +31,7 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-from fastcomm.group.call import ABANDON, WITHOUT_DATA, Call, factors_of
+from fastcomm.group.call import ABANDON, WITHOUT_DATA, Call, factors_of, with_votes
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.work import GroupBucket, GroupWork, see_through
 from fastcomm.lifetime import Lifetime
@@ -313,7 +313,7 @@ class WorkQueue:
         """Raises MismatchError when the ranks call different collectives."""
         calls, payloads = self._announce(work.call, work.payload)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
-        wanted = [call for call in calls if call != WITHOUT_DATA]
+        wanted = with_votes([call for call in calls if call != WITHOUT_DATA])
         has_shadows = 0 < len(wanted) < len(calls)
         if abandoning:
             self._meet_anew(calls, abandoning)
@@ -326,7 +326,9 @@ class WorkQueue:
         if work.call == WITHOUT_DATA and wanted:
             work.has_followed = True
             move = self.buckets[wanted[0].label].move_of_shadow(wanted[0].op)
-        if move is not None:
+        if wanted and wanted[0].op == SKIP:
+            work.note_skipped()
+        elif move is not None:
             began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
             factors = factors_of(calls)
             move(payloads) if factors is None else move(payloads, factors)

@@ -58,6 +58,10 @@ cdef class NcclBucketWork:
         self.bucket.link.check_work(self.epoch)
         return present
 
+    def is_skipped(self):
+        """See BucketWork.is_skipped. No vote travels."""
+        return False
+
     def times(self):
         """See BucketWork.times. None for what was captured."""
         return None if self.span is None else self.span.times()

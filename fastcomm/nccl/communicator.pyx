@@ -137,7 +137,8 @@ cdef class NcclCommunicator:
 
     backend = "nccl"
     has_streams = counts_nonfinite = progresses_itself = True
-    is_threadsafe = feeds_back_errors = has_common_memory = has_shadows = False
+    is_threadsafe = feeds_back_errors = False
+    has_common_memory = has_shadows = carries_votes = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
     empty_for_all = Communicator.empty_for_all
@@ -227,7 +228,7 @@ cdef class NcclCommunicator:
         check_numel(numel)
         if numel == 0 or nccl.mem_alloc == NULL:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        self._refuse_capture("empty()")
+        self.refuse_capture("empty()")
         memory = self.link.pool.allocate(numel * dtype.itemsize)
         if not self.link.is_split_up:  # else there is nothing yet to register it with
             self.link.pool.register(
@@ -303,11 +304,11 @@ cdef class NcclCommunicator:
         with self.cuda.selected():  # a default stream is the current device's
             return self.link.graphs.note_capture(self.cuda.current_stream())
 
-    cdef int _refuse_capture(self, str what) except -1:
+    def refuse_capture(self, str what):
+        """See Communicator.refuse_capture."""
         if self._is_captured():
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
-        return 0
 
     # -- collectives --
 
@@ -396,7 +397,7 @@ cdef class NcclCommunicator:
         before is done.
         """
         self.link.check_usable()
-        self._refuse_capture("barrier()")
+        self.refuse_capture("barrier()")
         if self.one is None:
             self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
         work = self._collective(ALL_REDUCE, self.one, self.one, "max", 0, async_op, None)

@@ -4,29 +4,29 @@ launch and its completion.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import OTHERS_GRADIENT, bucket_label
+from fastcomm.collective import OTHERS_GRADIENT
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.autograd import is_hooked_behind
-from fastcomm.reducer.geometry import kind_of, strides_of, view_of
+from fastcomm.reducer.geometry import strides_of, view_of
 from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
-from fastcomm.reducer.layout import BucketLayout, plan_buckets
-from fastcomm.reducer.options import Options
+from fastcomm.reducer.layout import BucketLayout
 from fastcomm.reducer.provenance import Provenance
 from fastcomm.reducer.shares import RankShare, Sharding
 
+# Gets the names of parameters, and their gradients.
+Inspection = Callable[[Sequence[str], Sequence[Tensor]], None]
 _WHY_RANKS_DIFFER = (
     ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight(). If "
     "the ranks have made different numbers of steps, one has left out a step, or made one alone, "
@@ -98,6 +98,7 @@ class Bucket(Counter):
         self.note_stream = self._bound.note_stream
         self._counts_nonfinite = comm.counts_nonfinite
         self._is_gathered = False  # in this round
+        self._is_vote = False  # launch_vote() has launched it in this round
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
@@ -136,10 +137,11 @@ class Bucket(Counter):
         keeps_graph: bool = False,
         weight: Any = None,
         is_empty: bool = False,
+        inspect: Inspection | None = None,
     ) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
         starts its reduction. step, weight: see BoundBucket.launch. is_empty: the weight is 0, and
-        no gradient takes part.
+        no gradient takes part. inspect: is shown the gradients that do, before they are reduced.
         """
         if self.share is not None:
             self.share.refuse_unseen(self.names, self.ready)
@@ -151,8 +153,11 @@ class Bucket(Counter):
             taking_part = self._leave_out(taking_part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
+        own = [] if inspect is None else _gradients_of(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
+        if inspect is not None:
+            inspect([self.names[i] for i, _ in own], [gradient for _, gradient in own])
         for i in missing:
             if self.ready[i] and not is_empty:
                 self._refuse_taken(i)
@@ -166,6 +171,17 @@ class Bucket(Counter):
         """After parameter.grad.data = ... the view is on the user's memory."""
         for i in displaced(self.views, self._addresses):
             self.views[i] = self._view(i)
+
+    def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
+        """Takes part without any gradient, as all ranks will drop this round. op: collective.SKIP;
+        or with_nan, where that does not travel, the op of all ranks: a NaN is the vote then.
+        """
+        self._is_vote = True
+        missing = self._bound.gather([None] * len(self.views))
+        self._is_gathered = True
+        if with_nan:
+            self.flat[0] = float("nan")
+        self._bound.launch(op, missing, step, weight)
 
     def _leave_out(
         self, taking_part: list[Parameter | None], keeps_graph: bool
@@ -261,7 +277,7 @@ class Bucket(Counter):
         that has filled it may have run since.
         """
         i = self.filled_by
-        if i >= 0 and i not in self._untouched:
+        if i >= 0 and i not in self._untouched and not self._is_vote:
             parameter = self._references[i]()
             if parameter is not None and parameter.grad is not self.views[i]:
                 self._refuse_taken(i)
@@ -288,6 +304,27 @@ class Bucket(Counter):
         except FastcommError as error:
             raise self._explained(error) from error
         return work
+
+    def is_skipped(self) -> bool:
+        """After finish(): whether some rank votes to drop the round."""
+        return self._bound.posted is not None and self._bound.posted.is_skipped()
+
+    def n_left_nonfinite(self) -> Tensor | None:
+        """After finish(): how many elements of the result are infinite or NaN, as an int64 scalar.
+        None if the transport has not counted.
+        """
+        return self._bound.n_nonfinite() if self._counts_nonfinite and not self._is_shared else None
+
+    def reduced_part(self) -> Tensor:
+        """The result of the last round, as far as this rank needs it: all, or its share."""
+        if self.share is not None and self._is_shared:
+            return self.share.part_of(self.flat)
+        return self.flat[: self.flat.numel() - len(self.views)]
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether each rank has its share of the result only."""
+        return self.share is not None and not self.share.keeps_gradients
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
@@ -347,6 +384,11 @@ class Bucket(Counter):
                 "through backward): call reducer.reduce() on every rank first"
             )
 
+    def has_unstepped(self) -> bool:
+        """Whether it has reduced gradients that no optimizer has stepped, or dropped."""
+        is_pending = self.share is not None and self.share.is_pending
+        return is_pending or self.provenance.has_unstepped()
+
     def square_sum(self) -> Tensor | None:
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch
         for each. None if the transport does not count, or a gradient is not in the flat buffer.
@@ -372,7 +414,7 @@ class Bucket(Counter):
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
-        self._is_gathered = False
+        self._is_gathered = self._is_vote = False
         self._untouched.clear()
         self._emptied.clear()
         self._with_graph.clear()
@@ -420,47 +462,10 @@ class Bucket(Counter):
             self.share.release(self.parameters)
 
 
-def make_buckets(
-    named: Sequence[tuple[str, Parameter]],
-    comm: Communicator,
-    options: Options,
-    number: int,
-    n_rounds: int,
-    sharding: Sharding | None,
-) -> list[Bucket]:
-    """Makes the buckets for these parameters' gradients, in the order in which they will be full.
-    number: of the reducer, among those of the communicator. n_rounds: see Reducer.
-    """
-    names, parameters = [name for name, _ in named], [p for _, p in named]
-    layouts = plan_buckets(
-        [kind_of(p, grad_dtype(p)) for p in parameters],
-        cap_bytes=options.cap_bytes,
-        first_cap_bytes=options.first_cap_bytes,
-    )
-    shares: list[tuple[Sharding, tuple[int, ...]] | None] = [None] * len(layouts)
-    if sharding is not None:
-        shares = [(sharding, bounds) for bounds in sharding.bounds(layouts, comm.world_size)]
-    last = len(layouts) - 1
-    options.hook_calls.begin(comm)
-    buckets = [
-        Bucket(
-            bucket_label(number, i),
-            layout,
-            parameters,
-            names,
-            comm,
-            options.wire_dtype,
-            options.error_feedback,
-            i % options.streams,
-            BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
-            n_rounds,
-            shares[i],
-        )
-        for i, layout in enumerate(layouts)
-    ]
-    for before, bucket in itertools.pairwise(buckets):
-        bucket.first = before.first + len(before.names)
-    return buckets
+def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Tensor]]:
+    """By slot, those there are."""
+    grads = [None if parameter is None else parameter.grad for parameter in parameters]
+    return [(i, gradient) for i, gradient in enumerate(grads) if gradient is not None]
 
 
 def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:

@@ -7,11 +7,14 @@ matters here.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.round import Round
+from fastcomm.reducer.skipping import Skipping
 from fastcomm.reducer.weights import Weighting
 
 NOTE = (
@@ -28,6 +31,14 @@ class Ending(Protocol):
     _round: Round | None
     _n_unsynced: int
     _weighting: Weighting
+    _skipping: Skipping
+
+
+class Skippable(Ending, Protocol):
+    """A reducer whose ranks may drop a round."""
+
+    def skip_step(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 def end(reducer: Ending, ending: Round) -> None:
@@ -45,6 +56,8 @@ def end(reducer: Ending, ending: Round) -> None:
     except BaseException as error:
         if ending.must_finish:
             _finish_in_spite_of(error, reducer, ending)
+        elif reducer._skipping.n_blocks:
+            ending.was_dropped = True  # skip_on() decides
         else:
             leave(reducer)
             note_abandoned(error)
@@ -75,6 +88,44 @@ def _finish_in_spite_of(interruption: BaseException, reducer: Ending, ending: Ro
         interruption.add_note(NOTE)
 
 
+@contextlib.contextmanager
+def skip_on(reducer: Skippable, exceptions: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """See Reducer.skip_step_on."""
+    skipping = reducer._skipping
+    skipping.n_blocks += 1
+    try:
+        yield
+    except BaseException as error:
+        skipping.n_blocks -= 1
+        if not isinstance(error, exceptions) or isinstance(error, FastcommError):
+            _leave_dropped(reducer, error)
+            raise
+        _vote(reducer, error)
+    else:
+        skipping.n_blocks -= 1
+        _leave_dropped(reducer, None)
+
+
+def _leave_dropped(reducer: Skippable, error: BaseException | None) -> None:
+    """Leaves a round whose backward has ended with an exception, unless an outer block decides."""
+    ending = reducer._round
+    if ending is not None and ending.was_dropped and not reducer._skipping.n_blocks:
+        leave(reducer)
+        if error is not None:
+            note_abandoned(error)
+
+
+def _vote(reducer: Skippable, error: BaseException) -> None:
+    try:
+        reducer.skip_step()
+    except FastcommError as late:
+        raise late from error
+    reducer._skipping.vote = f"met {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    ending = reducer._round
+    if ending is not None and ending.was_dropped:
+        reducer.synchronize()
+
+
 def leave(reducer: Ending) -> None:
     """The round cannot be ended as it should, because backward has raised, or a bucket. The other
     ranks hear of it.
@@ -95,5 +146,6 @@ def _drop(reducer: Ending, ending: Round) -> None:
 
 def _close(reducer: Ending) -> None:
     reducer._weighting.forget()
+    reducer._skipping.vote = None
     reducer._n_unsynced = 0
     reducer._round = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import as_pairs
+from fastcomm.collective import SKIP, as_pairs
 from fastcomm.communicator import (
     BoundBucket,
     BucketWork,
@@ -193,9 +193,13 @@ class HookedBucket(BoundBucket):
         self._posted = None
         if not self._is_ours:
             self._hooks.calls.compare(self._comm)
-        presence = torch.ones(len(self._views), device=self._flat.device)
+        # behind the gradients' presence: this rank's vote to drop the round
+        presence = torch.ones(len(self._views) + 1, device=self._flat.device)
         presence[missing] = 0
+        presence[-1] = op == SKIP
         buffer = self._flat[: self._flat.numel() - len(self._views)]
+        if op == SKIP:
+            buffer.zero_()  # a hook may keep something of it
         bucket = GradBucket(
             self._hooks.index,
             self._hooks.is_last,
@@ -262,7 +266,10 @@ class _HookedWork(BucketWork):
         return self._future.done() and self._known.is_completed()
 
     def present(self) -> list[bool]:
-        return [bool(value) for value in self._presence.tolist()]
+        return [bool(value) for value in self._presence.tolist()[:-1]]
+
+    def is_skipped(self) -> bool:
+        return bool(self._presence[-1])
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

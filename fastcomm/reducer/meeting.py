@@ -20,6 +20,7 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.ending import NOTE, end, leave
 from fastcomm.reducer.round import Round
+from fastcomm.reducer.skipping import Skipping
 from fastcomm.reducer.weights import Weighting
 
 ALL = -1  # in place of a fragment's number: every fragment that has not met at this step
@@ -50,7 +51,10 @@ class Meeting:
         self.comm = comm
         self.n_rounds, self._n_unsynced = 0, 0
         self._weighting = Weighting()
-        self._round: Round | None = Round(comm, buckets, "mean", 1, standing.n_steps, None)
+        self._skipping = Skipping(comm)
+        self._round: Round | None = Round(
+            comm, buckets, "mean", 1, standing.n_steps, None, None, self._skipping
+        )
         n_rows, n_columns = comm.world_size, len(standing)
         self._own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
         self._all = torch.empty(n_rows * n_columns, dtype=torch.int64, device=comm.device)

@@ -61,6 +61,32 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     return torch.stack(counts).sum()
 
 
+def n_left_nonfinite(buckets: Sequence[Bucket], comm: Communicator) -> int:
+    """How many elements the round that ends has left infinite or NaN, on all ranks together. Waits
+    for the device; collective where ranks have their shares only.
+    """
+    count = torch.stack([_n_left_nonfinite(bucket) for bucket in buckets]).sum()
+    if _in_shares(buckets) is not None:
+        comm.all_reduce(count)
+    return int(count)
+
+
+def _n_left_nonfinite(bucket: Bucket) -> Tensor:
+    count = bucket.n_left_nonfinite()
+    if count is not None:
+        return count
+    part = bucket.reduced_part()
+    if screened(part).isfinite():
+        return torch.zeros((), dtype=torch.int64, device=part.device)
+    return _count_nonfinite([part], part.device)
+
+
+def screened(tensor: Tensor) -> Tensor:
+    """A scalar that is not finite if an element is not, and seldom otherwise: quick to compute."""
+    is_half = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    return tensor.detach().sum(dtype=torch.float32 if is_half else None)
+
+
 def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
     parts = [as_pairs(gradient.resolve_conj()) for gradient in gradients]
     counts = [(~torch.isfinite(part)).sum() for part in parts]

@@ -1,16 +1,21 @@
 """Hooks around the steps of all torch.optim optimizers. Before a step, the reducers that own the
 parameters end their rounds, or refuse the step; a parameter that must not be stepped refuses it,
 too. After a step, the reducers note which gradients it used.
+
+Where the ranks drop a step, the optimizer's code runs on a stand-in without parameters: no hook can
+leave it out. With a closure, it is the closure's own gradients that are dropped.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -51,6 +56,17 @@ class Steppable(Protocol):
     number: int
     n_rounds: int
 
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks drop the step: gradients are None."""
+
+    @property
+    def skipped_nonfinite(self) -> bool:
+        """Whether they do so because gradients are not finite."""
+
+    def synchronize(self) -> None:
+        """Ends the round."""
+
     def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
         """The parameters' shares of the reducer's buckets."""
 
@@ -59,8 +75,10 @@ class Steppable(Protocol):
         optimizer's last step, if it has made one.
         """
 
-    def after_step(self, shares: list[Share]) -> None:
-        """Notes that a step was made with the gradients in these shares, as they are now."""
+    def after_step(self, shares: list[Share] | None) -> None:
+        """Notes that a step was made with the gradients in these shares, as they are now; None: it
+        was left out.
+        """
 
 
 class _Steps:
@@ -137,7 +155,10 @@ def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
     ]
 
 
-def _before_step(optimizer: Optimizer, *_: object) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments with which the step goes on, the optimizer among them, if others."""
     steps = _steps_of(optimizer)
     if steps.refusal is not None:
         raise FastcommError(steps.refusal)
@@ -146,15 +167,82 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         if reducer is not None:
             reducer.before_step(optimizer, shares, steps.seen.get(reducer))
             steps.before[reducer] = reducer.n_rounds
+    if getattr(optimizer, "skips_itself", False):
+        return None
+    return _without_skipped(optimizer, steps, args, kwargs)
 
 
-def _after_step(optimizer: Optimizer, *_: object) -> None:
+def _without_skipped(
+    optimizer: Optimizer, steps: _Steps, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):
+        if not steps.shares:
+            return None
+        dropping = functools.partial(_drop_where_skipped, optimizer, steps, closure)
+        if len(args) > 1:
+            return (args[0], dropping, *args[2:]), kwargs
+        return args, {**kwargs, "closure": dropping}
+    if _is_skipped(steps):
+        return (_idle(optimizer), *args[1:]), kwargs
+    return None
+
+
+def _is_skipped(steps: _Steps) -> bool:
+    reducers = [reference() for reference, _ in steps.shares]
+    return any(reducer is not None and reducer.skipped for reducer in reducers)
+
+
+def _drop_where_skipped(optimizer: Optimizer, steps: _Steps, closure: Callable[[], Any]) -> Any:
+    """The closure, after which no parameter has a gradient if the ranks drop the step."""
+    result = closure()
+    if _is_skipped(steps):
+        if isinstance(optimizer, LBFGS):
+            raise FastcommError(
+                "the ranks skip a step in a closure of LBFGS, which has moved the parameters in "
+                "between: load a checkpoint, or use an optimizer that evaluates its closure once"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    return result
+
+
+def _idle(optimizer: Optimizer) -> Optimizer:
+    """A copy without parameters, and so without a state: its step changes neither."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__ = {
+        **optimizer.__dict__,
+        "param_groups": [{**group, "params": []} for group in optimizer.param_groups],
+        "state": collections.defaultdict(dict),
+    }
+    return copy
+
+
+def skipped_nonfinite(optimizer: Optimizer) -> bool | None:
+    """Whether the ranks drop the optimizer's next step because gradients are not finite; None: they
+    do not drop it. Takes this rank's part in a round that it votes to drop.
+    """
+    found = None
+    for reference, _ in _steps_of(optimizer).shares:
+        reducer = reference()
+        if reducer is not None and reducer.skipped:
+            reducer.synchronize()
+            found = bool(found) or reducer.skipped_nonfinite
+    return found
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
     steps = _steps.get(optimizer)
     if steps is None or steps.epoch != _epoch:
         return  # a closure has attached or detached a model
+    is_left_out = args[0] is not optimizer
     for reference, shares in steps.shares:
         reducer = reference()
         if reducer is None or reducer not in steps.before:
+            continue
+        if is_left_out:
+            reducer.after_step(None)
             continue
         steps.seen[reducer] = steps.before[reducer]
         # A closure may have ended rounds: then the gradients are not those from before the step.

@@ -30,6 +30,7 @@ class Options:
     streams: int
     hooks: tuple[Hook, ...]
     error_feedback: bool = False
+    skip_nonfinite: bool = False
     hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +115,7 @@ class Options:
             "op": self.op,
             "wire_dtype": str(self.wire_dtype),
             "error_feedback": self.error_feedback,
+            "skip_nonfinite": self.skip_nonfinite,
             "streams": self.streams,
             "hook": [
                 function.__qualname__ if hasattr(function, "__qualname__") else repr(function)

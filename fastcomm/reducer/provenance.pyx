@@ -199,6 +199,16 @@ cdef class Provenance:
                 return i
         return -1
 
+    def has_unstepped(self):
+        """Whether a gradient is here that a round has reduced and no optimizer has stepped."""
+        cdef Py_ssize_t i
+        for i in range(len(self.views)):
+            gradient = self._gradient(i)
+            if gradient is not None and self._is_fresh(i, None) and self._is_known(i, gradient):
+                if gradient.any():  # not what zero_grad(set_to_none=False) leaves
+                    return True
+        return False
+
     cdef bint _is_usable(self, Py_ssize_t i):
         gradient = self._gradient(i)
         if gradient is None or self._is_unsynced(i, gradient) or self._is_accepted(i, gradient):

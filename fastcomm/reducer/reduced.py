@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from fastcomm.collective import buffers_label
 from fastcomm.communicator import Communicator
+from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import ReducerFlags
 from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.optimizer_steps import Share, shares_in
+from fastcomm.reducer.round import Round
 from fastcomm.reducer.shares import ShardedBy
+from fastcomm.reducer.skipping import Skipping
 from fastcomm.reducer.tripwires import Tripwires
 
 
@@ -34,6 +37,8 @@ class ReducedGradients(ReducerFlags):
     local_steps: LocalSteps
     _buckets: list[Bucket]
     _n_steps: int
+    _round: Round | None
+    _skipping: Skipping
     _tripwires: Tripwires
 
     @abc.abstractmethod
@@ -53,14 +58,19 @@ class ReducedGradients(ReducerFlags):
     ) -> None:
         """See optimizer_steps.Steppable."""
         self.sharded_by.before_step(optimizer)
-        self._require_reduced(((self._buckets[number], slots) for number, slots in shares), since)
+        self.synchronize()
+        if not self.skipped:
+            chosen = ((self._buckets[number], slots) for number, slots in shares)
+            self._require_reduced(chosen, since)
         if self.recorder is not None:
             self.recorder.begin_optimizer()
 
-    def after_step(self, shares: list[Share]) -> None:
+    def after_step(self, shares: list[Share] | None) -> None:
         """See optimizer_steps.Steppable."""
         if self.recorder is not None:
             self.recorder.end_optimizer()
+        if shares is None or self.skipped:
+            return  # nor does a rank count it that leaves out its optimizer's step
         if self.local_steps.meetings is not None:
             self.local_steps.meetings.after_step(shares)
             return
@@ -79,6 +89,38 @@ class ReducedGradients(ReducerFlags):
             return  # each rank uses its own
         for bucket, slots in chosen:
             bucket.refuse_unreduced(slots, since)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers:
+        True until the next backward that is reduced begins.
+        """
+        is_dropped = self._skipping.is_skipped or self._skipping.vote is not None
+        return is_dropped and self.local_steps.meetings is None
+
+    @property
+    def n_skipped(self) -> int:
+        """How many steps all ranks have dropped so far."""
+        return self._skipping.n_skipped
+
+    @property
+    def skipped_nonfinite(self) -> bool:
+        """See optimizer_steps.Steppable."""
+        return self._skipping.found_nonfinite
+
+    def _refuse_late_vote(self) -> None:
+        """Raises FastcommError if other ranks may step already."""
+        if self._round is None:
+            is_late = any(bucket.has_unstepped() for bucket in self._buckets)
+        else:
+            is_late = self._round.must_finish
+        if is_late:
+            raise FastcommError(
+                f"skip_step() came too late on rank {self.comm.rank}: the gradients are reduced, "
+                "and other ranks may step with them. Call it before backward() ends; to drop what "
+                "is reduced, by a number that is equal on all ranks (grad_norm()), leave out the "
+                "optimizer's step on every rank, and call zero_grad()"
+            )
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on

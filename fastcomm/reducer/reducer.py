@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -27,29 +27,30 @@ from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
 from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
-from fastcomm.reducer.bucket import Bucket, make_buckets
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.compiled import Compiled
-from fastcomm.reducer.ending import end, leave
+from fastcomm.reducer.ending import end, leave, skip_on
 from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
-from fastcomm.reducer.join import Join, Stateful, T
 from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
 from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
 from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.owners import is_owned, let_go, next_number, owner_of, take_over
-from fastcomm.reducer.reduced import ReducedGradients
+from fastcomm.reducer.plan import make_buckets
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.shares import ShardedBy
+from fastcomm.reducer.skipping import Skipping
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.reducer.tuning import Tuning
-from fastcomm.reducer.weights import Weighting, refuse_weights
+from fastcomm.reducer.uneven_data import UnevenData
+from fastcomm.reducer.weights import Weighting
 from fastcomm.rendezvous import init
 
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
-class Reducer(ReducedGradients):
+class Reducer(UnevenData):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; None means fastcomm.init().
@@ -71,6 +72,9 @@ class Reducer(ReducedGradients):
     overlap: launch buckets as they become full. False launches all of them at the end of backward:
         for models whose parameters get several gradients in one backward (reentrant checkpointing
         of shared layers).
+    skip_nonfinite: when a backward leaves infinities or NaNs in the reduced gradients, all ranks
+        drop the step, as after skip_step(). Rank 0 logs which rank's parameters had them. Over
+        NCCL the end of backward waits for the device then.
     """
 
     def __init__(
@@ -85,11 +89,18 @@ class Reducer(ReducedGradients):
         hook: Hook | Sequence[Hook] | None = None,
         overlap: bool = True,
         error_feedback: bool = False,
+        skip_nonfinite: bool = False,
     ) -> None:
         self.op = canonical_op(op)
-        hooks = hooks_of(hook)
         self._options = Options(
-            bucket_cap_mb, first_bucket_cap_mb, self.op, wire_dtype, streams, hooks, error_feedback
+            bucket_cap_mb,
+            first_bucket_cap_mb,
+            self.op,
+            wire_dtype,
+            streams,
+            hooks_of(hook),
+            error_feedback,
+            skip_nonfinite,
         )
         self.comm: Communicator = init() if comm is None else comm
         self._options.check_communicator(self.comm)
@@ -114,6 +125,7 @@ class Reducer(ReducedGradients):
         self._weighting = Weighting()
         # Whether this rank's data has ended, in the join() that is under way or was the last.
         self.data_exhausted = False
+        self._skipping = Skipping(self.comm, self._options)
 
     __repr__ = describe
 
@@ -204,6 +216,7 @@ class Reducer(ReducedGradients):
         self._handles, self._buckets, self._model = [], [], None
         self._round, self._deferred = None, None
         self._weighting.forget()
+        self._skipping.forget()
         watch_steps(owner_of)
 
     def _attached_model(self) -> Model:
@@ -276,7 +289,14 @@ class Reducer(ReducedGradients):
             observer = observer_of(self.recorder, self.number, self.op)
             number, weighted = self.n_rounds + 1, self._weighting.of_round()
             self._round = Round(
-                self.comm, self._buckets, self.op, number, self._n_steps, observer, weighted
+                self.comm,
+                self._buckets,
+                self.op,
+                number,
+                self._n_steps,
+                observer,
+                weighted,
+                self._skipping,
             )
         return self._round
 
@@ -290,7 +310,7 @@ class Reducer(ReducedGradients):
         elif not is_inside or ending is None or ending.is_full:
             self.synchronize()
             if not self._tuning.is_over:
-                self._tuning.after_backward(self, can_replan=not is_inside)
+                self._tuning.after_backward(self, can_replan=not (is_inside or self.skipped))
 
     def _go_on_with_outer(self) -> None:
         """The backward around the one that has ended gives gradients to the same round."""
@@ -311,6 +331,8 @@ class Reducer(ReducedGradients):
         What it raises a second time aborts the communicator.
         """
         self._raise_deferred()
+        if self._round is None and self._skipping.vote is not None:
+            self._open().count_all()  # no backward has taken this rank's part
         ending = self._round
         if ending is None:
             self.comm.check()
@@ -328,7 +350,10 @@ class Reducer(ReducedGradients):
         call raises what goes wrong here.
         """
         try:
-            leave(self)
+            if self._skipping.n_blocks and self._round is not None:
+                self._round.has_callback, self._round.was_dropped = False, True
+            else:
+                leave(self)
         except BaseException as error:
             self._deferred = error
 
@@ -363,67 +388,40 @@ class Reducer(ReducedGradients):
         finally:
             self._is_synchronizing = before
 
-    def set_weight(self, weight: float | Tensor, *, of: Literal["mean", "sum"] = "mean") -> None:
-        """What this rank's gradients count in the next reduction, which becomes sum(w g) / sum(w)
-        over the ranks: with numbers of tokens, and losses that are means over them, the gradients
-        of one process on all ranks' data. Call it on every rank, or on none: else MismatchError.
+    def skip_step(self) -> None:
+        """This rank's step is no good (a bad batch, a loss that is NaN): all ranks drop it. Call it
+        before the backward that is reduced, inside it, or instead of it; other ranks do nothing.
 
-        weight: a number, or a tensor of one, which is waited for. 0: a rank without data, whose
-            gradients count nothing, not even NaNs. If all are 0, gradients are None.
-        of: "sum" if losses are sums over the data: sum(g) / sum(w).
+        When the reduction is over, gradients are None on all ranks, optimizers leave parameters
+        and state as they are, and `skipped` is True. A rank that makes no backward takes its part
+        with its optimizer's step, or with synchronize(), whichever comes first.
 
-        Holds for every backward until the next call, or until the reduction is over. With several
-        calls in one reduction, each before the backwards of its data in no_sync(), weights add up
-        and each batch counts with its own; zero_grad() drops gradients and weights.
-
-        Raises before any rank is involved: ValueError for a negative or infinite number, NaN, and
-        reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;
-        FastcommError inside a backward, and for gradients accumulated without a weight.
+        Raises FastcommError when the reduction is over already, as other ranks may have stepped,
+        and over NCCL without skip_nonfinite=True.
         """
         self._attached_model()
-        self._refuse_inside_backward("set_weight()")
-        self.local_steps.refuse("set_weight()")
-        refuse_weights(self._options)
-        self._weighting.set(weight, of, self._buckets, self._n_unsynced)
+        self.local_steps.refuse("skip_step()")
+        self._raise_deferred()
+        self._skipping.refuse_vote()
+        self._refuse_late_vote()
+        self._skipping.cast_vote("called skip_step()")
 
-    @overload
-    def join(
-        self,
-        batches: None = None,
-        *,
-        strategy: Literal["wait", "stop"] = "wait",
-        state: Iterable[Stateful] = (),
-    ) -> Join[None]: ...
-    @overload
-    def join(
-        self,
-        batches: Iterable[T],
-        *,
-        strategy: Literal["wait", "stop"] = "wait",
-        state: Iterable[Stateful] = (),
-    ) -> Join[T]: ...
-    def join(
-        self,
-        batches: Iterable[T] | None = None,
-        *,
-        strategy: Literal["wait", "stop"] = "wait",
-        state: Iterable[Stateful] = (),
-    ) -> Join[Any]:
-        """For ranks with different numbers of batches: `with reducer.join():` around a loop, or
-        `for batch in reducer.join(batches):`. Every rank calls it. Of all reducers of the
-        communicator.
+    def skip_step_on(
+        self, *exceptions: type[BaseException]
+    ) -> contextlib.AbstractContextManager[None]:
+        """An exception of these types in the block makes all ranks drop the step, as skip_step()
+        does, and goes no further; errors of fastcomm do.
 
-        strategy: "wait": a rank whose data has ended takes part in the others' reductions without
-            any, until all are done. Means are over the ranks with data. "stop": all end with the
-            first.
-        state: optimizers, schedulers and the like: ranks that ended earlier load the others'.
+            with reducer.skip_step_on(torch.OutOfMemoryError):
+                loss_of(model, batch).backward()
 
-        In the end parameters and buffers of a rank that went furthest are on all; if some have
-        ended earlier, gradients are None. An exception that leaves the block aborts the
-        communicator. Raises ValueError for reducers with a hook, error_feedback, another op than
-        "mean", sizes still being tuned, or a ShardedOptimizer; TypeError.
+        Where a backward has raised, this rank takes its part in what is left of the reduction.
+        Other exceptions, and those outside, abandon the round as always.
         """
-        return Join(self, batches, strategy, state)
+        if not exceptions:
+            raise TypeError("skip_step_on() takes the types of exceptions; got none")
+        self._skipping.refuse_vote()
+        return skip_on(self, exceptions)
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options), in pieces that end where this reducer's buckets are

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from fastcomm.autograd_stack import running_backward
+from fastcomm.collective import SKIP
 from fastcomm.communicator import Communicator
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.insight.observer import RoundObserver
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
+from fastcomm.reducer.skipping import Skipping
 from fastcomm.reducer.weights import WeightedRound
 
 
@@ -32,6 +34,7 @@ class Round(RoundFlags):
     step: how many steps the optimizers of this rank have made.
     observer: for a timeline or a profiler; or None.
     weighted: what this rank's gradients count; None: all ranks' count alike.
+    skipping: whether the ranks drop the round.
     """
 
     def __init__(
@@ -42,7 +45,8 @@ class Round(RoundFlags):
         number: int,
         step: int,
         observer: RoundObserver | None,
-        weighted: WeightedRound | None = None,
+        weighted: WeightedRound | None,
+        skipping: Skipping,
     ) -> None:
         self.number = number
         self._step = step
@@ -51,12 +55,15 @@ class Round(RoundFlags):
         self._op = op if weighted is None else weighted.op
         self._weighted = weighted
         self._shared_weight: Any = None  # see Communicator.share_weight
+        self._skipping = skipping
+        self.was_dropped = False  # its backward has ended with an exception, in skip_step_on()
         self._observer = observer
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._is_settled = False  # every gradient is where it belongs
         self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
         comm.left_in_backward = None
+        skipping.begin_round()
         if observer is not None:
             observer.begin(number)
 
@@ -117,13 +124,19 @@ class Round(RoundFlags):
         if self._observer is not None:
             self._observer.begin_launch(self._n_launched)
         self._share_weight()
-        bucket.launch(
-            self._op,
-            self._step,
-            keeps_graph=self._keeps_graph,
-            weight=self._shared_weight,
-            is_empty=self._weighted is not None and not self._weighted.weight.total,
-        )
+        if self._skipping.vote is None:
+            bucket.launch(
+                self._op,
+                self._step,
+                keeps_graph=self._keeps_graph,
+                weight=self._shared_weight,
+                is_empty=self._weighted is not None and not self._weighted.weight.total,
+                inspect=self._skipping.inspect if self._skipping.inspects else None,
+            )
+        elif self._skipping.hears_votes:
+            bucket.launch_vote(SKIP, self._step, None, with_nan=False)
+        else:
+            bucket.launch_vote(self._op, self._step, self._shared_weight, with_nan=True)
         if self._observer is not None:
             self._observer.end_launch(self._n_launched)
         self._n_launched += 1
@@ -138,14 +151,18 @@ class Round(RoundFlags):
         return self._is_settled or self._buckets[-1].is_launched
 
     def finish(self) -> None:
-        """Waits for the buckets, and brings every gradient to where it belongs. May be called again
-        after a signal handler has raised in it.
+        """Waits for the buckets, and brings every gradient to where it belongs, or drops all. May
+        be called again after a signal handler has raised in it.
         """
         if not self._is_settled:
             for i, bucket in enumerate(self._buckets):
                 self._finish_bucket(i, bucket)
+            is_skipped = self._skipping.judge(self._buckets)
             for bucket in self._buckets:
-                bucket.settle(self.number)
+                if is_skipped:
+                    bucket.drop_gradients()
+                else:
+                    bucket.settle(self.number)
             self._is_settled = True
         if self._observer is not None:
             self._observer.end()

@@ -76,6 +76,11 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
     options = reducer._options
     if options.op != "mean":
         raise ValueError(f"meetings average over the ranks: use op mean; got {options.op}")
+    if options.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
+            "meetings: leave it out"
+        )
     if options.hooks:
         raise ValueError("a hook reduces gradients, and ranks meet without: leave the hook out")
     if reducer.sharded_by.is_taken:

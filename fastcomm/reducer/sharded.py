@@ -85,6 +85,8 @@ class ShardedOptimizer(Optimizer):
     was; after reducer.detach() step() raises FastcommError.
     """
 
+    skips_itself = True  # see optimizer_steps.py: step() leaves out what the ranks drop
+
     def __init__(
         self,
         reducer: Reducer,
@@ -261,6 +263,8 @@ class ShardedOptimizer(Optimizer):
                 "after attach()"
             )
         self.reducer.synchronize()
+        if self.reducer.skipped:
+            return loss
         try:
             for bucket in self._buckets:
                 _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)

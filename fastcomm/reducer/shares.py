@@ -238,6 +238,10 @@ class RankShare:
         grads = [None if piece is None else piece.parameter.grad for piece in self.pieces]
         return [gradient for gradient in grads if gradient is not None]
 
+    def part_of(self, flat: Tensor) -> Tensor:
+        """The elements of a tensor cut alike that are in this rank's share."""
+        return flat[self._bounds[self._comm.rank] : self._bounds[self._comm.rank + 1]]
+
     def spread(self) -> Work | None:
         """Copies this rank's share of the parameters to the other ranks, and theirs to this one.
         None where there is one copy.

@@ -1,6 +1,8 @@
-"""torch's own helpers for gradients, where a ShardedOptimizer holds them and .grad is None:
-clipping would silently do nothing, and GradScaler find nothing. watch() mends both: clipping raises
-FastcommError, and GradScaler unscales each rank's shares and agrees over the ranks.
+"""torch's own helpers for gradients, where .grad is None because a ShardedOptimizer holds the
+gradients, or because the ranks have dropped them. In the first case clipping would silently do
+nothing, and GradScaler find nothing. watch() mends both: clipping raises FastcommError, and
+GradScaler unscales each rank's shares and agrees over the ranks. In the second case GradScaler
+raises an error; tell_scaler_of_skips() mends that.
 
 The functions are replaced where torch looks them up, so it does not matter how clip_grad_norm_ was
 imported. clip_grads_with_norm_ and clip_grad_value_ have to be imported after the first
@@ -18,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.optimizer_steps import skipped_nonfinite
 
 # What clips in clip_grad, and its name in torch.nn.utils.
 _CLIPPING = {
@@ -41,7 +45,36 @@ class Holder(Protocol):
     def comm(self) -> Communicator: ...
 
 
-_is_watching = False
+_is_watching = _is_scaler_told = False
+
+
+def tell_scaler_of_skips() -> None:
+    """Call it before ranks drop a step. GradScaler finds no gradients then, and lowers its scale if
+    that is because some were not finite.
+    """
+    global _is_scaler_told
+    if not _is_scaler_told:
+        GradScaler._unscale_grads_ = _noticing_skips(  # type: ignore[method-assign]
+            GradScaler._unscale_grads_
+        )
+        _is_scaler_told = True
+
+
+def _noticing_skips(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    """GradScaler._unscale_grads_, which returns by device whether it has found infinities."""
+
+    @functools.wraps(unscale)
+    def noticing(
+        scaler: GradScaler, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
+    ) -> dict[torch.device, Tensor]:
+        is_optimizer = isinstance(optimizer, Optimizer)  # and not a list of what one holds
+        is_nonfinite = skipped_nonfinite(optimizer) if is_optimizer else None
+        if is_nonfinite is not None:
+            return {found_inf.device: torch.full_like(found_inf, float(is_nonfinite))}
+        found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)
+        return found
+
+    return noticing
 
 
 def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
@@ -82,7 +115,7 @@ def _agreeing(unscale: Callable[..., Any], kind: type[Any]) -> Callable[..., Any
     @functools.wraps(unscale)
     def agreed(scaler: GradScaler, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         held = optimizer.held() if isinstance(optimizer, kind) else None
-        if held is None:
+        if held is None or skipped_nonfinite(optimizer) is not None:
             found: dict[torch.device, Tensor] = unscale(scaler, optimizer, *args)
             return found
         holder: Holder = optimizer

@@ -43,6 +43,7 @@ cdef extern from "shm/core.h" nogil:
     uint64_t shm_progress(const shm_comm *comm)
     void shm_keep_times(shm_comm *comm, int change)
     void shm_times_of(const shm_comm *comm, uint32_t seq, uint64_t *began_ns, uint64_t *ended_ns)
+    int shm_is_skipped(const shm_comm *comm, uint32_t seq)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)
     shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)

@@ -16,7 +16,7 @@ cdef class ShmWork:
     cdef size_t n_pieces
     cdef str op
     cdef object presence
-    cdef bint finished, is_realigning
+    cdef bint finished, is_realigning, was_skipped
     cdef object error
     cdef uint64_t began_ns, ended_ns  # 0 if not noted
 

@@ -70,6 +70,10 @@ cdef class ShmWork:
         absent, _ = presence_values(self.op)
         return (self.presence != absent).tolist()
 
+    def is_skipped(self):
+        """See BucketWork.is_skipped."""
+        return self.was_skipped
+
     def times(self):
         """See BucketWork.times."""
         return (0, self.began_ns, self.ended_ns) if self.ended_ns else None
@@ -303,6 +307,7 @@ cdef class Ring:
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
             shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
+            work.was_skipped = shm_is_skipped(self.handle, work.seq)
             work.resolve(None)
         elif status == SHM_MISMATCH:
             work.resolve(MismatchError(self._mismatch(work.seq)))

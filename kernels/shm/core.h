@@ -69,8 +69,9 @@ enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
 
 /* What one rank asks for in a collective. `where`, `weight` and `scale` may differ between ranks;
  * all else must agree. A weighted op adds scale * tensor over the ranks, and divides by the sum of
- * the ranks' weights; where that is 0, so is the result. With the flag that announces it, it fills
- * one cache line. */
+ * the ranks' weights; where that is 0, so is the result. SHM_SKIP goes with any op of the others,
+ * and then nothing is moved: see shm_is_skipped. With the flag that announces it, a descriptor
+ * fills one cache line. */
 struct shm_descriptor {
     uint32_t kind, op, dtype, root;
     uint64_t numel; /* of the input */
@@ -132,6 +133,10 @@ void shm_keep_times(struct shm_comm *comm, int change);
  * this rank was through with its part; in ns of CLOCK_MONOTONIC, 0 if not noted. */
 void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
                   uint64_t *ended_ns);
+
+/* Whether a rank has posted collective `seq`, one of the newest SHM_RING that are complete, with
+ * SHM_SKIP. */
+int shm_is_skipped(const struct shm_comm *comm, uint32_t seq);
 
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank
  * `rank` last posted. */

@@ -47,6 +47,7 @@ struct collective {
     enum path path;
     bool is_shadow; /* this rank has posted SHM_SHADOW; `descriptor` is what the others have */
     int status;
+    bool is_skipped;                /* some rank has posted it with SHM_SKIP */
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
     uint64_t began_ns, ended_ns;    /* noted while comm->n_timekeepers > 0 */
 };

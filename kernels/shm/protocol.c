@@ -25,7 +25,8 @@ static bool all_arrived(struct shm_comm *comm, uint32_t seq) {
 }
 
 static bool same_collective(const struct shm_descriptor *a, const struct shm_descriptor *b) {
-    return a->kind == b->kind && a->op == b->op && a->dtype == b->dtype && a->root == b->root &&
+    bool same_op = a->op == b->op || a->op == SHM_SKIP || b->op == SHM_SKIP;
+    return a->kind == b->kind && same_op && a->dtype == b->dtype && a->root == b->root &&
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
@@ -47,7 +48,8 @@ static void weigh(struct shm_comm *comm, uint32_t seq) {
 /* Whether ranks without data can take part. direct: the others' tensors lie in their segments. */
 static bool admits_shadows(const struct shm_comm *comm, const struct shm_descriptor *d,
                            bool direct) {
-    return d->kind == SHM_ALL_REDUCE && d->label != 0 && (is_weighted(d) || d->op == SHM_MEAN) &&
+    return d->kind == SHM_ALL_REDUCE && d->label != 0 &&
+           (is_weighted(d) || d->op == SHM_MEAN || d->op == SHM_SKIP) &&
            (direct || shm_fits_mailbox(d, comm->world_size));
 }
 
@@ -66,6 +68,7 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
             c->status = SHM_MISMATCH;
         }
         abandoned = abandoned || theirs->kind == SHM_ABANDON;
+        c->is_skipped = c->is_skipped || theirs->op == SHM_SKIP;
         direct = direct && theirs->where < SHM_STAGED;
     }
     if (has_shadows && wanted != NULL && !admits_shadows(comm, wanted, direct)) {
@@ -113,7 +116,7 @@ static bool run_head(struct shm_comm *comm) {
         decide(comm, seq, c);
         note_time(comm, &c->began_ns);
     }
-    if (c->status == SHM_OK) {
+    if (c->status == SHM_OK && !c->is_skipped) {
         if (c->path == INLINE) {
             shm_run_inline(comm, seq, c);
         } else if (c->path == DIRECT) {
@@ -341,6 +344,10 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
     const struct collective *c = &comm->ring[seq % SHM_RING];
     *began_ns = c->began_ns;
     *ended_ns = c->ended_ns;
+}
+
+int shm_is_skipped(const struct shm_comm *comm, uint32_t seq) {
+    return comm->ring[seq % SHM_RING].is_skipped;
 }
 
 int shm_stalled_on(const struct shm_comm *comm) {

@@ -6,8 +6,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The weighted ones, of which shm_reduce_weighted computes both, are of buckets alone. */
-enum shm_op { SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD, SHM_WEIGHTED_MEAN, SHM_WEIGHTED_SUM };
+/* The weighted ones, of which shm_reduce_weighted computes both, are of buckets alone. So is
+ * SHM_SKIP, which reduces nothing: see core.h. */
+enum shm_op {
+    SHM_SUM,
+    SHM_MEAN,
+    SHM_MIN,
+    SHM_MAX,
+    SHM_PROD,
+    SHM_WEIGHTED_MEAN,
+    SHM_WEIGHTED_SUM,
+    SHM_SKIP
+};
 
 enum shm_dtype {
     SHM_FLOAT32,

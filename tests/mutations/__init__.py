@@ -22,6 +22,7 @@ from tests.mutations import (
     sharded,
     shares,
     shm,
+    skips,
     weights,
 )
 
@@ -42,5 +43,6 @@ AREAS = (
     weights,
     complex_and_sparse,
     compiled,
+    skips,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

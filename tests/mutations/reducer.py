@@ -117,8 +117,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: half reduced gradients stay",
         file=ROUND,
-        old="            bucket.drop_gradients()\n",
-        new="            pass\n",
+        old="for bucket in self._buckets:\n            bucket.drop_gradients()\n",
+        new="for bucket in self._buckets:\n            pass\n",
         tests=("tests/reducer/test_failed_steps.py",),
     ),
     Mutation(

@@ -256,6 +256,8 @@ def _capture_a_weight(place):
     loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
     with pytest.raises(FastcommError, match="replay the weight of its capture"):
         comm.share_weight(Weight(2.0, 2.0))
+    with pytest.raises(FastcommError, match="skipping waits for the device, which cannot be capt"):
+        comm.refuse_capture("skipping")
     assert loaded("cuda").stand_in_capture(END) == 0
     loaded("cuda").stand_in_destroy_graphs()
     comm.close()

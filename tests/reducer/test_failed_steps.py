@@ -182,7 +182,7 @@ def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
     )
     with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match=words):
         if comm.rank == 1:
-            patch.setattr(fastcomm.reducer.bucket, "Bucket", _out_of_memory)
+            patch.setattr(fastcomm.reducer.plan, "Bucket", _out_of_memory)
         reducer.attach(model)
     reducer.attach(model)
     expected = mean_gradients(model, comm.world_size, backward)

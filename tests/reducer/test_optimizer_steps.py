@@ -15,6 +15,8 @@ from fastcomm.reducer.optimizer_steps import Share
 class Reducer:
     """Of one parameter. Its hash decides where it stands in a set."""
 
+    skipped = False
+
     def __init__(self, number: int, order: int, steps: list[str]) -> None:
         self.number, self._order, self._steps = number, order, steps
         self.n_rounds = 10 * number

@@ -1,0 +1,177 @@
+"""Skipping: rounds that all ranks drop together, because a rank votes for it, or because reduced
+gradients are not finite. Holds this rank's vote, the verdict on the last round, and whose gradients
+were to blame.
+
+All ranks come to the same verdict without a message: a vote travels with the buckets of the round
+(collective.SKIP), and reduced gradients are equal on all ranks. Over NCCL, where no host looks at
+what travels, a vote is a NaN in the gradients. Only after a verdict to drop the round the ranks
+tell each other why, and rank 0 logs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.errors import FastcommError
+from fastcomm.reducer import norms
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.join import is_joining
+from fastcomm.reducer.options import Options
+from fastcomm.reducer.torch_helpers import tell_scaler_of_skips
+
+_log = logging.getLogger("fastcomm")
+_NAMED = 3  # parameters of one rank in a log entry
+
+
+class Cause(NamedTuple):
+    """What one rank has to say about a round that was dropped.
+
+    vote: why it has voted; None: it has not. found: by parameter, how many elements of the rank's
+    own gradient were not finite; 0: some, which nobody has counted.
+    """
+
+    vote: str | None
+    found: dict[str, int]
+
+
+class Skipping:
+    """Of one reducer.
+
+    hears_votes: a vote travels with the buckets.
+    """
+
+    def __init__(self, comm: Communicator, options: Options | None = None) -> None:
+        """options: None where no rank votes, and nobody looks."""
+        self._on_nonfinite = options is not None and options.skip_nonfinite
+        # With hooks over NCCL, votes travel too, but nobody is to wait for the device to hear them.
+        has_hooks = options is not None and bool(options.hooks)
+        self.hears_votes = comm.carries_votes or (has_hooks and self._on_nonfinite)
+        self._comm, self._op = comm, "mean" if options is None else options.op
+        self.n_skipped = 0  # rounds that were dropped
+        self.n_blocks = 0  # of skip_on() around what runs now
+        self.forget()
+
+    def forget(self) -> None:
+        """The reducer has no model any more, and no round."""
+        # why this rank wants the round dropped that is open, or comes
+        self.vote: str | None = None
+        self._clear()
+
+    def begin_round(self) -> None:
+        """A round begins, or goes on after a signal handler has raised at its beginning."""
+        if self._on_nonfinite and self._comm.has_streams:
+            self._comm.refuse_capture("skip_nonfinite=True")
+        self._clear()
+
+    def _clear(self) -> None:
+        self._is_judged, self._is_asking = False, False
+        self._evidence: list[tuple[Sequence[str], Tensor]] = []
+        self._found: dict[str, int] = {}
+        self.is_skipped = False  # the last round was dropped,
+        self.found_nonfinite = False  # because gradients were not finite
+
+    def refuse_vote(self) -> None:
+        """Raises FastcommError where a vote could not reach the other ranks."""
+        if self.hears_votes:
+            return
+        if not self._on_nonfinite:
+            raise FastcommError(
+                f"over {self._comm.backend} a vote to skip travels as a NaN, which nobody looks "
+                "for: make the reducer with skip_nonfinite=True, on every rank"
+            )
+        if self._op not in ("sum", "mean"):
+            raise FastcommError(
+                f"over {self._comm.backend} a vote to skip travels as a NaN, which op {self._op} "
+                "may lose: use op sum or mean"
+            )
+
+    def cast_vote(self, why: str) -> None:
+        """This rank wants the round dropped that is open, or else the next one."""
+        tell_scaler_of_skips()
+        if self.vote is None:
+            self.vote = why
+
+    # -- what a round asks -------------------------------------------------------------------------
+
+    @property
+    def inspects(self) -> bool:
+        """Whether this rank's own gradients are looked at before they are reduced."""
+        return self._on_nonfinite
+
+    def inspect(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Notes which of the gradients, which are about to be reduced, are not finite."""
+        if not gradients:
+            return
+        if self._comm.has_streams:  # nobody waits for the device, unless the round is dropped
+            largest = torch._foreach_norm(list(gradients), float("inf"))
+            self._evidence.append((names, torch.stack([one.float() for one in largest])))
+            return
+        sums = [norms.screened(gradient) for gradient in gradients]
+        if not torch.stack(sums).isfinite().all():
+            for name, gradient in zip(names, gradients, strict=True):
+                n = int((~gradient.isfinite()).sum())
+                if n:
+                    self._found[name] = n
+
+    def judge(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the round, whose buckets are reduced, is to be dropped: the same on all ranks. A
+        second call gives the same answer. Collective where it is.
+        """
+        if not self._is_judged:
+            if self._is_asking:  # a signal handler has raised while the ranks talked
+                raise RuntimeError("the ranks cannot tell each other why a round is dropped")
+            voted = self.hears_votes and any(bucket.is_skipped() for bucket in buckets)
+            self._is_asking = True
+            n_nonfinite = 0
+            if self._on_nonfinite and not voted:
+                n_nonfinite = norms.n_left_nonfinite(buckets, self._comm)
+            if voted or n_nonfinite:
+                self._conclude(n_nonfinite)
+            self.is_skipped, self._is_judged = voted or n_nonfinite > 0, True
+        return self.is_skipped
+
+    def _conclude(self, n_nonfinite: int) -> None:
+        """The round is dropped: lets the ranks tell each other why."""
+        tell_scaler_of_skips()
+        self.n_skipped += 1
+        if is_joining(self._comm):  # a rank without data cannot take part in a talk: each logs
+            self.found_nonfinite = n_nonfinite > 0
+            causes = {self._comm.rank: self._cause()}
+        else:
+            causes = dict(enumerate(gather_objects(self._comm, self._cause())))
+            self.found_nonfinite = all(cause.vote is None for cause in causes.values())
+            if self._comm.rank != 0:
+                return
+        _log.warning("all ranks skip a step: %s", _in_words(causes, n_nonfinite))
+
+    def _cause(self) -> Cause:
+        for names, largest in self._evidence:
+            is_finite = largest.isfinite().tolist()
+            self._found |= {
+                name: 0 for name, good in zip(names, is_finite, strict=True) if not good
+            }
+        return Cause(self.vote, self._found)
+
+
+def _in_words(causes: Mapping[int, Cause], n_nonfinite: int) -> str:
+    votes = [f"rank {r} {cause.vote}" for r, cause in causes.items() if cause.vote is not None]
+    found = [f"rank {r}: {_named(cause.found)}" for r, cause in causes.items() if cause.found]
+    if votes or found:
+        return "; ".join(votes + [f"gradients not finite on {one}" for one in found])
+    if not n_nonfinite:
+        return "another rank votes for it"
+    return (
+        f"{n_nonfinite} elements of the reduced gradients are not finite, though no rank's own are"
+    )
+
+
+def _named(found: dict[str, int]) -> str:
+    named = [f"{name} ({n} elements)" if n else name for name, n in list(found.items())[:_NAMED]]
+    rest = len(found) - len(named)
+    return ", ".join(named) + (f" and {rest} more parameters" if rest else "")

@@ -1,0 +1,321 @@
+"""Steps that all ranks drop together: reducer.skip_step(), skip_step_on() and skip_nonfinite."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import AbandonedError, FastcommError, MismatchError
+from tests.support.bodies import finish_together
+from tests.support.models import (
+    SMALL_BUCKETS,
+    assert_gradients,
+    backward,
+    batch,
+    gradients,
+    loss_of,
+    mean_gradients,
+    mlp,
+)
+from tests.support.ranks import on_ranks
+from tests.support.skips import INF, NAN, Trainee, logged, spoil
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+only_shm = pytest.mark.transports("shm")
+
+
+# a NaN, or a vote
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@on_ranks(2, 3)
+def test_a_nonfinite_gradient_of_one_rank_makes_all_ranks_skip(comm, buckets, value):
+    trainee = Trainee(comm, **buckets)
+    with logged() as lines:
+        changed = [
+            trainee.train(i, (lambda model: spoil(model, value)) if i in (1, 4) else None)
+            for i in range(6)
+        ]
+    assert changed == [True, False, True, True, False, True]
+    assert trainee.reducer.n_skipped == 2
+    said = "all ranks skip a step: gradients not finite on rank 1: 2.weight"
+    assert [line.partition(" (1 elements)")[0] for line in lines] == [said] * 2 * (comm.rank == 0)
+    trainee.reducer.check_in_sync(trainee.optimizer)
+
+
+@pytest.mark.parametrize("vote", ["before", "instead"])
+@on_ranks(2, 3)
+def test_a_vote_of_one_rank_makes_all_ranks_skip(comm, buckets, vote):
+    trainee = Trainee(comm, skip_nonfinite=comm.backend == "nccl", **buckets)
+    with logged() as lines:
+        changed = [trainee.train(i, vote=vote if i in (1, 2) else None, rank=0) for i in range(4)]
+    assert changed == [True, False, False, True]
+    assert lines == ["all ranks skip a step: rank 0 called skip_step()"] * 2 * (comm.rank == 0)
+    trainee.reducer.check_in_sync(trainee.optimizer)
+
+
+@on_ranks(2)
+def test_the_step_after_a_skipped_one_is_as_if_that_had_not_been(comm, buckets):
+    trainee = Trainee(comm, **buckets)
+    trainee.train(0, spoil)
+    trainee.train(1, vote="instead")
+    backward(trainee.model, comm.rank, 2)
+    expected = mean_gradients(mlp(), 2, lambda model, rank: backward(model, rank, 2))
+    assert_gradients(trainee.model, expected)
+
+
+@only_shm
+@on_ranks(2)
+def test_all_ranks_may_vote_and_a_second_call_is_harmless(comm):
+    trainee = Trainee(comm)
+    for _ in range(2):
+        trainee.reducer.skip_step()
+        trainee.reducer.skip_step()
+        assert trainee.reducer.skipped
+        with logged() as lines:
+            trainee.optimizer.step()
+        assert [line.count("called") for line in lines] == [2] * (comm.rank == 0)
+    assert trainee.train(0)
+    assert trainee.reducer.n_skipped == 2
+
+
+@only_shm
+@on_ranks(2)
+def test_a_vote_inside_a_backward_counts(comm, buckets):
+    trainee = Trainee(comm, **buckets)
+    votes = [trainee.reducer.skip_step] if comm.rank else []
+    trainee.model[0].weight.register_hook(lambda _: votes.pop()() if votes else None)
+    assert not trainee.train(0)
+    assert trainee.train(1)
+
+
+@only_shm
+@on_ranks(2)
+def test_a_rank_may_leave_the_iteration_once_it_has_taken_its_part(comm):
+    trainee = Trainee(comm)
+    for i in range(4):
+        if comm.rank and i % 2:
+            trainee.reducer.skip_step()
+            trainee.reducer.synchronize()
+            continue
+        assert trainee.train(i) == (i % 2 == 0)
+    trainee.reducer.check_in_sync(trainee.optimizer)
+
+
+@only_shm
+@on_ranks(2)
+def test_a_vote_goes_with_any_weight(comm, buckets):
+    """Also from a rank that has not come to set_weight(), or counts nothing."""
+    trainee = Trainee(comm, **buckets)
+    for i, weight in enumerate((3, None, 0, 2)):
+        if weight is not None or comm.rank == 0:
+            trainee.reducer.set_weight(weight or comm.rank)
+        is_vote = weight in (None, 0)
+        assert trainee.train(i, vote="instead" if is_vote else None) != is_vote
+
+
+@pytest.mark.transports("shm", "group")
+@on_ranks(3)
+def test_ranks_without_data_follow_those_that_skip(comm, buckets):
+    trainee = Trainee(comm, optimizer=torch.optim.SGD, **buckets)
+    with logged() as lines, trainee.reducer.join():
+        for i in range((5, 4, 1)[comm.rank]):
+            is_skipped = i in (1, 3)
+            poison = spoil if i == 1 else None
+            assert trainee.train(i, poison, vote="instead" if i == 3 else None) != is_skipped
+    why = "called skip_step()" if comm.rank == 1 else "another rank votes for it"
+    assert (len(lines), comm.rank < 2 and why in lines[1]) == ((2, True), (2, True), (0, False))[
+        comm.rank
+    ]
+    trainee.reducer.check_in_sync()
+
+
+@only_shm
+@on_ranks(2)
+def test_a_nan_in_an_early_micro_batch_drops_the_whole_step(comm):
+    trainee = Trainee(comm)
+    before = trainee.snapshot()
+    for i in range(3):
+        poison = spoil(trainee.model) if comm.rank and i == 0 else 0
+        with trainee.reducer.no_sync() if i < 2 else contextlib.nullcontext():
+            (loss_of(trainee.model, comm.rank, i) + poison).backward()
+    assert gradients(trainee.model) == [None] * 6
+    trainee.optimizer.step()
+    assert trainee.snapshot() == before
+
+
+@only_shm
+@on_ranks(2)
+def test_a_vote_comes_too_late_once_gradients_are_reduced(comm):
+    trainee = Trainee(comm)
+    backward(trainee.model, comm.rank)
+    with pytest.raises(FastcommError, match=f"too late on rank {comm.rank}.*zero_grad"):
+        trainee.reducer.skip_step()
+    trainee.optimizer.step()
+    trainee.reducer.skip_step()  # for the next one
+    trainee.optimizer.zero_grad()
+    assert not trainee.train(1)
+    assert trainee.train(2)
+
+
+@pytest.mark.transports("nccl")
+@on_ranks(2)
+def test_over_nccl_a_vote_needs_somebody_who_looks(comm):
+    for options, why in (({}, "skip_nonfinite=True"), ({"op": "max"}, "op max may lose")):
+        model = mlp()
+        reducer = fastcomm.Reducer(comm, skip_nonfinite=bool(options), **options).attach(model)
+        with pytest.raises(FastcommError, match=why):
+            reducer.skip_step()
+        with pytest.raises(FastcommError, match=why):
+            reducer.skip_step_on(MemoryError)
+        reducer.detach()
+
+
+@only_shm
+@on_ranks(2)
+def test_a_sum_that_overflows_is_nobodys_fault(comm):
+    trainee = Trainee(comm, op="sum")
+    with logged() as lines:
+        (trainee.model[0].weight[0, 0] * 3e38).backward()
+    assert trainee.reducer.skipped
+    found = "1 elements of the reduced gradients are not finite, though no rank's own are"
+    assert lines == [f"all ranks skip a step: {found}"] * (comm.rank == 0)
+
+
+@pytest.mark.transports("shm", "nccl", "group")
+@on_ranks(2)
+def test_what_is_too_large_for_the_wire_is_skipped(comm):
+    trainee = Trainee(comm, wire_dtype=torch.float16)
+    assert not trainee.train(0, lambda model: spoil(model, 1e6))
+    assert trainee.train(1)
+
+
+@only_shm
+@on_ranks(2)
+def test_a_log_entry_names_few_parameters_and_every_rank(comm):
+    trainee = Trainee(comm)
+    with logged() as lines:
+        (loss_of(trainee.model, comm.rank) * NAN).backward()
+    if comm.rank == 0:
+        named = r"\S+ \(\d+ elements\), \S+ \(\d+ elements\), \S+ \(\d+ elements\) and 3 more"
+        assert re.search(
+            f"on rank 0: {named} parameters; .* on rank 1: {named} parameters$", *lines
+        )
+
+
+@only_shm
+@on_ranks(2)
+def test_hooks_reduce_what_is_skipped(comm):
+    trainee = Trainee(comm, hook=(fastcomm.HookState(comm), fastcomm.all_reduce_hook))
+    outcomes = [trainee.train(0), trainee.train(1, spoil), trainee.train(2, vote="instead")]
+    assert [*outcomes, trainee.train(3)] == [True, False, False, True]
+
+
+# exceptions
+
+
+class Unlucky(Trainee):
+    def train(self, i, *caught, error=None, where="backward"):
+        with self.reducer.skip_step_on(*caught) if caught else contextlib.nullcontext():
+            if error is not None and where == "forward":
+                _raise(error)
+            x, _ = batch(self.comm.rank, i)
+            hidden = self.model[:2](x)
+            if error is not None and where == "reduction":
+                self.reducer._skipping.inspect = lambda *_: _raise(error)
+            elif error is not None:
+                hidden.register_hook(lambda _: _raise(error))
+            self.model[2:](hidden).square().mean().backward()
+        vars(self.reducer._skipping).pop("inspect", None)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _raise(words):
+    raise MemoryError(words)  # not one that a frame holds, which would hold the frame
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "reduction"])
+@on_ranks(2, 3)
+def test_an_exception_of_one_rank_makes_all_ranks_skip(comm, where):
+    """Where it comes out of backward, buckets are under way by then."""
+    trainee = Unlucky(comm, **({} if where == "reduction" else SMALL_BUCKETS))
+    for i in range(4):
+        before = trainee.snapshot()
+        error = "no\nmore" if comm.rank == 1 and i in (1, 2) else None
+        with logged() as lines:
+            trainee.train(i, MemoryError, KeyError, error=error, where=where)
+        assert (trainee.snapshot() == before) == trainee.reducer.skipped == (i in (1, 2))
+        told = "all ranks skip a step: rank 1 met MemoryError: no"
+        assert lines == [told] * trainee.reducer.skipped * (comm.rank == 0)
+    trainee.reducer.check_in_sync(trainee.optimizer)
+
+
+@on_ranks(2)
+def test_other_exceptions_abandon_the_round_as_always(comm):
+    trainee = Unlucky(comm)
+    for i, caught in enumerate(((KeyError,), (), (AbandonedError, FastcommError))):
+        finish_together(comm)
+        error = "none" if comm.rank == 1 else None
+        with pytest.raises(AbandonedError if error is None else MemoryError):
+            trainee.train(i, *caught, error=error)
+        assert gradients(trainee.model) == [None] * 6
+        trainee.optimizer.zero_grad()
+    trainee.train(3)
+    assert not trainee.reducer.skipped
+    trainee.reducer.check_in_sync(trainee.optimizer)
+
+
+@only_shm
+@on_ranks(2)
+def test_an_exception_that_is_caught_inside_the_block_abandons_the_round(comm):
+    trainee = Unlucky(comm)
+    hears = pytest.raises(AbandonedError) if comm.rank == 0 else contextlib.nullcontext()
+    with hears, trainee.reducer.skip_step_on(MemoryError), contextlib.suppress(MemoryError):
+        trainee.train(0, error="none" if comm.rank else None)
+    trainee.optimizer.zero_grad()
+    trainee.train(1)
+    assert not trainee.reducer.skipped
+
+
+@only_shm
+@on_ranks(1)
+def test_skip_step_on_needs_exceptions(comm):
+    with pytest.raises(TypeError, match="types of exceptions"):
+        Trainee(comm).reducer.skip_step_on()
+
+
+@only_shm
+@on_ranks(2)
+def test_an_exception_after_the_reduction_comes_too_late(comm):
+    trainee = Trainee(comm)
+    with pytest.raises(FastcommError, match="too late"), trainee.reducer.skip_step_on(KeyError):
+        backward(trainee.model, comm.rank)
+        raise KeyError("late")
+
+
+@only_shm
+@on_ranks(2)
+def test_gradients_made_by_hand_are_skipped(comm):
+    trainee = Trainee(comm)
+    for i, poison in enumerate((1.0, NAN, 2.0)):
+        for parameter in trainee.model.parameters():
+            parameter.grad = torch.full_like(parameter, poison if comm.rank else 1.0)
+        trainee.reducer.reduce()
+        assert trainee.reducer.skipped == (i == 1) == (gradients(trainee.model) == [None] * 6)
+
+
+def _attach_with_other_options(comm):
+    fastcomm.Reducer(comm, skip_nonfinite=comm.rank == 1).attach(mlp())
+
+
+@only_shm
+def test_ranks_skip_what_is_not_finite_together(ranks):
+    ranks.raises(
+        2, MismatchError, _attach_with_other_options, match="skip_nonfinite", survives=True
+    )
