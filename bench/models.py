@@ -7,6 +7,7 @@ parameters from here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -236,6 +237,18 @@ CASES = {
     "gpt2": Case(
         "GPT-2 small, 1 x 32 tokens", Gpt2, lambda: torch.randint(50257, (1, 33)), next_token_loss
     ),
+}
+
+# A large table of which a step uses few rows; gradients are sparse, or as large as the table.
+# Measured only where they are named.
+EMBEDDINGS = {
+    name: Case(
+        f"EmbeddingBag 500,000 x 32, {kind} gradients, 256 x 16 words",
+        functools.partial(nn.EmbeddingBag, 500_000, 32, mode="sum", sparse=kind == "sparse"),
+        lambda: torch.randint(500_000, (256, 16)),
+        mean_square,
+    )
+    for name, kind in (("embedding", "sparse"), ("embedding-dense", "dense"))
 }
 
 # Batches of a size that keeps a large GPU busier than the host.

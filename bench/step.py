@@ -6,6 +6,7 @@ bucket views), in one run.
     python bench/step.py --models mlp conv --rounds 30
     python bench/step.py --models gpt2 --optimizer adamw --ways local fastcomm sharded
     python bench/step.py --models mlp gpt2 --ways local fastcomm weighted
+    python bench/step.py --models embedding embedding-dense --ways local fastcomm ddp
     python bench/step.py --models gpt2 --memory   what each way's parameters and gradients take
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
     python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
@@ -48,7 +49,7 @@ import sections
 import torch
 import torch.distributed as dist
 import turns
-from models import CASES, CUDA_CASES, WARM_UP_STEPS, Case, TinyParameters
+from models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
 from report import Bar, Times
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -89,7 +90,8 @@ def main() -> int:
         else:
             cases = CUDA_CASES if is_cuda else CASES
             results = {
-                name: measure(comm, cases[name], options) for name in options.models or cases
+                name: measure(comm, (cases | EMBEDDINGS)[name], options)
+                for name in options.models or cases
             }
             if comm.rank == 0:
                 write_results(results, comm.world_size, options)
@@ -110,9 +112,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="+",
-        choices=tuple(CASES | CUDA_CASES),
+        choices=tuple(CASES | CUDA_CASES | EMBEDDINGS),
         metavar="MODEL",
-        help=f"of {', '.join(CASES)}; on a GPU of {', '.join(CUDA_CASES)} (all)",
+        help=f"of {', '.join(CASES)}; on a GPU of {', '.join(CUDA_CASES)} (all); or of "
+        f"{', '.join(EMBEDDINGS)}",
     )
     parser.add_argument(
         "--ranks",
@@ -137,7 +140,8 @@ def parse_options() -> argparse.Namespace:
         "--memory", action="store_true", help="measure the shared segments' memory, not steps"
     )
     options = report.parse(parser, rounds=16)
-    unknown = set(options.models or ()) - set(CUDA_CASES if options.device == "cuda" else CASES)
+    known = (CUDA_CASES if options.device == "cuda" else CASES) | EMBEDDINGS
+    unknown = set(options.models or ()) - set(known)
     if not {"local", "fastcomm"} <= set(options.ways):
         parser.error("--ways: the others are compared with local and fastcomm")
     if unknown:

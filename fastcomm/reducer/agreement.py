@@ -7,7 +7,7 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,9 +139,14 @@ def distinct_elements(tensor: Tensor) -> Tensor:
 # ---- what the ranks compare ---------------------------------------------------------------------
 
 
-def signature(parameters: Named, buffers: Named) -> list[Any]:
-    """What must be equal on all ranks of a model, in the model's order."""
-    described = [("parameter", name, _description(p) | _layout(p)) for name, p in parameters]
+def signature(parameters: Named, buffers: Named, sparse: Collection[str] = ()) -> list[Any]:
+    """What must be equal on all ranks of a model, in the model's order. sparse: the names of the
+    parameters with sparse gradients.
+    """
+    described = [
+        ("parameter", name, _description(p) | _layout(p) | {"sparse gradients": name in sparse})
+        for name, p in parameters
+    ]
     return described + [("buffer", name, _description(b)) for name, b in buffers]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.collective import OTHERS_GRADIENT
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator
+from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
@@ -22,6 +22,7 @@ from fastcomm.reducer.geometry import strides_of, view_of
 from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout
+from fastcomm.reducer.misfit import misfit_in_slot
 from fastcomm.reducer.provenance import Provenance
 from fastcomm.reducer.shares import RankShare, Sharding
 
@@ -38,6 +39,8 @@ class Bucket(Counter):
     """Gradients that are reduced together. Between two rounds a gradient is a view of `flat`, a
     tensor of the user's own, or missing.
     """
+
+    waits_in_launch = False  # for the other ranks, so that it is launched at the end of backward
 
     def __init__(
         self,
@@ -136,13 +139,15 @@ class Bucket(Counter):
         *,
         keeps_graph: bool = False,
         weight: Any = None,
-        is_empty: bool = False,
+        own_weight: Weight | None = None,
         inspect: Inspection | None = None,
     ) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
-        starts its reduction. step, weight: see BoundBucket.launch. is_empty: the weight is 0, and
-        no gradient takes part. inspect: is shown the gradients that do, before they are reduced.
+        starts its reduction. step, weight: see BoundBucket.launch. own_weight: this rank's; where
+        it is 0, no gradient takes part. inspect: is shown the gradients that do, before they are
+        reduced.
         """
+        is_empty = own_weight is not None and not own_weight.total
         if self.share is not None:
             self.share.refuse_unseen(self.names, self.ready)
         self._bring_views_home()
@@ -229,7 +234,7 @@ class Bucket(Counter):
             parameter = None if i < 0 else self._references[i]()
             if parameter is None or parameter.grad is None:
                 raise
-            trouble = _misfit(parameter, parameter.grad, self.views[i])
+            trouble = misfit_in_slot(parameter, parameter.grad, self.views[i])
             raise FastcommError(
                 f"the gradient of parameter {self.names[i]} {trouble or error}"
             ) from error
@@ -249,7 +254,9 @@ class Bucket(Counter):
             self.views[i].zero_()
         elif gradient is not self.views[i]:
             assert parameter is not None  # for the type checker
-            trouble = _misfit(parameter, gradient, self.views[i]) or self._intrusion(i, gradient)
+            trouble = misfit_in_slot(parameter, gradient, self.views[i]) or self._intrusion(
+                i, gradient
+            )
             if trouble is not None:
                 raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
             self.views[i].copy_(gradient)
@@ -466,26 +473,3 @@ def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Ten
     """By slot, those there are."""
     grads = [None if parameter is None else parameter.grad for parameter in parameters]
     return [(i, gradient) for i, gradient in enumerate(grads) if gradient is not None]
-
-
-def _misfit(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
-    """Why the gradient does not fit its slot."""
-    if gradient.layout is not torch.strided:
-        return "is sparse, which cannot be reduced: use sparse=False"
-    if gradient.shape != view.shape or parameter.shape != view.shape:
-        was, now = tuple(view.shape), tuple(gradient.shape)
-        return (
-            f"has shape {now}, and had {was} at attach(): call refresh() on every rank after "
-            "changing a parameter's shape"
-        )
-    if gradient.dtype != view.dtype or parameter.dtype not in (view.dtype, gradient.dtype):
-        return (
-            f"is {gradient.dtype}, and was {view.dtype} at attach(): call refresh() on every rank "
-            "after changing a parameter's dtype"
-        )
-    if gradient.device != view.device:
-        return (
-            f"is on {gradient.device}, and was on {view.device} at attach(): call refresh() on "
-            "every rank after moving the model"
-        )
-    return None

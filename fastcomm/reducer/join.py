@@ -396,6 +396,13 @@ def _refuse(reducer: Joining) -> None:
             f"a {type(reducer.local_steps.meetings).__name__}, whose ranks meet after the same "
             "number of steps: call its finish() first, on every rank"
         )
+    else:
+        sparse = [one.names[0] for one in reducer._buckets if one.waits_in_launch]
+        if sparse:
+            refusal = (
+                f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
+                "data or without: use sparse=False"
+            )
     if refusal is not None:
         raise ValueError(f"join() is not possible with {refusal}")
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 from fastcomm.collective import as_pairs
 from fastcomm.communicator import Communicator
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.sparse_rows import scale_, values_of
 
 
 def norm(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
@@ -37,7 +38,13 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Ten
     square_sums = [bucket.square_sum() for bucket in buckets]
     before = _norm_from(buckets, square_sums)
     if None in square_sums:
-        torch.nn.utils.clip_grads_with_norm_(_with_gradient(buckets), max_norm, before)
+        parameters = _with_gradient(buckets)
+        dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, before)
+        factor = _clip_factor(max_norm, before)
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                scale_(p.grad, factor)
     else:  # all gradients lie in the flat buffers
         factor = _clip_factor(max_norm, before)
         for bucket in buckets:
@@ -88,7 +95,7 @@ def screened(tensor: Tensor) -> Tensor:
 
 
 def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
-    parts = [as_pairs(gradient.resolve_conj()) for gradient in gradients]
+    parts = [as_pairs(gradient) for gradient in gradients]
     counts = [(~torch.isfinite(part)).sum() for part in parts]
     return (
         torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
@@ -144,4 +151,5 @@ def _with_gradient(buckets: Sequence[Bucket]) -> list[Parameter]:
 
 
 def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
-    return [p.grad for p in _with_gradient(buckets) if p.grad is not None]
+    """Of sparse ones the values."""
+    return [values_of(p.grad) for p in _with_gradient(buckets) if p.grad is not None]

@@ -31,6 +31,7 @@ class Options:
     hooks: tuple[Hook, ...]
     error_feedback: bool = False
     skip_nonfinite: bool = False
+    sparse_parameters: tuple[str, ...] = ()
     hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +118,7 @@ class Options:
             "error_feedback": self.error_feedback,
             "skip_nonfinite": self.skip_nonfinite,
             "streams": self.streams,
+            "sparse_parameters": list(self.sparse_parameters),
             "hook": [
                 function.__qualname__ if hasattr(function, "__qualname__") else repr(function)
                 for _, function in self.hooks

@@ -56,6 +56,11 @@ def make_buckets(
         )
         for i, layout in enumerate(layouts)
     ]
+    number_gradients(buckets)
+    return buckets
+
+
+def number_gradients(buckets: Sequence[Bucket]) -> None:
+    """In the order of the buckets, for those who note what happens to each gradient."""
     for before, bucket in itertools.pairwise(buckets):
         bucket.first = before.first + len(before.names)
-    return buckets

@@ -30,7 +30,8 @@ cdef class Provenance:
     """The provenance of the gradients of one bucket, by slot.
 
     references: weak ones to the parameters.
-    views: of the flat buffer; the bucket's own list, which may replace some.
+    views: of the flat buffer, or the sparse results of the last round; the bucket's own list, which
+        may replace some.
     addresses: where the views lie.
     n_rounds: how many rounds of the reducer have ended so far.
     """
@@ -154,7 +155,9 @@ cdef class Provenance:
         """Whether it is the view, or another tensor on its memory, which shares its version."""
         if gradient is self.views[i]:
             return True
-        return is_dense(gradient) and gradient.data_ptr() == self.views[i].data_ptr()
+        if not (is_dense(gradient) and is_dense(self.views[i])):
+            return False
+        return gradient.data_ptr() == self.views[i].data_ptr()
 
     cdef bint _is_unsynced(self, Py_ssize_t i, gradient):
         if gradient is self.views[i]:
@@ -165,7 +168,9 @@ cdef class Provenance:
         """Whether nobody has written to it since it was stepped or left."""
         if self._is_at_home(i, gradient):
             # after gradient.data = ... the view lies elsewhere
-            is_there = self.views[i].data_ptr() == self.addresses[i]
+            is_there = not is_dense(self.views[i]) or (
+                self.views[i].data_ptr() == self.addresses[i]
+            )
             return is_there and self.views[i]._version == self.versions[i]
         return getattr(gradient, MARK, None) == (ACCEPTED, version_of(gradient))
 
@@ -205,7 +210,7 @@ cdef class Provenance:
         for i in range(len(self.views)):
             gradient = self._gradient(i)
             if gradient is not None and self._is_fresh(i, None) and self._is_known(i, gradient):
-                if gradient.any():  # not what zero_grad(set_to_none=False) leaves
+                if values_of(gradient).any():  # not what zero_grad(set_to_none=False) leaves
                     return True
         return False
 
@@ -215,7 +220,7 @@ cdef class Provenance:
             return True
         # Zeros left by zero_grad(set_to_none=False) do no harm. This waits for the device, but only
         # in a step without a round whose gradients were written since the last step.
-        return self._is_known(i, gradient) and not gradient.any()
+        return self._is_known(i, gradient) and not values_of(gradient).any()
 
     cdef bint _is_known(self, Py_ssize_t i, gradient):
         """Whether a round or a step has seen this tensor, whatever was written to it since."""
@@ -237,6 +242,11 @@ cdef class Provenance:
 cdef version_of(gradient):
     """The tensor's version; -1 for inference tensors, whose writes torch does not count."""
     return -1 if gradient.is_inference() else gradient._version
+
+
+cdef values_of(gradient):
+    """What is not zero in it is in here."""
+    return gradient if is_dense(gradient) else gradient._values()
 
 
 cdef bint is_dense(gradient):

@@ -25,7 +25,7 @@ from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
-from fastcomm.reducer import agreement
+from fastcomm.reducer import agreement, sparsity
 from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.compiled import Compiled
@@ -37,7 +37,6 @@ from fastcomm.reducer.model import Model, model_of, named_parameters, reference_
 from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
 from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.owners import is_owned, let_go, next_number, owner_of, take_over
-from fastcomm.reducer.plan import make_buckets
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.shares import ShardedBy
 from fastcomm.reducer.skipping import Skipping
@@ -75,6 +74,9 @@ class Reducer(UnevenData):
     skip_nonfinite: when a backward leaves infinities or NaNs in the reduced gradients, all ranks
         drop the step, as after skip_step(). Rank 0 logs which rank's parameters had them. Over
         NCCL the end of backward waits for the device then.
+    sparse_parameters: names of parameters whose gradients may be sparse, beside the weights of
+        nn.Embedding and nn.EmbeddingBag with sparse=True, which are found. Their rows are gathered
+        from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Reducer(UnevenData):
         overlap: bool = True,
         error_feedback: bool = False,
         skip_nonfinite: bool = False,
+        sparse_parameters: Sequence[str] = (),
     ) -> None:
         self.op = canonical_op(op)
         self._options = Options(
@@ -101,6 +104,7 @@ class Reducer(UnevenData):
             hooks_of(hook),
             error_feedback,
             skip_nonfinite,
+            tuple(sparse_parameters),
         )
         self.comm: Communicator = init() if comm is None else comm
         self._options.check_communicator(self.comm)
@@ -154,8 +158,14 @@ class Reducer(UnevenData):
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = agreement.find_problem(
             self._model is not None, named, buffers, self.comm.device, is_owned
-        ) or self._options.find_problem(named)
-        model = [] if problem else agreement.signature(named, buffers)
+        )
+        sparse: set[str] = set()
+        if problem is None:
+            sparse = sparsity.find(source, named, self._options.sparse_parameters)
+            problem = sparsity.find_problem(
+                sparse, named, self._options, self.sharded_by.sharding()
+            ) or self._options.find_problem(named)
+        model = [] if problem else agreement.signature(named, buffers, sparse)
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         self.number = next_number(self.comm)
@@ -167,10 +177,12 @@ class Reducer(UnevenData):
         """Of the size that the tuning has now. Collective."""
         named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
+        options = self._tuning.options
+        sparse = sparsity.find(source, named, options.sparse_parameters)
         try:
             sharding = self.sharded_by.sharding()
-            self._buckets = make_buckets(
-                trainable, self.comm, self._tuning.options, self.number, self.n_rounds, sharding
+            self._buckets = sparsity.make_buckets(
+                trainable, sparse, self.comm, options, self.number, self.n_rounds, sharding
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one

@@ -98,6 +98,7 @@ class Round(RoundFlags):
         while (
             self._n_launched < len(self._buckets) - 1
             and not self._buckets[self._n_launched].n_pending
+            and not self._buckets[self._n_launched].waits_in_launch
         ):
             self._launch_next()
 
@@ -130,7 +131,7 @@ class Round(RoundFlags):
                 self._step,
                 keeps_graph=self._keeps_graph,
                 weight=self._shared_weight,
-                is_empty=self._weighted is not None and not self._weighted.weight.total,
+                own_weight=None if self._weighted is None else self._weighted.weight,
                 inspect=self._skipping.inspect if self._skipping.inspects else None,
             )
         elif self._skipping.hears_votes:

@@ -107,6 +107,11 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
             f"{len(reducer._buckets)}: choose a smaller bucket_cap_mb, or fewer fragments"
         )
     for bucket in reducer._buckets:
+        if bucket.waits_in_launch:
+            raise ValueError(
+                f"the gradient of parameter {bucket.names[0]} is sparse, and meetings average "
+                "whole parameters: use sparse=False"
+            )
         for name, parameter, view in zip(
             bucket.names, bucket.parameters, bucket.views, strict=True
         ):

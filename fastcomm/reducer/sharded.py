@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError
-from fastcomm.reducer import agreement, arrivals, checkpoints, param_groups, torch_helpers
+from fastcomm.reducer import (
+    agreement,
+    arrivals,
+    checkpoints,
+    param_groups,
+    sparsity,
+    torch_helpers,
+)
 from fastcomm.reducer.arrivals import Arrival, Arrivals
 from fastcomm.reducer.checkpoints import Part, options_of
 from fastcomm.reducer.options import AUTO
@@ -43,7 +50,7 @@ _ELEMENTWISE = (
 )
 _REFUSED = {
     torch.optim.LBFGS: "LBFGS looks at all parameters together: use another optimizer",
-    torch.optim.SparseAdam: "SparseAdam steps sparse gradients, which are not reduced: use another",
+    torch.optim.SparseAdam: "SparseAdam steps sparse gradients: use it without sharding",
 }
 _MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
 _REFRESH = agreement.Call("refresh()", "optimizers", "cannot refresh its ShardedOptimizer")
@@ -468,6 +475,7 @@ def _refuse_class(
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, refused):
             raise ValueError(why)
+    sparsity.refuse_sharding(reducer._buckets)
     if defaults.get("differentiable"):
         raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
     if reducer.sharded_by.is_taken:

@@ -387,19 +387,32 @@ def attached_in_inference_mode(case):
         training.step(backward)
 
 
-@error("`nn.Embedding(sparse=True)`", match=r"(?s)0\.weight.*sparse", instead="`sparse=False`")
+def _words(sparse):
+    seed(0)
+    return nn.Sequential(nn.Embedding(16, 8, sparse=sparse), nn.Linear(8, 4))
+
+
+def _read(model, rank, i):
+    F.mse_loss(model(torch.arange(4) + rank + i), batch(rank, i)[1]).backward()
+
+
+@reduced("`nn.Embedding(sparse=True)`, `nn.EmbeddingBag(sparse=True)`: gradients stay sparse")
 def sparse_gradients(case):
-    def make(sparse=True):
-        seed(0)
-        return nn.Sequential(nn.Embedding(16, 8, sparse=sparse), nn.Linear(8, 4))
+    training = case.train(lambda: _words(sparse=True), _read)
+    assert training.model[0].weight.grad.is_sparse
 
-    def run(model, rank, i):
-        F.mse_loss(model(torch.arange(4) + rank + i), batch(rank, i)[1]).backward()
 
-    training = Training(case, make)
+@error(
+    "a gradient that is sparse only since attach()",
+    match=r"(?s)0\.weight.*sparse",
+    instead="`refresh()`, or name it in `Reducer(sparse_parameters=...)`",
+)
+def sparse_since_attach(case):
+    training = Training(case, lambda: _words(sparse=False))
+    training.change(lambda model: setattr(model[0], "sparse", True))
     with case.refused():
-        run(training.model, case.rank, 0)
+        _read(training.model, case.rank, 0)
     training.assert_parameters()
-    training.change(lambda model: setattr(model[0], "sparse", False))
-    training.step(run)
-    training.step(run)
+    training.refresh()
+    training.step(_read)
+    training.step(_read)

@@ -314,6 +314,8 @@ class Training:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_sparse:
+        return torch.cat([_bits(tensor.indices()), _bits(tensor.values())])
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
@@ -322,6 +324,9 @@ def _assert_close(what: str, mine: Tensor | None, wanted: Tensor | None) -> None
     if mine is None or wanted is None:
         assert mine is wanted, f"{what} is {mine}, expected {wanted}"
         return
+    assert mine.layout == wanted.layout, f"{what} is {mine.layout}, expected {wanted.layout}"
+    if mine.is_sparse:
+        mine, wanted = mine.to_dense(), wanted.to_dense()
     if mine.dtype not in _TOLERANCE:  # nothing computes in it
         assert mine.dtype == wanted.dtype, f"{what} is {mine.dtype}, expected {wanted.dtype}"
         assert torch.equal(_bits(mine), _bits(wanted)), what

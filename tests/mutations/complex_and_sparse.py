@@ -6,11 +6,18 @@ from tests.mutations.mutation import Mutation
 
 COLLECTIVE = "fastcomm/collective.py"
 COMPLEX = "tests/reducer/test_complex.py"
+SPARSE = "tests/reducer/test_sparse.py"
 CONTRACT = "tests/contract"
+BUCKET = "fastcomm/reducer/sparse_bucket.py"
+ROWS = "fastcomm/reducer/sparse_rows.py"
 
 
 def _complex(name: str) -> tuple[str, ...]:
     return (f"{COMPLEX}::{name}",)
+
+
+def _sparse(name: str) -> tuple[str, ...]:
+    return (f"{SPARSE}::{name}",)
 
 
 _ONE_PROCESS = "test_gradients_are_those_of_one_process"
@@ -69,8 +76,8 @@ MUTATIONS = (
     Mutation(
         name="complex: nonfinite_count counts elements, over some transports",
         file="fastcomm/reducer/norms.py",
-        old="as_pairs(gradient.resolve_conj()) for",
-        new="gradient.resolve_conj() for",
+        old="parts = [as_pairs(gradient) for",
+        new="parts = [gradient for",
         tests=_complex("test_nonfinite_parts_that_come_from_a_round_are_counted"),
     ),
     Mutation(
@@ -107,5 +114,131 @@ MUTATIONS = (
         old="        d.op = SHM_SUM\n",
         new="        d.op = 99\n",
         tests=(f"{CONTRACT}/test_results.py::test_complex_tensors_travel_as_pairs",),
+    ),
+    Mutation(
+        name="sparse: hooks wait for the other ranks",
+        file=BUCKET,
+        old="    waits_in_launch = True\n",
+        new="    waits_in_launch = False\n",
+        tests=_sparse("test_rows_are_asked_for_at_the_end_of_backward"),
+    ),
+    Mutation(
+        name="sparse: a mean is a sum",
+        file=BUCKET,
+        old='if going_on.op == "mean" else 1',
+        new="if False else 1",
+        tests=_sparse("test_gradients_are_those_of_one_process"),
+    ),
+    Mutation(
+        name="sparse: a rank keeps back what no backward has touched",
+        file=BUCKET,
+        old="gradients.append(None if is_empty else gradient)",
+        new="gradients.append(None if i in self._untouched else gradient)",
+        tests=_sparse("test_gradients_add_up_over_rounds"),
+    ),
+    Mutation(
+        name="sparse: a rank without data leaves others' gradients to them",
+        file=BUCKET,
+        old="i not in self._untouched or i in self._emptied for",
+        new="i not in self._untouched for",
+        tests=_sparse("test_weights_of_dense_and_of_kept_gradients"),
+    ),
+    Mutation(
+        name="sparse: a dense gradient is not weighted",
+        file=BUCKET,
+        old="flat.copy_(values if factors is None else values * factors[self._comm.rank])",
+        new="flat.copy_(values)",
+        tests=_sparse("test_weights_of_dense_and_of_kept_gradients"),
+    ),
+    Mutation(
+        name="sparse: rows are not weighted",
+        file=ROWS,
+        old="alpha=factor)",
+        new="alpha=1)",
+        tests=_sparse("test_weights_accumulation_and_ranks_without_data"),
+    ),
+    Mutation(
+        name="sparse: a parameter that nobody used gets an empty gradient",
+        file=BUCKET,
+        old="        if not any(offer.is_present[i] for offer in self.offers):\n",
+        new="        if False:\n",
+        tests=_sparse("test_ranks_agree_on_the_form"),
+    ),
+    Mutation(
+        name="sparse: a rank with rows overrules one with a dense gradient",
+        file=BUCKET,
+        old="forms.pop() if len(forms) == 1 else _DENSE",
+        new="max(forms)",
+        tests=_sparse("test_ranks_agree_on_the_form"),
+    ),
+    Mutation(
+        name="sparse: values travel in their own dtype",
+        file=BUCKET,
+        old="self._wire_dtype or dtype",
+        new="dtype",
+        tests=_sparse("test_narrow_wires_carry_values"),
+    ),
+    Mutation(
+        name="sparse: 16-bit values are added in 16 bits",
+        file=ROWS,
+        old="torch.float32 if like.dtype in _HALVES else like.dtype",
+        new="like.dtype",
+        tests=_sparse("test_narrow_wires_carry_values"),
+    ),
+    Mutation(
+        name="sparse: indices begin where the values before them end",
+        file=ROWS,
+        old="math.ceil(nbytes / _INDEX_NBYTES) * _INDEX_NBYTES",
+        new="nbytes",
+        tests=_sparse("test_narrow_wires_carry_values"),
+    ),
+    Mutation(
+        name="sparse: ranks after different numbers of steps go on",
+        file=BUCKET,
+        old=" or len({offer.step for offer in offers}) > 1",
+        new="",
+        tests=_sparse("test_ranks_that_make_different_steps_are_told"),
+    ),
+    Mutation(
+        name="sparse: a row that comes twice counts twice in a norm",
+        file=ROWS,
+        old="gradient.coalesce().values()",
+        new="gradient._values()",
+        tests=_sparse("test_norms_and_clipping_count_each_row_once"),
+    ),
+    Mutation(
+        name="sparse: rows are not clipped, over some transports",
+        file="fastcomm/reducer/norms.py",
+        old="                scale_(p.grad, factor)\n",
+        new="                pass\n",
+        tests=_sparse("test_norms_and_clipping_count_each_row_once"),
+    ),
+    Mutation(
+        name="sparse: what is sparse is not compared",
+        file="fastcomm/reducer/agreement.py",
+        old='"sparse gradients": name in sparse',
+        new='"sparse gradients": False',
+        tests=_sparse("test_what_is_sparse_is_agreed_on"),
+    ),
+    Mutation(
+        name="sparse: a changed gradient of an earlier round counts as reduced",
+        file="fastcomm/reducer/provenance.pyx",
+        old="return gradient if is_dense(gradient) else gradient._values()\n",
+        new="return gradient if is_dense(gradient) else gradient._values()[:0]\n",
+        tests=_sparse("test_gradients_are_guarded_as_dense_ones_are"),
+    ),
+    Mutation(
+        name="sparse: a vote to drop the step is not heard",
+        file=BUCKET,
+        old="        return any(offer.op == SKIP for offer in self.offers)\n",
+        new="        return False\n",
+        tests=_sparse("test_ranks_drop_a_step_together"),
+    ),
+    Mutation(
+        name="sparse: what is not finite among rows is not counted",
+        file=BUCKET,
+        old="total += (~as_pairs(values_of(result)).isfinite()).sum()",
+        new="pass",
+        tests=_sparse("test_ranks_drop_a_step_together"),
     ),
 )

@@ -157,16 +157,6 @@ def test_attach_refuses_a_parameter_that_is_given_twice(comm):
 
 
 @on_ranks(2)
-def test_a_sparse_gradient_is_refused_by_name(comm, buckets):
-    model = nn.Sequential(
-        OrderedDict(embedding=nn.Embedding(32, 8, sparse=True), head=nn.Linear(8, 4))
-    )
-    with pytest.raises(BAD_INPUT, match=r"(?s)embedding\.weight.*sparse"):
-        fastcomm.Reducer(comm, **buckets).attach(model)
-        model(torch.arange(4)).sum().backward()
-
-
-@on_ranks(2)
 def test_a_parameter_unfrozen_without_refresh_is_an_error_not_a_silent_difference(comm):
     model = mlp()
     model[2].requires_grad_(False)

@@ -277,7 +277,7 @@ def test_a_refresh_that_one_rank_must_refuse(comm):
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "LBFGS": (torch.optim.LBFGS, {}, "LBFGS looks at all parameters together"),
-    "SparseAdam": (torch.optim.SparseAdam, {}, "sparse gradients"),
+    "SparseAdam": (torch.optim.SparseAdam, {}, "SparseAdam steps sparse gradients"),
     "differentiable": (torch.optim.SGD, {"lr": 0.1, "differentiable": True}, "differentiable"),
     "bad option": (torch.optim.SGD, {"lr": -1.0}, "Invalid learning rate"),
     "no class": (torch.optim.SGD([torch.zeros(1)], lr=0.1), {}, "class of an optimizer"),

@@ -246,7 +246,8 @@ def mean_of(column: Sequence[Tensor | None]) -> Tensor | None:
         return None
     dtype = present[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    return (sum(gradient.to(wide) for gradient in present) / len(column)).to(dtype)
+    first, *others = (gradient.to(wide) for gradient in present)
+    return (sum(others, first) / len(column)).to(dtype)  # 0 + a sparse tensor would not do
 
 
 class Fail(torch.autograd.Function):

@@ -1,0 +1,97 @@
+"""Which parameters of a model get sparse gradients, what does not go with them, and the buckets of
+all: the dense ones and, if there are sparse gradients, the one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn import Parameter
+
+from fastcomm.collective import WIRE_DTYPES, bucket_label
+from fastcomm.communicator import Communicator
+from fastcomm.reducer import plan
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.model import Model
+from fastcomm.reducer.options import AUTO, Options
+from fastcomm.reducer.shares import Sharding
+from fastcomm.reducer.sparse_bucket import SparseBucket
+
+Named = Sequence[tuple[str, Parameter]]
+
+_NOT_SHARDED = "ShardedOptimizer steps dense ones; use sparse=False, or the plain optimizer"
+
+
+def find(model: Model, named: Named, declared: Sequence[str]) -> set[str]:
+    """The names of the trainable parameters whose gradients may be sparse: those of embeddings made
+    with sparse=True, and the declared ones. named: all of the model's.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    embeddings = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    found = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+    return {name for name, p in named if p.requires_grad and (id(p) in found or name in declared)}
+
+
+def find_problem(
+    sparse: set[str], named: Named, options: Options, sharding: Sharding | None
+) -> ValueError | None:
+    """Why these parameters cannot be attached with such options, or None."""
+    known = {name for name, _ in named}
+    for name in options.sparse_parameters:
+        if name not in known:
+            return ValueError(f"sparse_parameters: the model has no parameter {name}")
+    trouble = _refuse(options)
+    if trouble is None and sharding is not None:
+        trouble = _NOT_SHARDED
+    if not sparse or trouble is None:
+        return None
+    return _refusal(min(sparse), trouble)
+
+
+def refuse_sharding(buckets: Sequence[Bucket]) -> None:
+    """Raises ValueError for a reducer of sparse gradients."""
+    for one in buckets:
+        if isinstance(one, SparseBucket):
+            raise _refusal(min(one.names), _NOT_SHARDED)
+
+
+def _refusal(name: str, trouble: str) -> ValueError:
+    return ValueError(f"the gradient of parameter {name} is sparse: {trouble}")
+
+
+def _refuse(options: Options) -> str | None:
+    if options.hooks:
+        return "hooks written for DDP get dense ones; use sparse=False, or leave the hook out"
+    if options.op not in ("sum", "mean"):
+        return f"rows that a rank lacks have no {options.op}; use op mean or sum"
+    if options.error_feedback or options.wire_dtype not in (None, *WIRE_DTYPES):
+        return (
+            "its rows travel in 16 bits or more, without error feedback; choose another wire_dtype"
+        )
+    if options.bucket_cap_mb == AUTO:
+        return 'bucket_cap_mb="auto" knows dense ones; choose a number'
+    return None
+
+
+def make_buckets(
+    named: Named,
+    sparse: set[str],
+    comm: Communicator,
+    options: Options,
+    number: int,
+    n_rounds: int,
+    sharding: Sharding | None,
+) -> list[Bucket]:
+    """See plan.make_buckets. The sparse gradients' bucket is the last but one: the last is to be
+    one whose launch does not wait.
+    """
+    dense = [pair for pair in named if pair[0] not in sparse]
+    buckets = plan.make_buckets(dense, comm, options, number, n_rounds, sharding)
+    if sparse:
+        own = [pair for pair in named if pair[0] in sparse]
+        label = bucket_label(number, len(buckets))
+        one = SparseBucket(label, own, comm, options.wire_dtype, n_rounds)
+        buckets.insert(max(len(buckets) - 1, 0), one)
+        plan.number_gradients(buckets)
+    return buckets
