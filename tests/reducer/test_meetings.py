@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 
 import pytest
@@ -225,12 +226,19 @@ def test_reducers_and_numbers_that_are_refused(comm):
     with pytest.raises(ValueError, match="between two steps"):
         local(weighted, every=2)
     weighted.detach()
-    with reducer.join(), pytest.raises(ValueError, match="let ranks step alone outside of it"):
-        local(reducer, every=2)
     optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
     with pytest.raises(ValueError, match="with steps of each rank's own use the plain optimizer"):
         local(reducer, every=2)
     del optimizer
+
+
+@on_ranks(2)
+def test_ranks_do_not_begin_to_step_alone_inside_a_join(comm):
+    gc.collect()  # a join() is of all reducers that are alive
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.join(), pytest.raises(ValueError, match="let ranks step alone outside of it"):
+        fastcomm.LocalSGD(reducer, every=2)
 
 
 @on_ranks(1)
