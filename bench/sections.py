@@ -497,4 +497,5 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "simulate": _simulate,
     "timeline": _plain,
     "overhead": _plain,
+    "compiled": _plain,
 }

@@ -144,6 +144,16 @@ def test_overhead_takes_a_step_apart(tmp_path):
     assert all({"ms", "share_of_ddp", "cpu_ms", "page_faults"} <= set(p) for p in parts.values())
 
 
+def test_compiled_says_when_buckets_of_compiled_models_are_launched(tmp_path):
+    path = tmp_path / "compiled.json"
+    options = ["--backend", "eager", "--rounds", "2", "--steps", "1"]
+    printed = run("compiled.py", "--models", "mlp", *options, "--json", path)
+    assert "first launch" in printed
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["eager", "whole", "pieces"]
+    assert all(0 < row["first_launch"] <= 1 and not row["off_eager"] for row in rows)
+
+
 def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     path = tmp_path / "step.json"
     printed = run(

@@ -27,6 +27,7 @@ WITHOUT_PEER = (
     "meetings",
     "meetings-loss",
     "overhead-2ranks",
+    "compiled-2ranks",
 )  # nobody else has them
 SHOWN = ("allreduce-2ranks-comm", "step-2ranks", "host_cost")
 DESKTOP, PHONE = 1280, 390
