@@ -52,12 +52,13 @@ class LocalSGD:
     parameters of the model have stepped, each once. Optimizers' states and buffers stay each
     rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again.
 
-    reducer: attached, with op "mean", no hook and no wire_dtype; without a ShardedOptimizer.
+    reducer: attached, with op "mean", no hook, no wire_dtype and no skip_nonfinite; without a
+        ShardedOptimizer and sparse gradients.
     every: how many steps there are from one meeting to the next.
 
-    Between meetings reducer.reduce(), set_weight(), join() and refresh() are refused; grad_norm(),
-    clip_grad_norm_() and nonfinite_count() are of this rank's own gradients; check_in_sync() raises
-    FastcommError unless all ranks have just met.
+    Between meetings reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
+    grad_norm(), clip_grad_norm_() and nonfinite_count() are of this rank's own gradients;
+    check_in_sync() raises FastcommError unless all ranks have just met.
 
     Raises on every rank ValueError for a reducer or numbers that it cannot take, and MismatchError
     for options that differ. A meeting raises MismatchError, on every rank, if the ranks have made
