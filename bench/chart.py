@@ -27,6 +27,7 @@ LOOKS = {
     "fastcomm": ("fastcomm", "tab:blue", "-"),
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
     "weighted": ("with weights", "tab:purple", "-"),
+    "joined": ("inside join()", "tab:pink", "-"),
     "sharded": ("sharded optimizer", "tab:green", "-"),
     "shared": ("and one copy\nof the parameters", "tab:olive", "-"),
     "ddp": ("DDP", "tab:orange", "-"),

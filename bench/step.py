@@ -7,6 +7,7 @@ bucket views), in one run.
     python bench/step.py --models gpt2 --optimizer adamw --ways local fastcomm sharded
     python bench/step.py --models mlp gpt2 --ways local fastcomm weighted
     python bench/step.py --models embedding embedding-dense --ways local fastcomm ddp
+    python bench/step.py --models mlp gpt2 --ways local fastcomm joined
     python bench/step.py --models gpt2 --memory   what each way's parameters and gradients take
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
     python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
@@ -22,7 +23,7 @@ send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. On on
 moves nothing: the overhead is what the reducers do themselves.
 
 "weighted" is fastcomm with another weight on every rank (reducer.set_weight), and its step is set
-beside fastcomm's without.
+beside fastcomm's without. "joined" is fastcomm inside reducer.join(), on the CPU, likewise.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its share, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
@@ -64,7 +65,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
 }
-WAYS = ("local", "fastcomm", "weighted", "sharded", "shared", "ddp", "ddp_views")
+WAYS = ("local", "fastcomm", "weighted", "joined", "sharded", "shared", "ddp", "ddp_views")
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -221,6 +222,8 @@ def make_steps(
         step = case.training_step(model, batch, optimizers[way])
         if way == "weighted":
             step = weighted_step(reducer, step)
+        if way == "joined":
+            reducer.join().__enter__()  # and never left
         step.keep = reducer  # type: ignore[attr-defined]  # a reducer lives as long as its step
         return step
 
@@ -240,6 +243,7 @@ def make_steps(
         "local": lambda: step_of("local", copy.deepcopy(original)),
         "fastcomm": lambda: with_fastcomm("fastcomm"),
         "weighted": lambda: with_fastcomm("weighted"),
+        "joined": lambda: with_fastcomm("joined"),
         "sharded": lambda: with_fastcomm("sharded"),
         "shared": lambda: with_fastcomm("shared"),
         "ddp": lambda: with_ddp("ddp"),
@@ -281,7 +285,7 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
         if peer in overhead:
             share = overhead["fastcomm"] / overhead[peer]
             result[f"fastcomm_share_of_{peer}_overhead"] = round(share, 3)
-    for way, peer in (("sharded", "local"), ("weighted", "fastcomm")):
+    for way, peer in (("sharded", "local"), ("weighted", "fastcomm"), ("joined", "fastcomm")):
         if way in ways:
             ratios = [a / b for a, b in zip(samples[way], samples[peer], strict=True)]
             result[f"{way}_over_{peer}"] = round(statistics.median(ratios), 3)
@@ -299,9 +303,10 @@ def print_result(result: dict[str, Any]) -> None:
         share = result.get(f"fastcomm_share_of_{peer}_overhead")
         if share is not None:
             print(f"  fastcomm's overhead is {share:.2f} of {words}", flush=True)
-    if "weighted_over_fastcomm" in result:
-        share = result["weighted_over_fastcomm"]
-        print(f"  the step with weights takes {share:.3f} of the one without", flush=True)
+    for way, words in (("weighted", "with weights"), ("joined", "inside join()")):
+        if f"{way}_over_fastcomm" in result:
+            share = result[f"{way}_over_fastcomm"]
+            print(f"  the step {words} takes {share:.3f} of the one without", flush=True)
     if "sharded_over_local" in result:
         state = result["state_mb"]
         print(

@@ -182,6 +182,8 @@ class Communicator(abc.ABC):
     # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was
     # running. None once the next round has begun.
     left_in_backward: tuple[int, RunningBackward] | None
+    # Where nothing announces: refuse other collectives now. See shadow().
+    reduces_buckets_only: bool
     backend: str  # "shm" | "nccl" | "group" | "hierarchical"
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
@@ -189,7 +191,8 @@ class Communicator(abc.ABC):
     wire_dtypes: tuple[torch.dtype, ...]  # that a reducer may choose
     feeds_back_errors: bool  # error_feedback is possible
     has_common_memory: bool  # empty_for_all() is possible
-    has_shadows: bool  # shadow() is possible
+    # all ranks hear of a collective before it begins, and which one it is
+    announces: bool
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     carries_votes: bool  # buckets can be launched with op collective.SKIP
     progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
@@ -292,11 +295,14 @@ class Communicator(abc.ABC):
         sent in the next round. Only where feeds_back_errors.
         """
 
-    def share_weight(self, weight: Weight) -> Any:
+    def share_weight(self, weight: Weight, reducer: int | None = None) -> Any:
         """For reducers: tells the ranks the weight of this one in the round that begins, and
         returns what the launches of its buckets need. All ranks call it, before the first bucket.
         Here it does nothing: the weight travels with what announces a bucket.
+
+        reducer: whose round it is, for ranks in shadow(). Then all ranks give it.
         """
+        del reducer
         return weight
 
     def shadow(self) -> bool:
@@ -305,8 +311,9 @@ class Communicator(abc.ABC):
         the other ranks, and what stands in its own bucket is undefined then. Returns whether there
         was none, because all ranks have called this. Waits for the others.
 
-        Raises MismatchError, on every rank, if the others call anything else. Only where
-        has_shadows.
+        Raises MismatchError, on every rank, if the others call anything else. Where nothing
+        `announces`, it takes part in a whole round, which all ranks begin by share_weight with the
+        reducer; set reduces_buckets_only there.
         """
         raise NotImplementedError
 

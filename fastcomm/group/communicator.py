@@ -68,7 +68,7 @@ class GroupCommunicator(Communicator):
     backend = "group"
     has_streams = counts_nonfinite = has_common_memory = False
     progresses_itself = is_threadsafe = feeds_back_errors = True
-    has_shadows = carries_votes = True
+    announces = carries_votes = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))

@@ -230,6 +230,12 @@ cdef class NcclBucket:
             self.kept.append(gradient)
         return 0
 
+    def clear(self):
+        """In place of gather, for a rank without data. Returns how many gradients that are."""
+        self.gather([None] * len(self.views))
+        self.flat.zero_()
+        return len(self.views)
+
     def launch(self, str op, list missing, uint32_t step=0, NcclWeight weight=None):
         """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
         lane's.

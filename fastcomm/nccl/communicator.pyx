@@ -15,7 +15,8 @@ from fastcomm.collective import (
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
-from fastcomm.nccl.bucket import NcclBucket, NcclWeight
+from fastcomm.nccl import rounds
+from fastcomm.nccl.bucket import NcclBucket
 
 cimport cython
 from libc.stdint cimport uint32_t
@@ -128,6 +129,7 @@ cdef class NcclCommunicator:
 
     cdef readonly int rank, world_size, local_rank
     cdef public object left_in_backward
+    cdef public bint reduces_buckets_only
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef readonly Device cuda
@@ -137,11 +139,11 @@ cdef class NcclCommunicator:
 
     backend = "nccl"
     has_streams = counts_nonfinite = progresses_itself = True
-    is_threadsafe = feeds_back_errors = False
-    has_common_memory = has_shadows = carries_votes = False
+    is_threadsafe = feeds_back_errors = has_common_memory = announces = carries_votes = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
     empty_for_all = Communicator.empty_for_all
+    share_weight, shadow = rounds.share_weight, rounds.shadow
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
@@ -175,8 +177,7 @@ cdef class NcclCommunicator:
         """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at
         their next collective.
 
-        What other ranks have launched on gradients of this round is lost. Their hosts may learn of
-        it only in the next step.
+        What other ranks have launched in this round is lost. They may learn of it a step later.
         """
         self.link.check_open()
         if not in_any_case and is_abandoned_already(self):
@@ -291,22 +292,17 @@ cdef class NcclCommunicator:
             ticket.tensors = work.tensors  # for as long as it takes
         return work
 
-    def share_weight(self, weight):
-        """See Communicator.share_weight. One all-reduce of one number is under way after it."""
+    def add_up(self, numbers):  # for rounds.py
         self.link.check_usable()
-        if self._is_captured():
-            raise FastcommError("a CUDA graph would replay the weight of its capture: capture a "
-                                "step without set_weight()")
-        total = torch.full((1,), weight.total, dtype=torch.float64, device=self.device)
-        return NcclWeight(weight.scale, total, self.all_reduce(total, async_op=True))
+        return self._collective(ALL_REDUCE, numbers, numbers, "sum", 0, True, None)
 
-    cdef bint _is_captured(self) except -1:
+    def is_captured(self):
         with self.cuda.selected():  # a default stream is the current device's
             return self.link.graphs.note_capture(self.cuda.current_stream())
 
     def refuse_capture(self, str what):
         """See Communicator.refuse_capture."""
-        if self._is_captured():
+        if self.is_captured():
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
 
@@ -397,6 +393,7 @@ cdef class NcclCommunicator:
         before is done.
         """
         self.link.check_usable()
+        rounds.refuse_in_join(self)
         self.refuse_capture("barrier()")
         if self.one is None:
             self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -408,9 +405,14 @@ cdef class NcclCommunicator:
 
     # -- how every collective is launched --
 
+    @property
+    def buckets(self):
+        return list(self.link.buckets)
+
     cdef object _check(self, tensor, str op="sum"):
         """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
         self.link.check_usable()
+        rounds.refuse_in_join(self)
         if not isinstance(tensor, TENSOR):
             refuse_tensor(tensor, self.backend, self.device)
         is_here = tensor.device == self.device and tensor.layout is torch.strided

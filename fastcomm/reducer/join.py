@@ -19,7 +19,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.collective import WEIGHTED_OPS
+from fastcomm.communicator import Communicator, Weight, gather_objects
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.bucket import Bucket
@@ -30,6 +31,7 @@ from fastcomm.reducer.options import Options
 from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.shares import ShardedBy
 from fastcomm.reducer.tuning import Tuning
+from fastcomm.reducer.weights import WeightedRound
 
 T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
@@ -58,6 +60,7 @@ class Joining(Steppable, Protocol):
     _n_steps: int
     _n_unsynced: int
     _deferred: BaseException | None
+    _round: Any
 
     def synchronize(self) -> None: ...
     def _attached_model(self) -> Model: ...
@@ -96,7 +99,13 @@ class Join(Generic[T]):
                     f"load_state_dict(); got {type(one).__name__}"
                 )
         self._states: list[Stateful] = []
+        self.joined: list[Joining] = []  # the reducers, while the block is open
         self._is_inner = False
+
+    @property
+    def needs_announcements(self) -> bool:
+        """Whether ranks with data have to tell those without what comes next."""
+        return self._strategy == "wait" and not self._comm.announces
 
     def _reducers(self) -> list[Joining]:
         return reducers_on(self._comm)
@@ -184,7 +193,8 @@ class Join(Generic[T]):
         self._reducer.data_exhausted = False
         self._states = list(self._state)
         if outer is None:
-            _open[self._comm] = self
+            _open[self._comm], self.joined = self, self._reducers()
+            self._restrict(self.needs_announcements)
             return
         if outer._strategy != self._strategy:
             raise ValueError(
@@ -192,6 +202,10 @@ class Join(Generic[T]):
                 f"{self._strategy!r}"
             )
         outer._states += [one for one in self._state if not _holds(outer._states, one)]
+
+    def _restrict(self, is_on: bool) -> None:
+        if not self._comm.announces:
+            self._comm.reduces_buckets_only = is_on
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -202,11 +216,16 @@ class Join(Generic[T]):
             self._fail(error)
             raise
         finally:
-            _open.pop(self._comm, None)
+            self._close()
+
+    def _close(self) -> None:
+        _open.pop(self._comm, None)
+        self._restrict(False)
+        self.joined = []
 
     def _fail(self, error: BaseException | None) -> None:
         """An exception leaves the block: the ranks that count on this one must learn of it."""
-        _open.pop(self._comm, None)
+        self._close()
         if not (isinstance(error, SystemExit) and not error.code):
             with contextlib.suppress(FastcommError):
                 self._comm.abort()
@@ -238,13 +257,16 @@ class Join(Generic[T]):
     # -- where the ranks meet ----------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """All ranks are done. Leaves them as they are on a rank that went furthest."""
+        """All ranks are done. Leaves them as they are on a rank that went furthest; where they have
+        stopped with the first, as on that: what others have launched since over NCCL is no good.
+        """
+        self._restrict(False)
         reducers = self._reducers()
         ours = _Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours)
         _compare(ranks)
         rounds = [progress.rounds for progress in ranks]
-        src = rounds.index(max(rounds))
+        src = rounds.index((min if self._strategy == "stop" else max)(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, (n_rounds, n_steps) in zip(reducers, rounds[src], strict=True):
             reducer.n_rounds, reducer._n_steps = n_rounds, n_steps
@@ -281,6 +303,22 @@ class Join(Generic[T]):
             states = torch.load(file, map_location="cpu", weights_only=False)
             for one, state in zip(self._states, states, strict=True):
                 one.load_state_dict(state)
+
+
+def in_join(reducer: Joining, weighted: WeightedRound | None) -> WeightedRound | None:
+    """How a round that begins is reduced. In a join() over NCCL a rank with data and no weight of
+    its own has weight 1, and tells those without data of the round.
+    """
+    join = None if reducer.comm.announces else _open.get(reducer.comm)
+    if join is None or not join.needs_announcements:
+        return weighted
+    if any(other._round is not None for other in join.joined):
+        raise FastcommError(
+            "over NCCL one backward inside join() reduces for one reducer: freeze the parameters "
+            "of the other by requires_grad_(False), or detach() what goes into it"
+        )
+    weighted = weighted or WeightedRound(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
+    return weighted._replace(reducer=reducer.number)
 
 
 class _Progress(NamedTuple):
@@ -373,9 +411,7 @@ def _refuse(reducer: Joining) -> None:
     """Raises ValueError for what a rank without data cannot take part in."""
     options = reducer._options
     refusal = None
-    if not reducer.comm.has_shadows:
-        refusal = f"the transport {reducer.comm.backend}"
-    elif options.op != "mean":
+    if options.op != "mean":
         refusal = f'op="{options.op}": join() makes means over the ranks with data'
     elif options.hooks:
         refusal = "a hook, which reduces, and divides, by itself: leave it out"

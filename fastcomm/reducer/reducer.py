@@ -32,6 +32,7 @@ from fastcomm.reducer.compiled import Compiled
 from fastcomm.reducer.ending import end, leave, skip_on
 from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
+from fastcomm.reducer.join import in_join
 from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
 from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
@@ -299,7 +300,7 @@ class Reducer(UnevenData):
             self._tripwires.raise_refusal()
             self.sharded_by.before_round(self._buckets)
             observer = observer_of(self.recorder, self.number, self.op)
-            number, weighted = self.n_rounds + 1, self._weighting.of_round()
+            number, weighted = self.n_rounds + 1, in_join(self, self._weighting.of_round())
             self._round = Round(
                 self.comm,
                 self._buckets,

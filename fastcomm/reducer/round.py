@@ -144,7 +144,8 @@ class Round(RoundFlags):
 
     def _share_weight(self) -> None:
         if self._weighted is not None and self._shared_weight is None:
-            self._shared_weight = self._comm.share_weight(self._weighted.weight)
+            _, weight, reducer = self._weighted
+            self._shared_weight = self._comm.share_weight(weight, reducer)
 
     @property
     def must_finish(self) -> bool:

@@ -41,10 +41,13 @@ class Bucket(Protocol):
 
 
 class WeightedRound(NamedTuple):
-    """How a round with weights is reduced. op: one of collective.WEIGHTED_OPS."""
+    """How a round with weights is reduced. op: one of collective.WEIGHTED_OPS. reducer: see
+    Communicator.share_weight.
+    """
 
     op: str
     weight: Weight
+    reducer: int | None = None
 
 
 class Weighting:

@@ -45,7 +45,7 @@ cdef class ShmCommunicator:
     cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
 
     backend = "shm"
-    has_common_memory = has_shadows = carries_votes = True
+    has_common_memory = announces = carries_votes = True
     has_streams = counts_nonfinite = feeds_back_errors = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES

@@ -18,11 +18,12 @@ import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
 from tests.support.models import SMALL_BUCKETS
 from tests.support.ranks import on_ranks
-from tests.support.transports import over
-from tests.support.uneven import LR, SHADOWED, data_of, loss_of, small
+from tests.support.transports import EVERY_TRANSPORT, over
+from tests.support.uneven import ANNOUNCING, LR, data_of, loss_of, small
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*SHADOWED)]
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 only_shm = pytest.mark.transports("shm")
+announcing = pytest.mark.transports(*ANNOUNCING)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("is_loop", [False, True], ids=["block", "loop"])
-@over(2, shm=(1, 2, 4), nccl=())
+@over(2, shm=(1, 2, 4))
 def test_training_is_that_of_one_process_that_averages_over_ranks_with_data(
     ranks, transport, world_size, is_loop, buckets
 ):
@@ -140,7 +141,7 @@ def drawn(world_size, number):
     """A plan, the same on all ranks."""
     draw = random.Random(number)
     epochs = draw.choice((1, 1, 2, 3))
-    longest = draw.choice((1, 3, 9))
+    longest = draw.choice((1, 3, 7))
     counts = tuple(
         tuple(draw.choice((0, draw.randint(0, longest), longest)) for _ in range(world_size))
         for _ in range(epochs)
@@ -155,10 +156,9 @@ def drawn(world_size, number):
     return plan
 
 
-@over(2, shm=(2, 3, 4), nccl=())
+@over(2, shm=(2, 3, 4), nccl=(2, 3))
 def test_random_plans(ranks, transport, world_size):
-    n = {"shm": 80}.get(transport, 15)
-    ranks(world_size, check_drawn, n)
+    ranks(world_size, check_drawn, 50 if transport == "shm" else 15)
 
 
 def check_drawn(comm, n):
@@ -262,6 +262,7 @@ def test_gradients_of_different_steps_are_dropped(comm):
 # What it goes with
 
 
+@announcing
 @on_ranks(2)
 def test_blocks_of_several_reducers_are_one(comm):
     models = [small(0), small(1)]
@@ -281,6 +282,7 @@ def test_blocks_of_several_reducers_are_one(comm):
         reducers[1].join(strategy="stop").__enter__()
 
 
+@announcing
 @on_ranks(3)
 def test_a_step_that_was_abandoned_is_no_end(comm):
     model = small()
@@ -305,9 +307,9 @@ def test_a_step_that_was_abandoned_is_no_end(comm):
 
 @on_ranks(2)
 def test_a_wire_dtype(comm):
-    for wire_dtype in (torch.bfloat16, *([torch.int8] if comm.feeds_back_errors else [])):
+    for wire_dtype in (None, torch.bfloat16, *([torch.int8] if comm.feeds_back_errors else [])):
         torch.manual_seed(0)
-        model = nn.Linear(60, 50)
+        model = nn.Linear(60, 80)  # a gradient that shared memory reads where it is
         reducer = fastcomm.Reducer(comm, wire_dtype=wire_dtype, **SMALL_BUCKETS).attach(model)
         with reducer.join():
             for i in range(1 + 2 * comm.rank):
@@ -389,6 +391,7 @@ def test_a_rank_that_breaks_stops_all(comm):
     reducer.check_in_sync()
 
 
+@announcing
 @on_ranks(2)
 def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
     model = small()

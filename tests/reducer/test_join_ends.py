@@ -10,17 +10,40 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fastcomm
-from fastcomm import FastcommError, PeerLostError
+from fastcomm import FastcommError, MismatchError, PeerLostError
 from tests.support.ranks import on_ranks
-from tests.support.uneven import LR, SHADOWED, data_of, loss_of, small
+from tests.support.transports import EVERY_TRANSPORT
+from tests.support.uneven import ANNOUNCING, LR, data_of, loss_of, small
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*SHADOWED)]
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 only_shm = pytest.mark.transports("shm")
 
 
+@pytest.mark.transports(*ANNOUNCING)
 @pytest.mark.parametrize("what", ["all_reduce", "sync_buffers", "check_in_sync", "barrier"])
 def test_other_collectives_beside_a_rank_without_data(ranks, transport, what):
-    ranks.raises(2, FastcommError, call_beside_a_shadow, what, match="no data left")
+    message = r"no data left \(join\).*: enter join\(\) on every rank"
+    ranks.raises(2, MismatchError, call_beside_a_shadow, what, match=message)
+
+
+@pytest.mark.transports("nccl")
+@pytest.mark.parametrize("what", ["all_reduce", "barrier"])
+def test_other_collectives_over_nccl_are_refused_at_once(ranks, transport, what):
+    message = "reduce gradients alone|rank 0 .*aborted its communicator"
+    ranks.raises(2, FastcommError, call_beside_a_shadow, what, match=message)
+
+
+@pytest.mark.transports("nccl")
+def test_one_backward_over_nccl_is_of_one_reducer(ranks, transport):
+    message = "one backward inside join|rank 0 .*aborted its communicator"
+    ranks.raises(2, FastcommError, reduce_for_two, match=message)
+
+
+def reduce_for_two(comm):
+    models = [small(0), small(1)]
+    reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
+    for i in reducers[0].join(range(1 - comm.rank)):
+        loss_of(models[1], models[0](data_of(0, i)).repeat(1, 2)).backward()
 
 
 def call_beside_a_shadow(comm, what):
@@ -83,9 +106,7 @@ def test_gradients_that_zero_grad_has_dropped_are_not_lost(comm):
 
 @only_shm
 def test_what_ends_a_loop_that_was_left_is_not_lost(ranks, transport):
-    ranks.raises(
-        2, FastcommError, break_beside_an_all_reduce, match=r"no data left|rank 1 .*aborted"
-    )
+    ranks.raises(2, MismatchError, break_beside_an_all_reduce, match="no data left")
 
 
 def break_beside_an_all_reduce(comm):

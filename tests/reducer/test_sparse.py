@@ -464,10 +464,7 @@ def test_what_does_not_go_with_them_is_refused_by_name(comm):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"table\.weight is sparse, and meetings average whole"):
         fastcomm.LocalSGD(reducer, every=2)
-    if comm.has_shadows:
-        with pytest.raises(
-            ValueError, match=r"join\(\) is not possible with the sparse gradient of"
-        ):
-            reducer.join()
+    with pytest.raises(ValueError, match=r"join\(\) is not possible with the sparse gradient of"):
+        reducer.join()
     with pytest.raises(FastcommError, match=r"is to be differentiated \(create_graph=True\): use"):
         loss_of(model, comm.rank).backward(create_graph=True)

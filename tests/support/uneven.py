@@ -6,18 +6,19 @@ import torch
 from torch import nn
 
 LR = 0.05
-SHADOWED = ("shm", "group", "hierarchical")  # the transports that can
+ANNOUNCING = ("shm", "group", "hierarchical")  # on which ranks hear of any collective
 
 
 def small(number=0):
     torch.manual_seed(number)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    return nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 2)).double()
 
 
 def data_of(rank, i):
     """Rows of data: others for every rank and batch, and of another number."""
-    generator = torch.Generator().manual_seed(1000 * rank + i)
-    return torch.randn(1 + (rank + i) % 3, 4, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(1000 * rank + i)
+    x = torch.randn(1 + (rank + i) % 3, 4, generator=generator, dtype=torch.float64, device="cpu")
+    return x.to(torch.get_default_device())
 
 
 def loss_of(model, x):
