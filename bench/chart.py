@@ -366,6 +366,15 @@ def _timeline(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend()
 
 
+def _compiled(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/compiled.py: how far the backward is when the first bucket is launched."""
+    axes = figure.subplots()
+    rows = results["rows"][::-1]
+    axes.barh(range(len(rows)), [100 * row["first_launch"] for row in rows])
+    axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['way']}" for row in rows])
+    axes.set_xlabel("% of the backward that is over at the first launch of a bucket")
+
+
 def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/host_cost.py: what was predicted beside what was measured, with its quartiles."""
     rows = results["rows"][::-1]
@@ -398,4 +407,5 @@ _PICTURES = {
     "simulate": simulate_pictures.simulate,
     "tune": simulate_pictures.tune,
     "timeline": _timeline,
+    "compiled": _compiled,
 }
