@@ -160,8 +160,8 @@ MUTATIONS = (
     Mutation(
         name="sparse: a parameter that nobody used gets an empty gradient",
         file=BUCKET,
-        old="        if not any(offer.is_present[i] for offer in self.offers):\n",
-        new="        if False:\n",
+        old="or not any(offer.is_present[i] for offer in self.offers):",
+        new="or False:",
         tests=_sparse("test_ranks_agree_on_the_form"),
     ),
     Mutation(

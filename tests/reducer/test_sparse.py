@@ -37,6 +37,10 @@ class Words(nn.Module):
         return self.head(self.table(words).mean(1) + self.bags(words[:, :2]))
 
 
+def _table():
+    return nn.Embedding(ROWS, 6, sparse=True)
+
+
 def words(rank, step=0, n=5):
     """n rows of words; ranks have some in common, and some more than once."""
     generator = torch.Generator("cpu").manual_seed(100 * step + rank)
@@ -371,7 +375,7 @@ def test_a_backward_that_fails_on_one_rank_is_dropped_on_all(comm):
     assert_gradients(model, weighted([(0.5, 0, 0), (0.5, 1, 0)]))
 
 
-@pytest.mark.parametrize("make", [Words, lambda: nn.Embedding(ROWS, 6, sparse=True)])
+@pytest.mark.parametrize("make", [Words, _table])
 @on_ranks(2)
 def test_ranks_drop_a_step_together(comm, make):
     """Also where nothing but sparse gradients carries the vote."""
