@@ -8,6 +8,7 @@ bucket views), in one run.
     python bench/step.py --models mlp gpt2 --ways local fastcomm weighted
     python bench/step.py --models embedding embedding-dense --ways local fastcomm ddp
     python bench/step.py --models mlp gpt2 --ways local fastcomm joined
+    python bench/step.py --models mlp gpt2 --ways local fastcomm skipping clipped clipped_by_torch
     python bench/step.py --models gpt2 --memory   what each way's parameters and gradients take
     python bench/step.py --hook-cost           what the reducer's Python costs per parameter
     python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
@@ -24,6 +25,10 @@ moves nothing: the overhead is what the reducers do themselves.
 
 "weighted" is fastcomm with another weight on every rank (reducer.set_weight), and its step is set
 beside fastcomm's without. "joined" is fastcomm inside reducer.join(), on the CPU, likewise.
+
+"skipping" is fastcomm with skip_nonfinite=True, beside fastcomm without; "clipped" clips by
+reducer.clip_grad_norm_, and "clipped_by_torch" by torch's clip_grad_norm_, to a norm that no
+gradient here has: what is compared is the norm.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its share, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
@@ -65,7 +70,27 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
 }
-WAYS = ("local", "fastcomm", "weighted", "joined", "sharded", "shared", "ddp", "ddp_views")
+WAYS = (
+    *("local", "fastcomm", "weighted", "joined", "skipping", "clipped", "clipped_by_torch"),
+    *("sharded", "shared", "ddp", "ddp_views"),
+)
+WORDS = {
+    "weighted": "with weights",
+    "joined": "inside join()",
+    "skipping": "with skip_nonfinite",
+    "clipped": "with clipping",
+    "clipped_by_torch": "with torch's clipping",
+}
+FAR_AWAY = 1e9  # a norm that no gradient here has
+# Ways whose step is set beside another's.
+BESIDE = {
+    "sharded": "local",
+    "weighted": "fastcomm",
+    "joined": "fastcomm",
+    "skipping": "fastcomm",
+    "clipped": "fastcomm",
+    "clipped_by_torch": "fastcomm",
+}
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -224,6 +249,8 @@ def make_steps(
             step = weighted_step(reducer, step)
         if way == "joined":
             reducer.join().__enter__()  # and never left
+        if way in ("clipped", "clipped_by_torch"):
+            clip_before(optimizers[way], reducer if way == "clipped" else None)
         step.keep = reducer  # type: ignore[attr-defined]  # a reducer lives as long as its step
         return step
 
@@ -244,6 +271,9 @@ def make_steps(
         "fastcomm": lambda: with_fastcomm("fastcomm"),
         "weighted": lambda: with_fastcomm("weighted"),
         "joined": lambda: with_fastcomm("joined"),
+        "skipping": lambda: with_fastcomm("skipping", skip_nonfinite=True),
+        "clipped": lambda: with_fastcomm("clipped"),
+        "clipped_by_torch": lambda: with_fastcomm("clipped_by_torch"),
         "sharded": lambda: with_fastcomm("sharded"),
         "shared": lambda: with_fastcomm("shared"),
         "ddp": lambda: with_ddp("ddp"),
@@ -268,6 +298,19 @@ def weighted_step(reducer: Any, step: Callable[[], None]) -> Callable[[], None]:
     return weigh_and_step
 
 
+def clip_before(optimizer: torch.optim.Optimizer, reducer: Any) -> None:
+    """Clips before every step, by the reducer or, without, by torch."""
+    parameters = optimizer.param_groups[0]["params"]
+
+    def clip(*_: object) -> None:
+        if reducer is None:
+            torch.nn.utils.clip_grad_norm_(parameters, FAR_AWAY)
+        else:
+            reducer.clip_grad_norm_(FAR_AWAY)
+
+    optimizer.register_step_pre_hook(clip)
+
+
 def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str, Any]:
     """rounds: seconds [round, way]."""
     model = case.make_model()
@@ -285,7 +328,7 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
         if peer in overhead:
             share = overhead["fastcomm"] / overhead[peer]
             result[f"fastcomm_share_of_{peer}_overhead"] = round(share, 3)
-    for way, peer in (("sharded", "local"), ("weighted", "fastcomm"), ("joined", "fastcomm")):
+    for way, peer in BESIDE.items():
         if way in ways:
             ratios = [a / b for a, b in zip(samples[way], samples[peer], strict=True)]
             result[f"{way}_over_{peer}"] = round(statistics.median(ratios), 3)
@@ -303,7 +346,7 @@ def print_result(result: dict[str, Any]) -> None:
         share = result.get(f"fastcomm_share_of_{peer}_overhead")
         if share is not None:
             print(f"  fastcomm's overhead is {share:.2f} of {words}", flush=True)
-    for way, words in (("weighted", "with weights"), ("joined", "inside join()")):
+    for way, words in WORDS.items():
         if f"{way}_over_fastcomm" in result:
             share = result[f"{way}_over_fastcomm"]
             print(f"  the step {words} takes {share:.3f} of the one without", flush=True)

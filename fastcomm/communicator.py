@@ -141,10 +141,16 @@ class BoundBucket(abc.ABC):
         have streams, only.
         """
 
+    def count_results(self, adds_squares: bool) -> None:
+        """From the next launch on, count while reducing, where the transport can: for n_nonfinite
+        and, with adds_squares, for square_sum. What was asked for stays so.
+        """
+        del adds_squares
+
     @abc.abstractmethod
     def square_sum(self) -> Tensor | None:
-        """Of the views, as they are now: a float64 scalar on their device. None: torch's own way is
-        as good here.
+        """Of the views, a float64 scalar on their device: as they are now or, after count_results,
+        as the last launch has left them. None: unknown, and torch's own way is as good here.
         """
 
     @abc.abstractmethod

@@ -351,6 +351,9 @@ cdef class NcclBucket:
         self.kept = []
         self.producers.clear()
 
+    def count_results(self, bint adds_squares):
+        """See BoundBucket.count_results. It counts when somebody asks, or in the cast."""
+
     def square_sum(self):
         """See BoundBucket.square_sum. One pass over the flat buffer."""
         self._measure()

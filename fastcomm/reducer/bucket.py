@@ -24,6 +24,7 @@ from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout
 from fastcomm.reducer.misfit import misfit_in_slot
 from fastcomm.reducer.provenance import Provenance
+from fastcomm.reducer.sample import Sample
 from fastcomm.reducer.shares import RankShare, Sharding
 
 # Gets the names of parameters, and their gradients.
@@ -55,6 +56,7 @@ class Bucket(Counter):
         hooks: BucketHooks | None,
         n_rounds: int,
         sharding: tuple[Sharding, tuple[int, ...]] | None,
+        skip_nonfinite: bool,
     ) -> None:
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive. Python could not
@@ -99,7 +101,10 @@ class Bucket(Counter):
         else:
             self._bound = HookedBucket(comm, hooks, self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
-        self._counts_nonfinite = comm.counts_nonfinite
+        self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
+        if skip_nonfinite:
+            self._bound.count_results(False)
+        self._sample = Sample(self.flat, offsets, self.views)
         self._is_gathered = False  # in this round
         self._is_vote = False  # launch_vote() has launched it in this round
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
@@ -310,6 +315,7 @@ class Bucket(Counter):
             work.wait()
         except FastcommError as error:
             raise self._explained(error) from error
+        self._sample.take()
         return work
 
     def is_skipped(self) -> bool:
@@ -317,10 +323,11 @@ class Bucket(Counter):
         return self._bound.posted is not None and self._bound.posted.is_skipped()
 
     def n_left_nonfinite(self) -> Tensor | None:
-        """After finish(): how many elements of the result are infinite or NaN, as an int64 scalar.
-        None if the transport has not counted.
+        """After finish(): how many elements of the result are infinite or NaN, on all ranks, as an
+        int64 scalar. None if the transport has not counted.
         """
-        return self._bound.n_nonfinite() if self._counts_nonfinite and not self._is_shared else None
+        is_partial = self._is_shared and self._has_streams
+        return self._bound.n_nonfinite() if self._counts_nonfinite and not is_partial else None
 
     def reduced_part(self) -> Tensor:
         """The result of the last round, as far as this rank needs it: all, or its share."""
@@ -400,13 +407,22 @@ class Bucket(Counter):
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch
         for each. None if the transport does not count, or a gradient is not in the flat buffer.
         """
-        return self._bound.square_sum() if self._holds_all() else None
+        return self._bound.square_sum() if self._is_as_counted() else None
 
     def n_nonfinite(self) -> Tensor | None:
         """How many elements the last round has left infinite or NaN, as an int64 scalar; None as
         above.
         """
-        return self._bound.n_nonfinite() if self._holds_all() else None
+        return self._bound.n_nonfinite() if self._is_as_counted() else None
+
+    def _is_as_counted(self) -> bool:
+        """Whether what the transport has counted, or can count now, holds for all gradients."""
+        if not self._holds_all():
+            return False
+        if self._has_streams:
+            return True  # it reads them
+        self._bound.count_results(True)  # from now on
+        return self._sample.is_unchanged()
 
     def _holds_all(self) -> bool:
         return self._counts_nonfinite and all(

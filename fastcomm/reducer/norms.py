@@ -47,8 +47,9 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Ten
                 scale_(p.grad, factor)
     else:  # all gradients lie in the flat buffers
         factor = _clip_factor(max_norm, before)
-        for bucket in buckets:
-            bucket.scale_(factor)
+        if comm.has_streams or not factor >= 1:  # on a device nobody waits for it
+            for bucket in buckets:
+                bucket.scale_(factor)
     for bucket in buckets:
         bucket.provenance.note_scaled()
     return before
@@ -72,16 +73,23 @@ def n_left_nonfinite(buckets: Sequence[Bucket], comm: Communicator) -> int:
     """How many elements the round that ends has left infinite or NaN, on all ranks together. Waits
     for the device; collective where ranks have their shares only.
     """
-    count = torch.stack([_n_left_nonfinite(bucket) for bucket in buckets]).sum()
-    if _in_shares(buckets) is not None:
-        comm.all_reduce(count)
-    return int(count)
+    counts = [bucket.n_left_nonfinite() for bucket in buckets]
+    total = torch.stack([count for count in counts if count is not None] or [_none(comm)]).sum()
+    unknown = [b for b, count in zip(buckets, counts, strict=True) if count is None]
+    if unknown:
+        here = torch.stack([_n_in_part(bucket) for bucket in unknown]).sum()
+        if _in_shares(buckets) is not None:
+            comm.all_reduce(here)
+        total = total + here
+    return int(total)
 
 
-def _n_left_nonfinite(bucket: Bucket) -> Tensor:
-    count = bucket.n_left_nonfinite()
-    if count is not None:
-        return count
+def _none(comm: Communicator) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=comm.device)
+
+
+def _n_in_part(bucket: Bucket) -> Tensor:
+    """How many of what this rank has of the result."""
     part = bucket.reduced_part()
     if screened(part).isfinite():
         return torch.zeros((), dtype=torch.int64, device=part.device)

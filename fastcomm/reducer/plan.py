@@ -53,6 +53,7 @@ def make_buckets(
             BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
             n_rounds,
             shares[i],
+            options.skip_nonfinite,
         )
         for i, layout in enumerate(layouts)
     ]

@@ -125,8 +125,11 @@ class ReducedGradients(ReducerFlags):
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
         all ranks. Does not synchronise with the device: over NCCL it is one pass over each bucket,
-        as GradScaler and others change gradients unseen. Of 16-bit gradients the norm is taken in
-        float32. Raises FastcommError for gradients that nothing has reduced.
+        as GradScaler and others change gradients unseen. Over shared memory, from the second round
+        on, it comes out of the reduction, unless gradients were written since; past torch (.data,
+        NumPy) such writes are noticed where they change a gradient all over. Of 16-bit gradients
+        the norm is taken in float32, or wider. Raises FastcommError for gradients that nothing has
+        reduced.
         """
         self._require_all_reduced()
         return norms.norm(self._buckets, self.comm)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastcomm.communicator import Communicator, gather_objects
 from fastcomm.errors import FastcommError
+from fastcomm.flat_buffers import inside
 from fastcomm.reducer import norms
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.join import is_joining
@@ -71,7 +72,10 @@ class Skipping:
 
     def _clear(self) -> None:
         self._is_judged, self._is_asking = False, False
-        self._evidence: list[tuple[Sequence[str], Tensor]] = []
+        # of this rank's own gradients in this round: those that autograd has made, the largest
+        # absolute values, and how many elements of which are known to be not finite
+        self._kept: list[tuple[str, Tensor]] = []
+        self._largest: list[tuple[Sequence[str], Tensor]] = []
         self._found: dict[str, int] = {}
         self.is_skipped = False  # the last round was dropped,
         self.found_nonfinite = False  # because gradients were not finite
@@ -101,23 +105,24 @@ class Skipping:
 
     @property
     def inspects(self) -> bool:
-        """Whether this rank's own gradients are looked at before they are reduced."""
+        """Whether this rank's own gradients are to be seen before they are reduced."""
         return self._on_nonfinite
 
     def inspect(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Notes which of the gradients, which are about to be reduced, are not finite."""
-        if not gradients:
+        """Keeps of these gradients, which are about to be reduced, what will tell whether they were
+        finite.
+        """
+        if self._comm.has_streams:  # whose memory is scarce; nobody waits for the device
+            if gradients:
+                largest = torch._foreach_norm(list(gradients), float("inf"))
+                self._largest.append((names, torch.stack([one.double() for one in largest])))
             return
-        if self._comm.has_streams:  # nobody waits for the device, unless the round is dropped
-            largest = torch._foreach_norm(list(gradients), float("inf"))
-            self._evidence.append((names, torch.stack([one.float() for one in largest])))
-            return
-        sums = [norms.screened(gradient) for gradient in gradients]
-        if not torch.stack(sums).isfinite().all():
-            for name, gradient in zip(names, gradients, strict=True):
-                n = int((~gradient.isfinite()).sum())
-                if n:
-                    self._found[name] = n
+        at_home = set(inside(list(gradients)))  # which the reduction overwrites
+        for i, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+            if i not in at_home:
+                self._kept.append((name, gradient))
+            elif not norms.screened(gradient).isfinite():
+                self._found |= _counted(name, gradient)
 
     def judge(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the round, whose buckets are reduced, is to be dropped: the same on all ranks. A
@@ -134,6 +139,7 @@ class Skipping:
             if voted or n_nonfinite:
                 self._conclude(n_nonfinite)
             self.is_skipped, self._is_judged = voted or n_nonfinite > 0, True
+            self._kept, self._largest = [], []
         return self.is_skipped
 
     def _conclude(self, n_nonfinite: int) -> None:
@@ -151,12 +157,19 @@ class Skipping:
         _log.warning("all ranks skip a step: %s", _in_words(causes, n_nonfinite))
 
     def _cause(self) -> Cause:
-        for names, largest in self._evidence:
+        for name, gradient in self._kept:
+            self._found |= _counted(name, gradient)
+        for names, largest in self._largest:
             is_finite = largest.isfinite().tolist()
             self._found |= {
                 name: 0 for name, good in zip(names, is_finite, strict=True) if not good
             }
         return Cause(self.vote, self._found)
+
+
+def _counted(name: str, gradient: Tensor) -> dict[str, int]:
+    n = int((~gradient.isfinite()).sum())
+    return {name: n} if n else {}
 
 
 def _in_words(causes: Mapping[int, Cause], n_nonfinite: int) -> str:
@@ -166,6 +179,8 @@ def _in_words(causes: Mapping[int, Cause], n_nonfinite: int) -> str:
         return "; ".join(votes + [f"gradients not finite on {one}" for one in found])
     if not n_nonfinite:
         return "another rank votes for it"
+    if len(causes) == 1:
+        return "gradients not finite on another rank, or in the sum"
     return (
         f"{n_nonfinite} elements of the reduced gradients are not finite, though no rank's own are"
     )

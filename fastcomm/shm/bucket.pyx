@@ -12,7 +12,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
-from fastcomm.shm.core cimport SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_descriptor, shm_piece
+from fastcomm.shm.core cimport (
+    SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_counting, shm_descriptor, shm_piece,
+)
 from fastcomm.shm.descriptor cimport bucket_op_code, descriptor
 from fastcomm.shm.ring cimport Ring, ShmWork
 
@@ -42,6 +44,7 @@ cdef class ShmBucket:
     cdef size_t itemsize
     cdef char *base
     cdef Slot *slots
+    cdef bint counts, adds_squares  # see BoundBucket.count_results
     cdef ShmWork next  # of the next launch: holds what gather leaves to it
 
     def __cinit__(
@@ -139,6 +142,10 @@ cdef class ShmBucket:
         d.label, d.step = self.label, step
         if weight is not None:
             d.weight, d.scale = weight
+        if self.counts:
+            work.counting = shm_counting(
+                self.flat.numel() - len(self.views), self.adds_squares
+            )
         self.presence.copy_(self._token(op, tuple(missing)))
         if self.wire is self.flat:
             pass
@@ -168,11 +175,23 @@ cdef class ShmBucket:
     def note_stream(self):
         """See BoundBucket.note_stream. There are no streams."""
 
+    def count_results(self, bint adds_squares):
+        """See BoundBucket.count_results."""
+        self.counts = True
+        self.adds_squares |= adds_squares
+
     def square_sum(self):
-        """See BoundBucket.square_sum."""
+        """See BoundBucket.square_sum. As the last launch has left them."""
+        cdef ShmWork work = self.posted
+        if work is None or not work.was_counted or not work.counting.adds_squares:
+            return None
+        return torch.tensor(work.tally.square_sum, dtype=torch.float64)
 
     def n_nonfinite(self):
         """See BoundBucket.n_nonfinite."""
+        if self.posted is None or not self.posted.was_counted:
+            return None
+        return torch.tensor(self.posted.tally.n_nonfinite, dtype=torch.int64)
 
 
 cdef inline bint _lies_alike(gradient, view, bint is_contiguous) except -1:

@@ -45,8 +45,8 @@ cdef class ShmCommunicator:
     cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
 
     backend = "shm"
-    has_common_memory = announces = carries_votes = True
-    has_streams = counts_nonfinite = feeds_back_errors = False
+    has_common_memory = announces = carries_votes = counts_nonfinite = True
+    has_streams = feeds_back_errors = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__

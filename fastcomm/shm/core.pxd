@@ -28,6 +28,14 @@ cdef extern from "shm/core.h" nogil:
         const void *source
         uint64_t offset, numel
 
+    struct shm_counting:
+        uint64_t numel
+        bint adds_squares
+
+    struct shm_tally:
+        uint64_t n_nonfinite
+        double square_sum
+
     struct shm_comm
 
     size_t shm_control_bytes()
@@ -36,13 +44,14 @@ cdef extern from "shm/core.h" nogil:
     void shm_free_comm(shm_comm *comm)
     int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
                  const shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
-                 uint32_t *seq)
+                 shm_counting counting, uint32_t *seq)
     int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
     int shm_all_shadow(const shm_comm *comm, uint32_t seq)
     int shm_make_room(shm_comm *comm, uint64_t slice_ns)
     uint64_t shm_progress(const shm_comm *comm)
     void shm_keep_times(shm_comm *comm, int change)
     void shm_times_of(const shm_comm *comm, uint32_t seq, uint64_t *began_ns, uint64_t *ended_ns)
+    bint shm_tally_of(const shm_comm *comm, uint32_t seq, shm_tally *tally)
     int shm_is_skipped(const shm_comm *comm, uint32_t seq)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)

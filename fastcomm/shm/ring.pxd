@@ -16,7 +16,9 @@ cdef class ShmWork:
     cdef size_t n_pieces
     cdef str op
     cdef object presence
-    cdef bint finished, is_realigning, was_skipped
+    cdef bint finished, is_realigning, was_skipped, was_counted
+    cdef shm_counting counting
+    cdef shm_tally tally
     cdef object error
     cdef uint64_t began_ns, ended_ns  # 0 if not noted
 

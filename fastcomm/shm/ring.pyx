@@ -28,6 +28,7 @@ from fastcomm.shm.memory cimport Segments
 
 MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
+cdef shm_counting NOT_COUNTED = shm_counting(0, False)
 cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
 
 cdef object TENSOR = torch.Tensor
@@ -220,7 +221,9 @@ cdef class Ring:
             # the first slice of waiting.
             self.busy = True
             with nogil:
-                posted = shm_post(self.handle, d, input, output, NULL, 0, NULL, &seq)
+                posted = shm_post(
+                    self.handle, d, input, output, NULL, 0, NULL, NOT_COUNTED, &seq
+                )
                 if posted == SHM_OK:
                     status = shm_wait(self.handle, seq, SLICE_NS)
             self._come_out()
@@ -266,7 +269,7 @@ cdef class Ring:
                 if status == SHM_OK:
                     status = shm_post(
                         self.handle, d, input, output, work.pieces, work.n_pieces, work.bounds,
-                        &work.seq,
+                        work.counting, &work.seq,
                     )
             self._come_out()
             if status == SHM_OK:
@@ -308,6 +311,7 @@ cdef class Ring:
         if status == SHM_OK:
             shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
             work.was_skipped = shm_is_skipped(self.handle, work.seq)
+            work.was_counted = shm_tally_of(self.handle, work.seq, &work.tally)
             work.resolve(None)
         elif status == SHM_MISMATCH:
             work.resolve(MismatchError(self._mismatch(work.seq)))

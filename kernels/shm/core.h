@@ -22,6 +22,7 @@
 #include <stdint.h>
 
 #include "reduce.h"
+#include "tally.h"
 
 enum {
     SHM_MAX_RANKS = SHM_MAX_INPUTS,
@@ -90,6 +91,13 @@ struct shm_piece {
     uint64_t offset, numel;
 };
 
+/* What an all_reduce, or REDUCE_SHARES, counts of its result while that is in the cache: in the
+ * first `numel` elements, what is not finite, and perhaps the squares. numel 0: nothing. */
+struct shm_counting {
+    uint64_t numel;
+    bool adds_squares;
+};
+
 struct shm_comm;
 
 size_t shm_control_bytes(void);
@@ -109,7 +117,7 @@ void shm_free_comm(struct shm_comm *comm);
  * elements. They are equal on all ranks, and must stay alive until the collective is complete. */
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
-             uint32_t *seq);
+             struct shm_counting counting, uint32_t *seq);
 
 /* Moves collectives forward until `seq` is complete, or `slice_ns` have passed (SHM_AGAIN; 0 =
  * never wait). */
@@ -133,6 +141,10 @@ void shm_keep_times(struct shm_comm *comm, int change);
  * this rank was through with its part; in ns of CLOCK_MONOTONIC, 0 if not noted. */
 void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
                   uint64_t *ended_ns);
+
+/* What all ranks have counted of collective `seq`, one of the newest SHM_RING that are complete.
+ * Returns false where they have not. */
+bool shm_tally_of(const struct shm_comm *comm, uint32_t seq, struct shm_tally *tally);
 
 /* Whether a rank has posted collective `seq`, one of the newest SHM_RING that are complete, with
  * SHM_SKIP. */

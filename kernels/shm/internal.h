@@ -17,6 +17,12 @@ struct slot {
 };
 _Static_assert(sizeof(struct slot) == CACHE_LINE, "a rank's arrival is one cache line");
 
+/* What a rank has counted in its part of collective `seq`. */
+struct counted {
+    _Alignas(CACHE_LINE) uint32_t seq;
+    struct shm_tally tally;
+};
+
 /* The head of every segment. All zero to begin with. */
 struct control {
     struct slot slots[SHM_RING];
@@ -27,6 +33,7 @@ struct control {
         staged_out; /* chunks whose part of this rank is reduced into staging_out */
     _Alignas(CACHE_LINE) _Atomic int32_t state; /* enum shm_state */
     _Atomic int32_t blames;                     /* the rank it gave up on, plus one */
+    struct counted counted[SHM_RING];
     _Alignas(CACHE_LINE) char mailbox[SHM_RING][SHM_INLINE_BYTES];
     _Alignas(4096) char staging_in[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
     _Alignas(4096) char staging_out[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
@@ -44,6 +51,8 @@ struct collective {
     const struct shm_piece *pieces;
     size_t n_pieces;
     const uint64_t *bounds; /* of the ranks' shares, or NULL */
+    struct shm_counting counting;
+    struct shm_tally tally; /* of this rank's part; on the inline path, of all */
     enum path path;
     bool is_shadow; /* this rank has posted SHM_SHADOW; `descriptor` is what the others have */
     int status;
@@ -148,8 +157,8 @@ bool shm_stage_first(struct shm_comm *comm, struct collective *c);
 
 /* Each runs a collective that all ranks have posted, over one path. The staged path may have to
  * wait for the peers half-way; it returns whether it is done. */
-void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
-void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c);
+void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective *c);
+void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective *c);
 bool shm_run_staged(struct shm_comm *comm, struct collective *c);
 
 #endif

@@ -2,6 +2,9 @@
  * when each is taken. */
 #include "internal.h"
 
+/* A block of a result that is counted while it is in the cache. */
+enum { COUNTED_BYTES = 1 << 14 };
+
 /* ---- the inline path ---- */
 
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
@@ -22,14 +25,39 @@ static void reduce_inputs(const struct shm_comm *comm, const struct shm_descript
     }
 }
 
-static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
+/* Reduces elements [begin, begin + numel) of the tensor, and counts in the result what it is asked
+ * to. The addresses are those of the first element, and are changed. */
+static void reduce_elements(const struct shm_comm *comm, struct collective *c, uint64_t begin,
+                            uint64_t numel, const void **inputs, void **outputs, int n_outputs) {
+    const struct shm_descriptor *d = &c->descriptor;
+    size_t itemsize = shm_dtype_size(d->dtype);
+    uint64_t end = shm_is_tallied(d->dtype) ? c->counting.numel : 0;
+    while (begin < end && numel > 0) {
+        uint64_t length = min64(min64(numel, end - begin), COUNTED_BYTES / itemsize);
+        reduce_inputs(comm, d, length, inputs, outputs, n_outputs);
+        shm_add_to_tally(&c->tally, d->dtype, length, outputs[0], c->counting.adds_squares);
+        for (int r = 0; r < comm->world_size; r++) {
+            inputs[r] = (const char *)inputs[r] + length * itemsize;
+        }
+        for (int j = 0; j < n_outputs; j++) {
+            outputs[j] = (char *)outputs[j] + length * itemsize;
+        }
+        begin += length;
+        numel -= length;
+    }
+    if (numel > 0) {
+        reduce_inputs(comm, d, numel, inputs, outputs, n_outputs);
+    }
+}
+
+static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                              size_t offset, size_t numel) {
     const void *inputs[SHM_MAX_RANKS];
     for (int r = 0; r < comm->world_size; r++) {
         inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING] + offset;
     }
     void *output = c->output;
-    reduce_inputs(comm, &c->descriptor, numel, inputs, &output, 1);
+    reduce_elements(comm, c, 0, numel, inputs, &output, 1);
 }
 
 /* Copies rank r's share from a copy of the whole tensor. */
@@ -38,7 +66,7 @@ static void copy_share(const struct collective *c, int r, const char *tensor) {
     memcpy(c->output + begin, tensor + begin, c->bounds[r + 1] * itemsize - begin);
 }
 
-void shm_run_inline(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
+void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
     size_t part = nbytes / (size_t)comm->world_size;
@@ -96,12 +124,12 @@ void shm_gather_pieces(const struct collective *c, struct range range) {
 
 /* Reduces `range` of every rank's tensor into every rank's tensor or, if it is a share, into this
  * rank's alone. Reads this rank's own input at `own`. */
-static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
+static void reduce_range(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                          struct range range, const char *own) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
     bool is_share = c->bounds != NULL && range.begin < c->bounds[comm->world_size];
     const void *inputs[SHM_MAX_RANKS];
-    void *outputs[SHM_MAX_RANKS], *kept = c->output + range.begin * itemsize;
+    void *outputs[SHM_MAX_RANKS];
     int n_outputs = 0;
     for (int r = 0; r < comm->world_size; r++) {
         if (is_shadow(&slot_of(comm, r, seq)->descriptor)) {
@@ -112,15 +140,19 @@ static void reduce_range(const struct shm_comm *comm, uint32_t seq, const struct
         inputs[r] = r == comm->rank ? own : tensor;
         outputs[n_outputs++] = tensor;
     }
-    if (comm->world_size > 1 || inputs[0] != outputs[0] || comm->has_factors) {
-        reduce_inputs(comm, &c->descriptor, range.end - range.begin, inputs,
-                      is_share ? &kept : outputs, is_share ? 1 : n_outputs);
+    if (is_share) {
+        outputs[0] = c->output + range.begin * itemsize;
+        n_outputs = 1;
+    }
+    if (comm->world_size > 1 || inputs[0] != outputs[0] || comm->has_factors ||
+        c->counting.numel > 0) {
+        reduce_elements(comm, c, range.begin, range.end - range.begin, inputs, outputs, n_outputs);
     }
 }
 
 /* What pieces hold of the part is read straight from there: it is never copied into the bucket
  * before the reduction. */
-static void reduce_part(const struct shm_comm *comm, uint32_t seq, const struct collective *c,
+static void reduce_part(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                         struct range part) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
     uint64_t at = part.begin;
@@ -153,7 +185,7 @@ static void spread_shares(const struct shm_comm *comm, uint32_t seq, const struc
     }
 }
 
-void shm_run_direct(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
+void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
     if (d->kind == SHM_ALL_REDUCE || d->kind == SHM_REDUCE_SHARES) {

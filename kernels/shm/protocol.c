@@ -74,6 +74,9 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     if (has_shadows && wanted != NULL && !admits_shadows(comm, wanted, direct)) {
         c->status = SHM_MISMATCH;
     }
+    if (has_shadows) { /* which do not know of it */
+        c->counting.numel = 0;
+    }
     if (c->status == SHM_MISMATCH) {
         c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
         for (int r = 0; r < comm->world_size; r++) {
@@ -124,6 +127,10 @@ static bool run_head(struct shm_comm *comm) {
         } else if (!shm_run_staged(comm, c)) {
             return false;
         }
+    }
+    if (c->counting.numel > 0) {
+        control_of(comm, comm->rank)->counted[seq % SHM_RING] =
+            (struct counted){.seq = seq, .tally = c->tally};
     }
     note_time(comm, &c->ended_ns);
     comm->head = seq + 1;
@@ -226,7 +233,7 @@ void shm_free_comm(struct shm_comm *comm) {
 
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
-             uint32_t *seq) {
+             struct shm_counting counting, uint32_t *seq) {
     uint32_t number = comm->next;
     if (!is_settled(comm, number - SHM_RING)) {
         return SHM_AGAIN; /* not all ranks have read the slot */
@@ -237,7 +244,8 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
                              .output = output,
                              .pieces = pieces,
                              .n_pieces = n_pieces,
-                             .bounds = bounds};
+                             .bounds = bounds,
+                             .counting = counting};
     size_t itemsize = shm_dtype_size(descriptor->dtype);
     bool staged = false;
     if (shm_fits_mailbox(descriptor, comm->world_size)) {
@@ -344,6 +352,25 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
     const struct collective *c = &comm->ring[seq % SHM_RING];
     *began_ns = c->began_ns;
     *ended_ns = c->ended_ns;
+}
+
+bool shm_tally_of(const struct shm_comm *comm, uint32_t seq, struct shm_tally *tally) {
+    const struct collective *c = &comm->ring[seq % SHM_RING];
+    bool is_counted = c->counting.numel > 0 && shm_is_tallied(c->descriptor.dtype);
+    *tally = c->tally;
+    if (!is_counted || c->path == INLINE) {
+        return is_counted;
+    }
+    *tally = (struct shm_tally){0};
+    for (int r = 0; r < comm->world_size; r++) {
+        const struct counted *theirs = &control_of(comm, r)->counted[seq % SHM_RING];
+        if (c->path != DIRECT || theirs->seq != seq) {
+            return false;
+        }
+        tally->n_nonfinite += theirs->tally.n_nonfinite;
+        tally->square_sum += theirs->tally.square_sum;
+    }
+    return true;
 }
 
 int shm_is_skipped(const struct shm_comm *comm, uint32_t seq) {

@@ -9,7 +9,9 @@ ENDING = "fastcomm/reducer/ending.py"
 STEPS = "fastcomm/reducer/optimizer_steps.py"
 REDUCED = "fastcomm/reducer/reduced.py"
 HELPERS = "fastcomm/reducer/torch_helpers.py"
+SAMPLE = "fastcomm/reducer/sample.py"
 TESTS = "tests/reducer/test_skips.py"
+COUNT_TESTS = "tests/reducer/test_counts.py"
 OPTIMIZER_TESTS = "tests/reducer/test_skipped_optimizers.py"
 
 
@@ -21,6 +23,13 @@ def _of_optimizers(name: str) -> tuple[str, ...]:
     return (f"{OPTIMIZER_TESTS}::{name}",)
 
 
+def _counted(name: str) -> tuple[str, ...]:
+    return (f"{COUNT_TESTS}::{name}",)
+
+
+_NORM = _counted("test_a_norm_needs_no_second_look")
+_FOUND = _counted("test_what_is_not_finite_is_counted_and_found_on_its_rank")
+_WRITTEN = _counted("test_what_is_written_since_is_in_the_norm")
 _VOTE = _test("test_a_vote_of_one_rank_makes_all_ranks_skip")
 _EXCEPTION = _test("test_an_exception_of_one_rank_makes_all_ranks_skip")
 _NONFINITE = _test("test_a_nonfinite_gradient_of_one_rank_makes_all_ranks_skip")
@@ -164,8 +173,8 @@ MUTATIONS = (
     Mutation(
         name="skips: GradScaler lowers its scale for a vote",
         file=SKIPPING,
-        old="        self.found_nonfinite = not is_vote\n",
-        new="        self.found_nonfinite = True\n",
+        old="self.found_nonfinite = all(cause.vote is None for cause in causes.values())",
+        new="self.found_nonfinite = True",
         tests=_SCALER,
     ),
     Mutation(
@@ -178,7 +187,7 @@ MUTATIONS = (
     Mutation(
         name="skips: each rank looks at its own share of the result",
         file="fastcomm/reducer/norms.py",
-        old="    if _in_shares(buckets) is not None:\n        comm.all_reduce(count)\n",
+        old="        if _in_shares(buckets) is not None:\n            comm.all_reduce(here)\n",
         new="",
         tests=_of_optimizers("test_a_sharded_optimizer_skips"),
     ),
@@ -188,5 +197,103 @@ MUTATIONS = (
         old="            if self._comm.rank != 0:\n",
         new="            if False:\n",
         tests=_NONFINITE,
+    ),
+    Mutation(
+        name="skips: ranks talk in a join(), where one may have no data",
+        file=SKIPPING,
+        old="        if is_joining(self._comm):",
+        new="        if False:",
+        tests=_test("test_ranks_without_data_follow_those_that_skip"),
+    ),
+    Mutation(
+        name="skips: over shm a vote finds no ranks without data",
+        file="kernels/shm/protocol.c",
+        old=" || d->op == SHM_SKIP) &&",
+        new=") &&",
+        tests=_test("test_ranks_without_data_follow_those_that_skip"),
+    ),
+    Mutation(
+        name="skips: in a group a vote finds no ranks without data",
+        file="fastcomm/group/call.py",
+        old='("mean", SKIP, *WEIGHTED_OPS.values())',
+        new='("mean", *WEIGHTED_OPS.values())',
+        tests=_test("test_ranks_without_data_follow_those_that_skip"),
+    ),
+    Mutation(
+        name="counts: gradients that lie in the buffer are looked at after the reduction",
+        file=SKIPPING,
+        old="            if i not in at_home:\n",
+        new="            if True:\n",
+        tests=_counted("test_gradients_that_are_at_home_are_looked_at_before"),
+    ),
+    Mutation(
+        name="counts: a rank knows its own part alone",
+        file="kernels/shm/protocol.c",
+        old="        tally->square_sum += theirs->tally.square_sum;\n",
+        new="        tally->square_sum += r == comm->rank ? theirs->tally.square_sum : 0;\n",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: a rank takes what another has counted in an earlier collective",
+        file="kernels/shm/protocol.c",
+        old="if (c->path != DIRECT || theirs->seq != seq) {",
+        new="if (c->path != DIRECT) {",
+        tests=_counted("test_one_rank_may_ask_for_the_norm"),
+    ),
+    Mutation(
+        name="counts: presence counts as a gradient",
+        file="fastcomm/shm/bucket.pyx",
+        old="                self.flat.numel() - len(self.views), self.adds_squares\n",
+        new="                self.flat.numel(), self.adds_squares\n",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: only the first block is counted",
+        file="kernels/shm/paths.c",
+        old="        begin += length;\n        numel -= length;\n",
+        new="        begin = end;\n        numel -= length;\n",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: the last elements of a block are left out",
+        file="kernels/shm/tally.c",
+        old="            lanes[i % LANES] += WIDEN(a[i]) * WIDEN(a[i]);",
+        new="            (void)lanes[i % LANES];",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: infinities of float16 are numbers",
+        file="kernels/shm/tally.c",
+        old="dtype != SHM_FLOAT16 && isfinite(sum)",
+        new="isfinite(sum)",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: NaNs are counted, infinities are not",
+        file="kernels/shm/tally.c",
+        old="n += (bits & (EXPONENT)) == (EXPONENT);",
+        new="n += (bits & (EXPONENT)) == (EXPONENT) && (bits << 1) != (BITS)((EXPONENT) << 1);",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: writes that torch counts are not seen",
+        file=SAMPLE,
+        old=" or self._flat._version != self._version:",
+        new=":",
+        tests=_WRITTEN,
+    ),
+    Mutation(
+        name="counts: writes past torch are not seen",
+        file=SAMPLE,
+        old="        return torch.equal(self._flat[self._places], self._values)\n",
+        new="        return True\n",
+        tests=_WRITTEN,
+    ),
+    Mutation(
+        name="counts: a gradient of the user's own is taken for the reduced one",
+        file="fastcomm/reducer/bucket.py",
+        old="        if not self._holds_all():\n            return False\n",
+        new="",
+        tests=_WRITTEN,
     ),
 )
