@@ -1,9 +1,8 @@
 """What each benchmark says of its results: the parts of a report's page, and the tables that it
-prints when all is measured. Everything is made of the results' JSON alone, so that results of
-before say as much as new ones. Measures nothing, and knows no HTML: see page.py.
+prints when all is measured. Made of the results' JSON alone, so that results of before say as much
+as new ones. Measures nothing, and knows no HTML: see page.py.
 
 To appear in a report a benchmark gives three things:
-
 - its JSON, by `report.write_results`;
 - a function here that makes a `Section` of it, in SECTIONS;
 - a picture, in chart.py.

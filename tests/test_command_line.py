@@ -346,7 +346,9 @@ def test_a_bar_moves_on_a_terminal_only(
         monkeypatch.setattr(sys, "stderr", terminal)
         assert list(tracked(range(3), "rounds", shown=False)) == [0, 1, 2]
         assert list(tracked(range(3), "rounds")) == [0, 1, 2]
-        assert screen.read(4096).decode().count("rounds") >= 3
+        shown = ""
+        while shown.count("rounds") < 3:  # one read may end between two pictures of the bar
+            shown += screen.read(4096).decode()
         monkeypatch.undo()
     assert capsys.readouterr().out == ""
 

@@ -7,22 +7,34 @@ buckets come next.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fastcomm.collective import BUCKETS_PER_REDUCER, WEIGHTED_OPS
-from fastcomm.communicator import Weight
+from fastcomm.communicator import Weight, Work
 from fastcomm.errors import FastcommError
-from fastcomm.nccl.bucket import NcclWeight
-
-if TYPE_CHECKING:
-    from fastcomm.nccl.communicator import NcclCommunicator
+from fastcomm.nccl.bucket import NcclBucket, NcclWeight
 
 _POLL_S = 50e-6
 
 
-def refuse_in_join(comm: NcclCommunicator) -> None:
+class Sharing(Protocol):
+    """An NcclCommunicator, as the beginning of a round sees it."""
+
+    device: torch.device
+    reduces_buckets_only: bool
+
+    @property
+    def buckets(self) -> Iterable[NcclBucket]: ...
+    def is_captured(self) -> bool: ...
+    def add_up(self, numbers: Tensor) -> Work: ...
+    def check(self) -> None: ...
+
+
+def refuse_in_join(comm: Sharing) -> None:
     """Raises FastcommError for a collective that a rank without data would not hear of."""
     if comm.reduces_buckets_only:
         raise FastcommError(
@@ -31,7 +43,7 @@ def refuse_in_join(comm: NcclCommunicator) -> None:
         )
 
 
-def share_weight(comm: NcclCommunicator, weight: Weight, reducer: int | None = None) -> NcclWeight:
+def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> NcclWeight:
     """See Communicator.share_weight. The host waits for nothing."""
     if comm.is_captured():
         raise FastcommError(
@@ -45,7 +57,7 @@ def share_weight(comm: NcclCommunicator, weight: Weight, reducer: int | None = N
     return NcclWeight(weight.scale, said, comm.add_up(said))
 
 
-def shadow(comm: NcclCommunicator) -> bool:
+def shadow(comm: Sharing) -> bool:
     """See Communicator.shadow. Of a whole round. Waits for the device, which waits for the ranks
     with data.
     """
@@ -67,7 +79,7 @@ def shadow(comm: NcclCommunicator) -> bool:
     return False
 
 
-def _said(comm: NcclCommunicator, weight: float, n_ranks: int, reducer: int) -> torch.Tensor:
+def _said(comm: Sharing, weight: float, n_ranks: int, reducer: int) -> torch.Tensor:
     """What a rank says in a join(): its weight, and if it has data, which reducer's round it is."""
     row = [weight, n_ranks, n_ranks * reducer]
     return torch.tensor(row, dtype=torch.float64).to(comm.device, non_blocking=True)

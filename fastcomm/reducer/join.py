@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import io
 import sys
 import weakref
@@ -108,7 +109,11 @@ class Join(Generic[T]):
         return self._strategy == "wait" and not self._comm.announces
 
     def _reducers(self) -> list[Joining]:
-        return reducers_on(self._comm)
+        reducers = reducers_on(self._comm)
+        if len(reducers) > 1:  # of a model that is gone but for a cycle a rank may know, or not
+            gc.collect()
+            reducers = reducers_on(self._comm)
+        return reducers
 
     # -- as a block, and as a loop -----------------------------------------------------------------
 
