@@ -103,8 +103,8 @@ def _at_once(joined: Joined, rounds: Sequence[Sequence[Step]]) -> str:
     """What to do if there is nothing to overlap with."""
     shares = [
         share_of_gradients(now, before)
-        for steps, befores in zip(rounds[1:], rounds[:-1], strict=True)
-        for now, before in zip(steps, befores, strict=True)
+        for steps, earlier in zip(rounds[1:], rounds[:-1], strict=True)
+        for now, before in zip(steps, earlier, strict=True)
     ]
     known = [share for share in shares if share is not None]
     if len(joined.plan) == 1 or not known or median(known) > _AT_ONCE:
