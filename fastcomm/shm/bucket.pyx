@@ -7,6 +7,7 @@ from fastcomm.collective import OTHERS_GRADIENT, presence_values, real_numel
 from fastcomm.communicator import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
+from libc.math cimport isnan
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -183,8 +184,8 @@ cdef class ShmBucket:
     def square_sum(self):
         """See BoundBucket.square_sum. As the last launch has left them."""
         cdef ShmWork work = self.posted
-        if work is None or not work.was_counted or not work.counting.adds_squares:
-            return None
+        if work is None or not work.was_counted or isnan(work.tally.square_sum):
+            return None  # of NaNs, too
         return torch.tensor(work.tally.square_sum, dtype=torch.float64)
 
     def n_nonfinite(self):

@@ -57,7 +57,7 @@ def _read(*_):
 @pytest.mark.parametrize("small", [False, True])
 @on_ranks(1, 2, 3)
 def test_a_norm_needs_no_second_look(comm, dtype, small):
-    model = Weights(dtype=dtype)
+    model = Weights(SIZES[2:], dtype)  # what goes through a mailbox is read again
     buckets = {"bucket_cap_mb": 1e-4, "first_bucket_cap_mb": 1e-4} if small else {}
     reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     for i in range(3):
@@ -79,6 +79,35 @@ def test_a_norm_needs_no_second_look(comm, dtype, small):
         reducer.clip_grad_norm_(expected.item() / 2)
         torch.testing.assert_close(norm_of(model), expected / 2, rtol=1e-2, atol=0)
         torch.testing.assert_close(reducer.grad_norm().double(), norm_of(model), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("size", [3, 5_000])
+@on_ranks(2)
+def test_a_norm_that_one_rank_asks_for_changes_no_other(comm, size):
+    model = Weights((size, 2 * size))
+    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    for i in range(6):
+        model.zero_grad()
+        model.backward(slopes(model, comm.rank, i))
+        if comm.rank == 0:
+            torch.testing.assert_close(
+                reducer.grad_norm().double(), norm_of(model), rtol=1e-6, atol=0
+            )
+        if i > 2:
+            norm = reducer.clip_grad_norm_(1e-3)
+            assert len(set(gather_objects(comm, norm.item()))) == 1
+
+
+@on_ranks(2)
+def test_the_norm_of_infinities_is_infinite(comm):
+    model = Weights()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for i in range(3):
+        model.zero_grad()
+        gradients = slopes(model, comm.rank, i)
+        gradients[3][7] = INF
+        model.backward(gradients)
+        assert reducer.grad_norm() == INF
 
 
 def _unscale(gradient):
