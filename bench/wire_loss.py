@@ -136,7 +136,8 @@ class Methods:
         torch.manual_seed(seed)
         model = gpt.GPT(self.layers, self.width)
         generator = torch.Generator().manual_seed(1000 * (1 + seed) + self.comm.rank)
-        losses, reducer = demo.train(self.comm, model, self.text, generator, steps, **WIRES[wire])
+        reducer = fastcomm.Reducer(self.comm, **WIRES[wire]).attach(model)
+        losses = demo.train(reducer, model, self.text, generator, steps)
         apart = demo.parameter_difference(self.comm, model)
         reducer.detach()
         return statistics.mean(losses[-LAST:]), apart

@@ -3,19 +3,16 @@ custom loop, as a user of fastcomm writes it.
 
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
 
-`python -m fastcomm demo` is the same. The lines about fastcomm are in train(); the rest is the
-model's (gpt.py), or proves afterwards that the ranks agree, that their gradient is the one of a
-single process, and what communication cost beside torch DDP (compare_ddp.py).
+`python -m fastcomm demo` is the same. The lines about fastcomm are in main() and train(); the rest
+is the model's (gpt.py), or proves afterwards that the ranks agree, that their gradient is the one
+of a single process, and what communication cost beside torch DDP (compare_ddp.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from compare_ddp import report, step_times
@@ -75,7 +72,8 @@ def main() -> None:
 
         # Every rank reads the same text at places of its own.
         generator = torch.Generator().manual_seed(1 + comm.rank)
-        losses, reducer = train(comm, model, text, generator, options.steps)
+        reducer = fastcomm.Reducer(comm).attach(model)
+        losses = train(reducer, model, text, generator, options.steps)
         if comm.rank == 0:
             print_sample(model)
 
@@ -99,19 +97,12 @@ def main() -> None:
 
 
 def train(
-    comm: Communicator,
-    model: GPT,
-    text: Tensor,
-    generator: torch.Generator,
-    steps: int,
-    meet: Callable[[fastcomm.Reducer], AbstractContextManager[Any]] = nullcontext,
-    **options: Any,
-) -> tuple[list[float], fastcomm.Reducer]:
-    """Trains `model` in place. Returns the loss of every step, averaged over the ranks, and the
-    reducer, still attached. options: of that. meet: for ranks that step by themselves, makes their
-    LocalSGD or DiLoCo.
+    reducer: fastcomm.Reducer, model: GPT, text: Tensor, generator: torch.Generator, steps: int
+) -> list[float]:
+    """Trains `model`, to which `reducer` is attached, in place. Returns the loss of every step,
+    averaged over the ranks.
     """
-    reducer = fastcomm.Reducer(comm, **options).attach(model)
+    comm = reducer.comm
     optimizer = torch.optim.AdamW(
         [
             {"params": model.blocks.parameters(), "lr": 1e-3},
@@ -136,21 +127,20 @@ def train(
     losses = []
     progress = tqdm(range(steps), unit="step", disable=comm.rank != 0)
     start = time.perf_counter()
-    with meet(reducer):
-        for step in progress:
-            optimizer.zero_grad()
-            loss = next_byte_loss(model, random_batch(text, generator))
-            loss.backward()  # the gradients are reduced when this returns
-            reducer.clip_grad_norm_(1.0)
-            optimizer.step()
-            schedule.step()
+    for step in progress:
+        optimizer.zero_grad()
+        loss = next_byte_loss(model, random_batch(text, generator))
+        loss.backward()  # the gradients are reduced when this returns
+        reducer.clip_grad_norm_(1.0)
+        optimizer.step()
+        schedule.step()
 
-            loss = loss.detach()
-            comm.all_reduce(loss, "mean")
-            losses.append(loss.item())
-            speed = (step + 1) * comm.world_size * BATCH * LENGTH / (time.perf_counter() - start)
-            progress.set_postfix_str(f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s", refresh=False)
-    return losses, reducer
+        loss = loss.detach()
+        comm.all_reduce(loss, "mean")
+        losses.append(loss.item())
+        speed = (step + 1) * comm.world_size * BATCH * LENGTH / (time.perf_counter() - start)
+        progress.set_postfix_str(f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s", refresh=False)
+    return losses
 
 
 def random_batch(text: Tensor, generator: torch.Generator) -> Tensor:

@@ -191,6 +191,9 @@ class HookedBucket(BoundBucket):
 
     def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
         self._posted = None
+        # Kept, they would keep the reducer, which their own hooks hold, and torch shows the garbage
+        # collector no such circle.
+        parameters, self._parameters = self._parameters, []
         if not self._is_ours:
             self._hooks.calls.compare(self._comm)
         # behind the gradients' presence: this rank's vote to drop the round
@@ -206,7 +209,7 @@ class HookedBucket(BoundBucket):
             buffer,
             self._offsets,
             self._like,
-            self._parameters,
+            parameters,
         )
         *wrapped, (state, hook) = self._hooks.chain
         for first_state, first in wrapped:

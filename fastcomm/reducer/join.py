@@ -92,7 +92,9 @@ class Join(Generic[T]):
         self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
         self._strategy, self._state = strategy, list(state)
         for joined in self._reducers():
-            _refuse(joined)
+            refusal = _refusal(joined)
+            if refusal is not None:
+                raise ValueError(_about(joined, reducer) + refusal)
         for one in self._state:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -412,40 +414,50 @@ def _drop_gradients(reducer: Joining) -> None:
         bucket.drop_gradients()
 
 
-def _refuse(reducer: Joining) -> None:
-    """Raises ValueError for what a rank without data cannot take part in."""
+def _refusal(reducer: Joining) -> str | None:
+    """What the reducer does that a rank without data cannot take part in, and what to do."""
     options = reducer._options
-    refusal = None
     if options.op != "mean":
-        refusal = f'op="{options.op}": join() makes means over the ranks with data'
-    elif options.hooks:
-        refusal = "a hook, which reduces, and divides, by itself: leave it out"
-    elif options.error_feedback:
-        refusal = "error_feedback=True, which counts on the same ranks in every round: leave it out"
-    elif not reducer._tuning.is_over:
-        refusal = (
+        return f'op="{options.op}": join() makes means over the ranks with data'
+    if options.hooks:
+        return "a hook, which reduces, and divides, by itself: leave it out"
+    if options.error_feedback:
+        return "error_feedback=True, which counts on the same ranks in every round: leave it out"
+    if not reducer._tuning.is_over:
+        return (
             'bucket_cap_mb="auto" while the ranks still measure together: give a size, or call '
             "join() after the first steps"
         )
-    elif reducer.sharded_by.sharding() is not None:
-        refusal = (
+    if reducer.sharded_by.sharding() is not None:
+        return (
             "a ShardedOptimizer, of which a rank without data would have to make its part of every "
             "step: use a torch.optim optimizer"
         )
-    elif reducer.local_steps.meetings is not None:
-        refusal = (
+    if reducer.local_steps.meetings is not None:
+        return (
             f"a {type(reducer.local_steps.meetings).__name__}, whose ranks meet after the same "
             "number of steps: call its finish() first, on every rank"
         )
-    else:
-        sparse = [one.names[0] for one in reducer._buckets if one.waits_in_launch]
-        if sparse:
-            refusal = (
-                f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
-                "data or without: use sparse=False"
-            )
-    if refusal is not None:
-        raise ValueError(f"join() is not possible with {refusal}")
+    sparse = [one.names[0] for one in reducer._buckets if one.waits_in_launch]
+    if sparse:
+        return (
+            f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
+            "data or without: use sparse=False"
+        )
+    return None
+
+
+def _about(joined: Joining, asked: Joining) -> str:
+    """The beginning of a refusal: of join() on one reducer, for what it or another of the
+    communicator does.
+    """
+    if joined is asked:
+        return "join() is not possible with "
+    return (
+        "join() takes in every reducer of the communicator that has a model, and the one of "
+        f"parameter {joined._buckets[0].names[0]} makes it impossible (detach() it if it is not "
+        "used) with "
+    )
 
 
 def _refuse_pending(reducer: Joining) -> None:

@@ -178,6 +178,19 @@ def test_reducers_that_cannot_join(comm, options, why):
         reducer.join()
 
 
+@only_shm
+@on_ranks(2)
+def test_another_reducer_of_the_communicator_that_cannot_join_is_told_from_this_one(comm):
+    critic, actor = small(), small()
+    of_critic = fastcomm.Reducer(comm, op="max").attach(critic)
+    reducer = fastcomm.Reducer(comm).attach(actor)
+    with pytest.raises(ValueError, match=r'the one of parameter 2\.bias.*detach\(\).*op="max"'):
+        reducer.join()
+    of_critic.detach()
+    with reducer.join():
+        loss_of(actor, data_of(comm.rank, 0)).backward()
+
+
 @pytest.mark.transports("group")
 @on_ranks(2)
 def test_error_feedback_cannot_join(comm):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import weakref
 
 import pytest
 import torch
@@ -458,13 +457,3 @@ def test_parameters_are_reduced_though_the_module_that_was_attached_is_gone(comm
     gc.collect()
     backward(model, comm.rank)
     assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_a_reducer_goes_with_its_model(comm):
-    model = mlp()
-    reducer = weakref.ref(fastcomm.Reducer(comm).attach(model))
-    backward(model, comm.rank)
-    del model
-    gc.collect()
-    assert reducer() is None
