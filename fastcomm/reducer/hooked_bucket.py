@@ -8,6 +8,7 @@ the hook: what a hook has posted elsewhere stays posted.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +170,9 @@ class HookedBucket(BoundBucket):
         self._is_ours = all(
             isinstance(getattr(state, "comm", state), Communicator) for state, _ in hooks.chain
         )
-        self._parameters: list[Tensor] = []
+        # Held, they would hold the reducer, which their own hooks hold, and torch shows the garbage
+        # collector no such circle.
+        self._parameters: list[weakref.ref[Parameter] | None] = [None] * len(views)
         self._producers = Producers(comm.cuda) if comm.has_streams else None
         self._posted: BucketWork | None = None
 
@@ -183,17 +186,11 @@ class HookedBucket(BoundBucket):
         gradients = self._order_gathering(parameters)
         left = copy_gradients(self._views, parameters)
         self._release(gradients)
-        self._parameters = [
-            view if parameter is None else parameter
-            for parameter, view in zip(parameters, self._views, strict=True)
-        ]
+        self._parameters = [None if one is None else weakref.ref(one) for one in parameters]
         return left
 
     def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
         self._posted = None
-        # Kept, they would keep the reducer, which their own hooks hold, and torch shows the garbage
-        # collector no such circle.
-        parameters, self._parameters = self._parameters, []
         if not self._is_ours:
             self._hooks.calls.compare(self._comm)
         # behind the gradients' presence: this rank's vote to drop the round
@@ -209,7 +206,7 @@ class HookedBucket(BoundBucket):
             buffer,
             self._offsets,
             self._like,
-            parameters,
+            self._known_parameters(),
         )
         *wrapped, (state, hook) = self._hooks.chain
         for first_state, first in wrapped:
@@ -222,6 +219,11 @@ class HookedBucket(BoundBucket):
         assert known is not None  # for the type checker: async_op was asked for
         self._posted = _HookedWork(buffer, future, presence, known)
         return self._posted
+
+    def _known_parameters(self) -> list[Tensor]:
+        """Those that were gathered; for one without a gradient its place in the buffer."""
+        known = [None if reference is None else reference() for reference in self._parameters]
+        return [view if one is None else one for one, view in zip(known, self._views, strict=True)]
 
     def _order_gathering(self, parameters: list[Parameter | None]) -> list[Tensor]:
         """Gradients are gathered on the stream that is current now, as hooks expect: orders it

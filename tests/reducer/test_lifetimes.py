@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 import fastcomm
 from tests.support.models import backward, mlp
@@ -35,6 +36,16 @@ def _hook(comm, model):
 def _narrow_hook(comm, model):
     state = fastcomm.HookState(comm, wire_dtype=torch.bfloat16)
     return _train(comm, model, hook=(state, fastcomm.all_reduce_hook))
+
+
+def _refusing_hook(comm, model):
+    """Of another model, whose gradients the hook cannot reduce."""
+    state = fastcomm.HookState(comm, op="max")
+    pair = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    other = fastcomm.Reducer(comm, hook=(state, fastcomm.all_reduce_hook)).attach([("pair", pair)])
+    with pytest.raises(TypeError, match="complex"):
+        pair.abs().sum().backward()
+    return weakref.ref(other), weakref.ref(pair)
 
 
 def _narrow_wire(comm, model):
@@ -88,6 +99,7 @@ def _diloco(comm, model):
         _train,
         _hook,
         _narrow_hook,
+        _refusing_hook,
         _narrow_wire,
         _largest,
         _skip_nonfinite,
