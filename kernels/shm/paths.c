@@ -3,7 +3,7 @@
 #include "internal.h"
 
 /* A block of a result that is counted while it is in the cache. */
-enum { COUNTED_BYTES = 1 << 14 };
+enum { COUNTED_BYTES = 1 << 16 };
 
 /* ---- the inline path ---- */
 

@@ -35,15 +35,25 @@ INLINE double of_bfloat16(uint16_t brain) {
         return sum;                                                                                \
     }
 
-/* Of the bits: all ones in the exponent. */
-#define NONFINITE(NAME, BITS, EXPONENT)                                                            \
+/* Of the bits: all ones in the exponent. The largest tells whether there is one to be counted, at
+ * half of what counting takes. */
+#define NONFINITE(NAME, BITS, INFINITY_BITS)                                                       \
+    INLINE BITS NAME##_magnitude(const void *array, size_t i) {                                    \
+        BITS bits;                                                                                 \
+        memcpy(&bits, (const char *)array + i * sizeof bits, sizeof bits);                         \
+        return bits & (BITS)((BITS) ~(BITS)0 >> 1);                                                \
+    }                                                                                              \
     CLONES static uint64_t NAME##_nonfinite(size_t numel, const void *array) {                     \
+        BITS largest = 0;                                                                          \
         uint64_t n = 0;                                                                            \
         for (size_t i = 0; i < numel; i++) {                                                       \
-            BITS bits;                                                                             \
-            memcpy(&bits, (const char *)array + i * sizeof bits, sizeof bits);                     \
-            n += (bits & (EXPONENT)) == (EXPONENT);                                                \
+            BITS magnitude = NAME##_magnitude(array, i);                                           \
+            largest = magnitude > largest ? magnitude : largest;                                   \
         }                                                                                          \
+        if (largest < (INFINITY_BITS))                                                             \
+            return 0;                                                                              \
+        for (size_t i = 0; i < numel; i++)                                                         \
+            n += NAME##_magnitude(array, i) >= (INFINITY_BITS);                                    \
         return n;                                                                                  \
     }
 

@@ -271,9 +271,30 @@ MUTATIONS = (
     Mutation(
         name="counts: NaNs are counted, infinities are not",
         file="kernels/shm/tally.c",
-        old="n += (bits & (EXPONENT)) == (EXPONENT);",
-        new="n += (bits & (EXPONENT)) == (EXPONENT) && (bits << 1) != (BITS)((EXPONENT) << 1);",
+        old="n += NAME##_magnitude(array, i) >= (INFINITY_BITS);",
+        new="n += NAME##_magnitude(array, i) > (INFINITY_BITS);",
         tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: an array whose largest element is an infinity counts as finite",
+        file="kernels/shm/tally.c",
+        old="if (largest < (INFINITY_BITS))",
+        new="if (largest <= (INFINITY_BITS))",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: the sign bit is taken for a large exponent",
+        file="kernels/shm/tally.c",
+        old="(BITS)((BITS) ~(BITS)0 >> 1)",
+        new="(BITS)~(BITS)0",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: squares that nobody counted are a sum of squares",
+        file="kernels/shm/protocol.c",
+        old="c->tally.square_sum = (double)NAN;",
+        new="",
+        tests=_counted("test_a_norm_that_one_rank_asks_for_changes_no_other"),
     ),
     Mutation(
         name="counts: writes that torch counts are not seen",
