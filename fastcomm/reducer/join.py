@@ -433,10 +433,10 @@ def _refusal(reducer: Joining) -> str | None:
             "a ShardedOptimizer, of which a rank without data would have to make its part of every "
             "step: use a torch.optim optimizer"
         )
-    if reducer.local_steps.meetings is not None:
+    if reducer.local_steps.name is not None:
         return (
-            f"a {type(reducer.local_steps.meetings).__name__}, whose ranks meet after the same "
-            "number of steps: call its finish() first, on every rank"
+            f"a {reducer.local_steps.name}, whose ranks meet after the same number of steps: call "
+            "its finish() first, on every rank"
         )
     sparse = [one.names[0] for one in reducer._buckets if one.waits_in_launch]
     if sparse:
