@@ -313,7 +313,7 @@ def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
 
 
 def _meetings(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/meetings.py: the time of a step, with what it sends; or the losses of all seeds."""
+    """bench/meetings.py: the time of a step and what it sends; or the losses of all seeds."""
     rows = results["rows"]
     axes = figure.subplots()
     if "rate" in results:
@@ -327,8 +327,8 @@ def _meetings(figure: Any, results: Mapping[str, Any]) -> None:
         axes.set_ylabel("time of a step (s)")
     else:
         figure.suptitle(f"{results['seeds']} seeds, meetings every {results['every']} steps")
-        for place, (way, row) in enumerate(rows.items()):
-            axes.plot([place] * len(row["losses"]), row["losses"], "o", color=LOOKS[way][1])
+        for x, (way, row) in enumerate(rows.items()):
+            axes.plot([x] * len(row["losses"]), row["losses"], "o", color=LOOKS[way][1])
         axes.set_ylabel(f"loss after {results['steps']} steps")
     axes.set_xticks(range(len(rows)), [LOOKS[way][0] for way in rows])
 

@@ -1,5 +1,5 @@
-"""Seldom meetings: what ranks send and how long a step takes where links are slow, and the loss
-after as many tokens, beside a reduction of every gradient.
+"""Ranks that meet seldom (LocalSGD, DiLoCo) beside ranks that reduce every gradient: what they send
+and how long a step takes over a slow link, and the loss after as many tokens.
 
     python bench/meetings.py                         2 hosts, a link of 100 Mbit/s
     python bench/meetings.py --rate 1gbit --every 16
@@ -7,9 +7,9 @@ after as many tokens, beside a reduction of every gradient.
 
 Two hosts of one rank each train the demo's model; they are network namespaces, for which the
 benchmark needs root's rights, and their link is limited by tc's token bucket. Ways take turns in
-every round, in random order; a turn is of `every` steps, and so holds one meeting of every
-parameter. A time is that of the slowest rank; bytes are those that the host's interface has sent,
-headers included. "streaming" meets in 4 fragments, a step after each launch.
+every round, in random order. A turn has `every` steps, so every parameter meets once in it. A time
+is that of the slowest rank; bytes are those that the host's interface has sent, headers included.
+"streaming" is DiLoCo with 4 fragments and a delay of one step.
 
 The loss is that of the parameters at the end, on batches that nobody has trained on: one seed means
 the same model and the same batches in every way. Runs from the source tree only.

@@ -23,8 +23,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 
 def _times(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """What a step takes and sends, with the ratio of the time that it takes with every gradient
-    reduced.
+    """What a step takes and sends. Ratios are the time with every gradient reduced over the way's,
+    and the bytes of the way over those with every gradient reduced.
     """
     columns = [Column(28, ("way",), "<"), Column(12, ("step (s)",)), Column(9, ("ratio",))]
     columns += [Column(9, ("least",)), Column(9, ("most",))]
@@ -46,9 +46,11 @@ def _times(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _losses(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The loss of each way over the seeds, and what it is more than with every gradient reduced."""
+    """The loss of each way over the seeds, and how far it is above that with every gradient
+    reduced.
+    """
     columns = [Column(28, ("way",), "<"), Column(11, ("mean loss",)), Column(9, ("least",))]
-    table = Table([*columns, Column(9, ("most",)), Column(28, ("to every gradient, by seed",))])
+    table = Table([*columns, Column(9, ("most",)), Column(30, ("above every gradient, by seed",))])
     for way, row in rows.items():
         some = row["losses"]
         pairs = zip(some, rows["every_gradient"]["losses"], strict=True)

@@ -70,10 +70,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
 }
-WAYS = (
-    *("local", "fastcomm", "weighted", "joined", "skipping", "clipped", "clipped_by_torch"),
-    *("sharded", "shared", "ddp", "ddp_views"),
-)
+# Ways whose step is printed beside fastcomm's, and how the line calls them.
 WORDS = {
     "weighted": "with weights",
     "joined": "inside join()",
@@ -81,16 +78,10 @@ WORDS = {
     "clipped": "with clipping",
     "clipped_by_torch": "with torch's clipping",
 }
-FAR_AWAY = 1e9  # a norm that no gradient here has
-# Ways whose step is set beside another's.
-BESIDE = {
-    "sharded": "local",
-    "weighted": "fastcomm",
-    "joined": "fastcomm",
-    "skipping": "fastcomm",
-    "clipped": "fastcomm",
-    "clipped_by_torch": "fastcomm",
-}
+WAYS = ("local", "fastcomm", *WORDS, "sharded", "shared", "ddp", "ddp_views")
+MAX_NORM = 1e9  # that no gradient here has: nothing is scaled
+# Ways whose step is set beside another's, and the other.
+BESIDE = {"sharded": "local", **dict.fromkeys(WORDS, "fastcomm")}
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -299,14 +290,14 @@ def weighted_step(reducer: Any, step: Callable[[], None]) -> Callable[[], None]:
 
 
 def clip_before(optimizer: torch.optim.Optimizer, reducer: Any) -> None:
-    """Clips before every step, by the reducer or, without, by torch."""
+    """Clips before every step: by the reducer, or by torch where that is None."""
     parameters = optimizer.param_groups[0]["params"]
 
     def clip(*_: object) -> None:
         if reducer is None:
-            torch.nn.utils.clip_grad_norm_(parameters, FAR_AWAY)
+            torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         else:
-            reducer.clip_grad_norm_(FAR_AWAY)
+            reducer.clip_grad_norm_(MAX_NORM)
 
     optimizer.register_step_pre_hook(clip)
 

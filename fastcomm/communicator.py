@@ -142,8 +142,8 @@ class BoundBucket(abc.ABC):
         """
 
     def count_results(self, adds_squares: bool) -> None:
-        """From the next launch on, count while reducing, where the transport can: for n_nonfinite
-        and, with adds_squares, for square_sum. What was asked for stays so.
+        """Counts while reducing, from the next launch on, where the transport can: for n_nonfinite
+        and, with adds_squares, for square_sum. Cannot be undone.
         """
         del adds_squares
 
@@ -188,7 +188,7 @@ class Communicator(abc.ABC):
     # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was
     # running. None once the next round has begun.
     left_in_backward: tuple[int, RunningBackward] | None
-    # Where nothing announces: refuse other collectives now. See shadow().
+    # Refuse all collectives but reductions of buckets. Where nothing announces; see shadow().
     reduces_buckets_only: bool
     backend: str  # "shm" | "nccl" | "group" | "hierarchical"
     # Capabilities, by which callers choose; they ask for no transport by its type.
@@ -306,26 +306,27 @@ class Communicator(abc.ABC):
         returns what the launches of its buckets need. All ranks call it, before the first bucket.
         Here it does nothing: the weight travels with what announces a bucket.
 
-        reducer: whose round it is, for ranks in shadow(). Then all ranks give it.
+        reducer: the number of the reducer whose round begins, for ranks in shadow(). Given on all
+            ranks with data, or on none.
         """
         del reducer
         return weight
 
     def shadow(self) -> bool:
-        """For reducers: takes part in the next collective of the other ranks for a rank without
-        data. That is the reduction of a bucket; this rank has nothing in the result, a mean is over
-        the other ranks, and what stands in its own bucket is undefined then. Returns whether there
-        was none, because all ranks have called this. Waits for the others.
+        """For reducers, on a rank without data: takes part in the next collective of the other
+        ranks, the reduction of a bucket, and adds nothing to it. A mean is over the other ranks;
+        the contents of this rank's own bucket are undefined afterwards. Waits for the others.
+        Returns True if all ranks have called this, so that there was nothing to reduce.
 
         Raises MismatchError, on every rank, if the others call anything else. Where nothing
-        `announces`, it takes part in a whole round, which all ranks begin by share_weight with the
-        reducer; set reduces_buckets_only there.
+        `announces`, it takes part in a whole round: the ranks with data begin each one by
+        share_weight with the reducer's number, and have reduces_buckets_only set.
         """
         raise NotImplementedError
 
     def refuse_capture(self, what: str) -> None:
-        """For reducers: raises FastcommError if a CUDA graph is being captured. what: would wait
-        for the device.
+        """For reducers: raises FastcommError if a CUDA graph is being captured. what: the call that
+        would wait for the device.
         """
         del what
 

@@ -94,7 +94,7 @@ class GroupWork(BucketWork):
         self.move = move
         self.payload = payload if is_small else None
         self.error: FastcommError | None = None
-        self.has_followed = False  # of a rank without data: the others have called something
+        self.has_followed = False  # a shadow's: it has taken part in what the others called
         self._waiter = waiter
         self._presence = presence
         self._times: tuple[int, int, int] | None = None
@@ -197,8 +197,11 @@ class GroupWork(BucketWork):
 
 
 class GroupBucket(BoundBucket):
-    """A flat buffer into which gradients are copied. work_of(op, presence, step, weight) makes the
-    work that reduces it. reduce: as a Move, after the op.
+    """A flat buffer into which gradients are copied.
+
+    work_of(op, presence, step, weight): makes the work that reduces it.
+    reduce(op, payloads, factors): reduces it on the thread, as a Move does.
+    is_coded: whether it travels in blocks, and its presence apart.
     """
 
     def __init__(
@@ -240,8 +243,8 @@ class GroupBucket(BoundBucket):
         return work
 
     def move_of_shadow(self, op: str) -> Move:
-        """Takes part in a reduction with zeros; on the thread, and while no work of this bucket is
-        under way.
+        """What a shadow does in place of a work of this bucket: takes part with zeros. Runs on the
+        thread, while no work of this bucket is under way.
         """
 
         def move(_: Tensor | None, factors: Sequence[float]) -> None:

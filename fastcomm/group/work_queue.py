@@ -82,8 +82,7 @@ class WorkQueue:
         self.n_abandoned = 0
         self.number = 0  # of the newest collective this rank has announced
         self.n_timekeepers = 0  # how many ask for the times of works
-        # By label: where this rank has no data, its part of their reductions begins with the call
-        # of another.
+        # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
         self.life = Lifetime()
         self._exchange, self._notes = exchange, notes
@@ -313,20 +312,14 @@ class WorkQueue:
         """Raises MismatchError when the ranks call different collectives."""
         calls, payloads = self._announce(work.call, work.payload)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
-        wanted = with_votes([call for call in calls if call != WITHOUT_DATA])
-        has_shadows = 0 < len(wanted) < len(calls)
         if abandoning:
             self._meet_anew(calls, abandoning)
             return
-        if any(call != wanted[0] for call in wanted) or (
-            has_shadows and not wanted[0].admits_shadows
-        ):
-            raise MismatchError(mismatch(self.number, calls))
-        move = work.move
-        if work.call == WITHOUT_DATA and wanted:
+        move, wanted = work.move, self._wanted(calls)
+        if wanted is not None and work.call == WITHOUT_DATA:
             work.has_followed = True
-            move = self.buckets[wanted[0].label].move_of_shadow(wanted[0].op)
-        if wanted and wanted[0].op == SKIP:
+            move = self.buckets[wanted.label].move_of_shadow(wanted.op)
+        if wanted is not None and wanted.op == SKIP:
             work.note_skipped()
         elif move is not None:
             began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
@@ -334,6 +327,19 @@ class WorkQueue:
             move(payloads) if factors is None else move(payloads, factors)
             if began_ns:
                 work.note_times(began_ns, time.monotonic_ns())
+
+    def _wanted(self, calls: Sequence[Call]) -> Call | None:
+        """What the ranks with data call; None if no rank has any. Raises MismatchError if they call
+        different collectives, or one that shadows cannot take part in.
+        """
+        wanted = with_votes([call for call in calls if call != WITHOUT_DATA])
+        if not wanted:
+            return None
+        has_shadows = len(wanted) < len(calls)
+        is_alike = all(call == wanted[0] for call in wanted)
+        if not is_alike or (has_shadows and not wanted[0].admits_shadows):
+            raise MismatchError(mismatch(self.number, calls))
+        return wanted[0]
 
     def _announce(
         self, call: Call, payload: Tensor | None = None

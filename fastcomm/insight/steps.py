@@ -138,9 +138,9 @@ def length(intervals: Sequence[Interval]) -> int:
 
 
 def share_of_gradients(step: Step, before: Step) -> float | None:
-    """In which share of the backward gradients became ready, what launching took left out. Where
-    no forward is seen, so that nobody knows when the backward began: in which share of the whole
-    step. None where that is not known. before: the round before.
+    """The share of the backward that lies between its first gradient and its last, without the time
+    that launching took. Where no forward is seen, nobody knows when the backward began, and it is
+    the share of the whole step. None if it is not known. before: the step of the round before.
     """
     ready = [ns for ns in step.ready if ns]
     whole = step.backward_ns if step.forward_ns else step.backward_end - before.backward_end

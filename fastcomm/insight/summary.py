@@ -11,8 +11,7 @@ from fastcomm.insight.joined import Joined, last_to_launch, waited_ns
 from fastcomm.insight.steps import Step, share_of_gradients
 
 _WIDTH = 110
-# Of its backward: gradients that come in less of it than that come all at once.
-_AT_ONCE = 0.1
+_AT_ONCE = 0.1  # gradients come all at once if they come in less than this share of the backward
 
 
 def values(step: Step) -> list[tuple[str, float]]:
@@ -100,7 +99,7 @@ def _slowest(rounds: Sequence[Sequence[Step]]) -> str:
 
 
 def _at_once(joined: Joined, rounds: Sequence[Sequence[Step]]) -> str:
-    """What to do if there is nothing to overlap with."""
+    """In words, that gradients came all at once, and what to do; "" if they did not."""
     shares = [
         share_of_gradients(now, before)
         for steps, earlier in zip(rounds[1:], rounds[:-1], strict=True)

@@ -1,7 +1,7 @@
-"""How a round over NCCL begins where ranks do not count alike: a small all-reduce of what each has.
+"""How a round over NCCL begins where ranks do not count alike: a small all-reduce of their weights.
 
-NCCL announces nothing: ranks with data tell those without, in the same all-reduce, which reducer's
-buckets come next.
+NCCL announces nothing. So in a join() the same all-reduce tells the ranks without data which
+reducer's buckets come next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastcomm.communicator import Weight, Work
 from fastcomm.errors import FastcommError
 from fastcomm.nccl.bucket import NcclBucket, NcclWeight
 
-_POLL_S = 50e-6
+_POLL_S = 50e-6  # little beside a round; the rank has nothing else to do
 
 
 class Sharing(Protocol):
@@ -51,35 +51,37 @@ def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> N
             "set_weight()"
         )
     if reducer is None:
-        said = torch.full((1,), weight.total, dtype=torch.float64, device=comm.device)
+        totals = torch.full((1,), weight.total, dtype=torch.float64, device=comm.device)
     else:
-        said = _said(comm, weight.total, 1, reducer)
-    return NcclWeight(weight.scale, said, comm.add_up(said))
+        totals = _part_of_totals(comm, weight.total, 1, reducer)
+    return NcclWeight(weight.scale, totals, comm.add_up(totals))
 
 
 def shadow(comm: Sharing) -> bool:
-    """See Communicator.shadow. Of a whole round. Waits for the device, which waits for the ranks
-    with data.
+    """See Communicator.shadow: takes part in a whole round. Waits for the device, which waits for
+    the ranks with data.
     """
-    said = _said(comm, 0.0, 0, 0)
-    adding_up = comm.add_up(said)
+    totals = _part_of_totals(comm, 0.0, 0, 0)
+    adding_up = comm.add_up(totals)
     while not adding_up.is_completed():
         comm.check()
         time.sleep(_POLL_S)
     adding_up.wait()  # raises what may have ended it
-    _, n_ranks, sum_of_numbers = said.tolist()
+    _, n_ranks, sum_of_numbers = totals.tolist()
     if not n_ranks:
         return True
     reducer = round(sum_of_numbers / n_ranks)
     own = [one for one in comm.buckets if one.label // BUCKETS_PER_REDUCER == reducer]
-    weight = NcclWeight(0.0, said, adding_up)
+    weight = NcclWeight(0.0, totals, adding_up)
     for bucket in sorted(own, key=lambda one: one.label):
-        nothing = range(bucket.clear())
-        bucket.launch(WEIGHTED_OPS["mean"], list(nothing), 0, weight).wait()
+        missing = list(range(bucket.clear()))
+        bucket.launch(WEIGHTED_OPS["mean"], missing, 0, weight).wait()
     return False
 
 
-def _said(comm: Sharing, weight: float, n_ranks: int, reducer: int) -> torch.Tensor:
-    """What a rank says in a join(): its weight, and if it has data, which reducer's round it is."""
+def _part_of_totals(comm: Sharing, weight: float, n_ranks: int, reducer: int) -> Tensor:
+    """What a rank adds to the totals of a round in a join(): its weight and, if it has data, 1 and
+    the reducer's number. float64, of shape (3,).
+    """
     row = [weight, n_ranks, n_ranks * reducer]
     return torch.tensor(row, dtype=torch.float64).to(comm.device, non_blocking=True)

@@ -196,8 +196,8 @@ class Bucket(Counter):
     def _leave_out(
         self, taking_part: list[Parameter | None], keeps_graph: bool
     ) -> list[Parameter | None]:
-        """Drops what this rank has made without data. What stands elsewhere from earlier rounds
-        stays: other ranks have it, too.
+        """Drops the gradients that this rank has made without data. Those of earlier rounds stay,
+        since other ranks have them, too.
         """
         for i, parameter in enumerate(taking_part):
             if parameter is None:
@@ -416,12 +416,14 @@ class Bucket(Counter):
         return self._bound.n_nonfinite() if self._is_as_counted() else None
 
     def _is_as_counted(self) -> bool:
-        """Whether what the transport has counted, or can count now, holds for all gradients."""
+        """Whether what the transport has counted, or can count now, holds for all gradients. Asks
+        it to count in the next rounds.
+        """
         if not self._holds_all():
             return False
         if self._has_streams:
             return True  # it reads them
-        self._bound.count_results(True)  # from now on
+        self._bound.count_results(True)
         return self._sample.is_unchanged()
 
     def _holds_all(self) -> bool:
@@ -461,7 +463,7 @@ class Bucket(Counter):
         self._bring_views_home()
 
     def take_views(self) -> None:
-        """What the views hold is reduced next, in place of gradients."""
+        """Makes the views the gradients: what they hold is reduced next."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter is not None:
                 parameter.grad = view

@@ -2,8 +2,8 @@
 so that backward and communication overlap.
 
 The backward of a graph gives all its gradients at its end. So each graph is cut into pieces, which
-the user's backend compiles one by one, and buckets are launched between the backwards of two
-pieces. torch does the cutting; graph_split.py tells it where.
+the user's backend compiles one by one. Buckets are launched between the backwards of two pieces.
+torch does the cutting; graph_split.py tells it where.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _INSTEAD = "compile the model's blocks one by one (block.compile()), which overl
 
 
 class Share(Protocol):
+    """Of a ShardedOptimizer, in a bucket. arrive() waits for its parameters."""
+
     def arrive(self) -> None: ...
 
 
@@ -69,7 +71,7 @@ class Compiled:
         self.module.forward = self._forward
 
     def _compile(self) -> Any:
-        # with a backend of its own torch takes nothing that was compiled for another plan
+        # A new backend, so that torch reuses nothing that was compiled for another plan.
         backend = Backend(self._reducer, self._compile_piece)
         return torch.compile(self._model, backend=backend, **self._options)
 
@@ -80,9 +82,11 @@ class Compiled:
         return self._forward_as_planned(*args, **named)
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Has graphs compiled anew if these are other buckets than before."""
+        """Compiles graphs anew if parameters lie in other buckets than before, and waits for all
+        parameters: hooks on modules, which wait otherwise, do not run inside a graph.
+        """
         for bucket in buckets:
-            if bucket.share is not None:  # no module's hook waits for what a graph uses
+            if bucket.share is not None:
                 bucket.share.arrive()
         if not buckets or self._first() is buckets[0]:
             return
@@ -94,6 +98,7 @@ class Compiled:
         self._first = weakref.ref(buckets[0])
 
     def _refuse_stranger(self, buckets: Sequence[Bucket]) -> None:
+        """Raises ValueError if the module has none of the reducer's parameters."""
         own = {id(parameter) for parameter in self._model.parameters()}
         if own.isdisjoint(_bucket_of(buckets)):
             raise ValueError(
@@ -126,7 +131,7 @@ class Backend:
                 "torch._dynamo.config.inline_inbuilt_nn_modules is off, which hides from compile() "
                 f"where parameters are used: leave it on, or {_INSTEAD}"
             )
-        split = _split().PlannedSplit(bucket_of, self._compile_piece)
+        split = _graph_split().PlannedSplit(bucket_of, self._compile_piece)
         try:
             compiled = split.compile_fn(graph, inputs)
         except NotImplementedError as error:  # of an older torch, for a higher-order operation
@@ -160,8 +165,8 @@ def _bucket_of(buckets: Sequence[Bucket]) -> dict[int, int]:
     return {id(p): i for i, bucket in enumerate(buckets) for _, p in bucket.named_parameters()}
 
 
-def _split() -> Any:
-    """The module graph_split. Importing it takes a second, and needs what torch may change."""
+def _graph_split() -> Any:
+    """The module. Imported late: it takes a second, and needs parts of torch that may change."""
     try:
         from fastcomm.reducer import graph_split
     except ImportError as error:
@@ -180,4 +185,4 @@ def _own_options(
     options = dict(options or {})
     if "guard_filter_fn" in options:
         others["options"] = {"guard_filter_fn": options.pop("guard_filter_fn")}
-    return _split().piece_compiler(backend, mode, options, others.get("dynamic")), others
+    return _graph_split().piece_compiler(backend, mode, options, others.get("dynamic")), others

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from fastcomm.reducer import agreement, checkpoints
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.checkpoints import options_of
-from fastcomm.reducer.local_sgd import LocalSGD, pairs_of, refuse_misfit
+from fastcomm.reducer.local_sgd import LocalSGD, refuse_other_model, views_and_parameters
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.schedule import Schedule, refuse, require_reducer
 
@@ -39,13 +39,14 @@ class DiLoCo(LocalSGD):
 
     reducer, every: see LocalSGD; wire_dtype may be any.
     outer_optimizer: a class of torch.optim, or any function that makes an optimizer of a list of
-        parameters and `defaults`. LBFGS is refused. Afterwards the optimizer itself, for
-        schedulers, say.
+        parameters and `defaults`; not LBFGS. The attribute of this name is the optimizer itself,
+        for schedulers, say.
     fragments: the reducer's buckets are dealt out to so many fragments of about one size, which
-        meet one after the other, every / fragments steps apart.
-    delay: how many steps after its launch a meeting is waited for; compute goes on meanwhile. Then
-        parameters become the mean of this rank's and the outer ones. 0: step() waits. Where
-        comm.progresses_itself is False (shm), a meeting moves forward in every step() only.
+        meet one after the other, every / fragments steps apart. `every` is a multiple of it.
+    delay: how many steps after its launch a meeting is waited for, less than every / fragments;
+        compute goes on meanwhile. Then parameters become the mean of this rank's and the outer
+        ones. 0: step() waits. Where comm.progresses_itself is False (shm), a meeting moves forward
+        inside step() only.
     defaults: for outer_optimizer.
 
     Raises as LocalSGD, and TypeError for an outer_optimizer that makes no optimizer.
@@ -80,6 +81,7 @@ class DiLoCo(LocalSGD):
     def _make_outer(
         self, reducer: Reducer, make: Callable[..., Optimizer], defaults: dict[str, Any]
     ) -> None:
+        """Copies the parameters, and makes the optimizer of the copies."""
         # in the model's order, which does not depend on the buckets
         trainable = [(name, p) for name, p in reducer._named_parameters() if p.requires_grad]
         self._outer = {name: Parameter(p.detach().clone()) for name, p in trainable}
@@ -93,8 +95,8 @@ class DiLoCo(LocalSGD):
             raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
 
     def _fill(self, bucket: Bucket) -> None:
-        """The pseudo-gradients."""
-        views, parameters = pairs_of(bucket)
+        """Writes the pseudo-gradients into the bucket's views."""
+        views, parameters = views_and_parameters(bucket)
         with torch.no_grad():
             torch._foreach_copy_(views, self._outer_of(bucket))
             torch._foreach_sub_(views, parameters)
@@ -104,16 +106,17 @@ class DiLoCo(LocalSGD):
 
     def _apply(self, buckets: Sequence[Bucket], own_part: float) -> None:
         for bucket in buckets:
-            for outer, view in zip(self._outer_of(bucket), pairs_of(bucket)[0], strict=True):
+            views, _ = views_and_parameters(bucket)
+            for outer, view in zip(self._outer_of(bucket), views, strict=True):
                 outer.grad = view
         self.outer_optimizer.step()
         self.outer_optimizer.zero_grad()
         for bucket in buckets:
-            parameters, outer_ones = pairs_of(bucket)[1], self._outer_of(bucket)
+            _, parameters = views_and_parameters(bucket)
             if own_part:
-                torch._foreach_lerp_(parameters, outer_ones, 1 - own_part)
+                torch._foreach_lerp_(parameters, self._outer_of(bucket), 1 - own_part)
             else:
-                torch._foreach_copy_(parameters, outer_ones)
+                torch._foreach_copy_(parameters, self._outer_of(bucket))
 
     def state_dict(self) -> dict[str, Any]:
         """As LocalSGD.state_dict(), with the outer parameters and the outer optimizer's state,
@@ -130,7 +133,7 @@ class DiLoCo(LocalSGD):
         another model.
         """
         saved: dict[str, Tensor] = state_dict["outer_parameters"]
-        refuse_misfit(saved, dict(self._outer))
+        refuse_other_model(saved, dict(self._outer), "the model")
         super().load_state_dict(state_dict)
         optimizer = state_dict["outer_optimizer"]
         numbers = [number for group in optimizer["param_groups"] for number in group["params"]]

@@ -120,7 +120,8 @@ def _vote(reducer: Skippable, error: BaseException) -> None:
         reducer.skip_step()
     except FastcommError as late:
         raise late from error
-    reducer._skipping.vote = f"met {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    first_line = str(error).partition("\n")[0]
+    reducer._skipping.vote = f"met {type(error).__name__}: {first_line}"
     ending = reducer._round
     if ending is not None and ending.was_dropped:
         reducer.synchronize()

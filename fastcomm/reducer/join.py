@@ -1,9 +1,9 @@
 """Join: a block, or a loop, that ranks with different numbers of batches leave together.
 
 A rank whose data has ended takes part in what the others reduce, with nothing of its own
-(Communicator.shadow), until no rank has data any more. Then the ranks meet: parameters, buffers and
-whatever else has gone on with the steps become those of a rank that went furthest. A block is of a
-communicator, and with it of all reducers there.
+(Communicator.shadow), until no rank has data any more. Then all ranks are made equal: they get the
+parameters, the buffers and what was given as state of a rank that went furthest. A block belongs to
+a communicator, and so to all reducers on it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Join(Generic[T]):
 
     def _reducers(self) -> list[Joining]:
         reducers = reducers_on(self._comm)
-        if len(reducers) > 1:  # of a model that is gone but for a cycle a rank may know, or not
+        if len(reducers) > 1:  # a model in a reference cycle may be collected on some ranks only
             gc.collect()
             reducers = reducers_on(self._comm)
         return reducers
@@ -264,8 +264,8 @@ class Join(Generic[T]):
     # -- where the ranks meet ----------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """All ranks are done. Leaves them as they are on a rank that went furthest; where they have
-        stopped with the first, as on that: what others have launched since over NCCL is no good.
+        """All ranks are done: makes them equal to one that went furthest. With strategy "stop" to
+        one that went least far, as what others have launched since over NCCL is of no use.
         """
         self._restrict(False)
         reducers = self._reducers()
@@ -433,10 +433,10 @@ def _refusal(reducer: Joining) -> str | None:
             "a ShardedOptimizer, of which a rank without data would have to make its part of every "
             "step: use a torch.optim optimizer"
         )
-    if reducer.local_steps.meetings is not None:
+    if reducer.local_steps.name is not None:
         return (
-            f"a {type(reducer.local_steps.meetings).__name__}, whose ranks meet after the same "
-            "number of steps: call its finish() first, on every rank"
+            f"a {reducer.local_steps.name}, whose ranks meet after the same number of steps: call "
+            "its finish() first, on every rank"
         )
     sparse = [one.names[0] for one in reducer._buckets if one.waits_in_launch]
     if sparse:

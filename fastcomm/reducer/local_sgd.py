@@ -52,18 +52,20 @@ class LocalSGD:
     parameters of the model have stepped, each once. Optimizers' states and buffers stay each
     rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again.
 
-    reducer: attached, with op "mean", no hook, no wire_dtype and no skip_nonfinite; without a
-        ShardedOptimizer and sparse gradients.
-    every: how many steps there are from one meeting to the next.
+    reducer: attached, with op "mean"; without a hook, wire_dtype, skip_nonfinite, sparse gradients
+        or a ShardedOptimizer.
+    every: how many steps there are from one meeting to the next: an int, at least 1.
 
     Between meetings reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
     grad_norm(), clip_grad_norm_() and nonfinite_count() are of this rank's own gradients;
     check_in_sync() raises FastcommError unless all ranks have just met.
 
-    Raises on every rank ValueError for a reducer or numbers that it cannot take, and MismatchError
-    for options that differ. A meeting raises MismatchError, on every rank, if the ranks have made
-    different numbers of steps, PeerLostError, TimeoutError or AbandonedError; then no parameter was
-    changed, and the next meeting makes up for it.
+    Raises ValueError or TypeError for a reducer or numbers that it cannot take, and FastcommError
+    on the other ranks then; MismatchError, on every rank, for options that differ.
+
+    A meeting raises, on every rank, MismatchError if the ranks have made different numbers of
+    steps; PeerLostError, TimeoutError or AbandonedError. Then no parameter was changed, and the
+    next meeting makes up for it.
     """
 
     def __init__(self, reducer: Reducer, *, every: int) -> None:
@@ -166,16 +168,16 @@ class LocalSGD:
         )
 
     def count_step(self) -> None:
-        """Counts a step that no optimizer of torch.optim has made on this rank, and meets if that
-        makes a meeting due: one that GradScaler or you have left out, so that all ranks count
-        alike, or one made by hand. Raises as a meeting.
+        """Counts a step that no optimizer of torch.optim has made on this rank: one that GradScaler
+        or you have left out, so that all ranks count alike, or one made by hand. Meets if the step
+        makes a meeting due, and raises as a meeting.
         """
         self._refuse_torn()
         self._stepped.clear()
         self.n_steps += 1
         if self._under_way is not None:
             if self.n_steps - self._under_way.standing.n_steps >= self._schedule.delay:
-                self._land()
+                self._finish_meeting()
             else:
                 self._under_way.advance()
         fragment = self._schedule.fragment_at(self.n_steps)
@@ -206,7 +208,7 @@ class LocalSGD:
         """
         self._refuse_torn()
         if self._under_way is not None:
-            self._land()
+            self._finish_meeting()
         left = [i for i, n_steps in enumerate(self._met_at) if n_steps != self.n_steps]
         self._launch(ALL, [bucket for i in left for bucket in self._fragments[i]])
 
@@ -228,12 +230,12 @@ class LocalSGD:
         interruption = None
         if meeting is not None and self.comm.failure is None:
             with contextlib.suppress(FastcommError):
-                interruption = meeting.land()
+                interruption = meeting.finish()
         if interruption is not None:
             raise interruption
 
     def _launch(self, fragment: int, buckets: list[Bucket]) -> None:
-        """And waits for it, where nothing is to go on meanwhile."""
+        """Launches a meeting of these buckets. Waits for it, unless a delay lets compute go on."""
         standing = Standing(self.n_steps, self.n_meetings, fragment)
         meeting = self._under_way = Meeting(self.comm, buckets, standing)
         is_awaited = fragment == ALL or not self._schedule.delay
@@ -243,12 +245,12 @@ class LocalSGD:
             if meeting.is_over:
                 self._under_way = None
             elif is_awaited:
-                self._land(error)
+                self._finish_meeting(error)
             raise
         if is_awaited:
-            self._land()
+            self._finish_meeting()
 
-    def _land(self, interruption: BaseException | None = None) -> None:
+    def _finish_meeting(self, interruption: BaseException | None = None) -> None:
         """Waits for the meeting under way, and applies it. Raises the interruption afterwards."""
         meeting = self._under_way
         assert meeting is not None  # for the type checker
@@ -261,15 +263,15 @@ class LocalSGD:
             raise interruption
 
     def _wait_for(self, meeting: Meeting) -> BaseException | None:
-        """See Meeting.land(). One that fails is under way no more."""
+        """See Meeting.finish(). One that fails is under way no more."""
         try:
-            return meeting.land()
+            return meeting.finish()
         except BaseException:
             self._under_way = None
             raise
 
     def _take(self, meeting: Meeting) -> None:
-        """The meeting is over: this rank takes its mean."""
+        """Gives this rank's parameters what a meeting that is over has agreed on."""
         standing = meeting.standing
         if not meeting.buckets:
             return
@@ -285,15 +287,15 @@ class LocalSGD:
     def _fill(self, bucket: Bucket) -> None:
         """Writes what is averaged into the bucket's views."""
         with torch.no_grad():
-            views, parameters = pairs_of(bucket)
+            views, parameters = views_and_parameters(bucket)
             torch._foreach_copy_(views, parameters)
 
     def _apply(self, buckets: Sequence[Bucket], own_part: float) -> None:
-        """Gives the parameters what the views' mean makes of them. own_part: how much of the
-        parameters stays.
+        """Makes the parameters what the mean in the views asks for. own_part: the share of this
+        rank's own parameters in the result, from 0 to 1.
         """
         for bucket in buckets:
-            views, parameters = pairs_of(bucket)
+            views, parameters = views_and_parameters(bucket)
             torch._foreach_copy_(parameters, views)
 
     def average_buffers(self) -> None:
@@ -316,9 +318,9 @@ class LocalSGD:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, and what is under way: this rank's, and equal on all ranks. With the
-        model's and the optimizers' own states of every rank, or of one if all ranks have just met,
-        training goes on as if nothing had happened. Waits for a meeting under way: collective.
+        """The counters, and the mean of a meeting under way, for which it waits: collective. Equal
+        on all ranks. Training goes on as if nothing had happened with this, every rank's optimizers
+        and every rank's model, or one rank's model if all ranks have just met.
         """
         state: dict[str, Any] = {
             "n_steps": self.n_steps,
@@ -353,12 +355,12 @@ class LocalSGD:
             standing = Standing(*saved["standing"])
             buckets = self._fragments[standing.fragment]
             views = dict(_named_views(buckets))
-            refuse_misfit(saved["mean"], views)
+            refuse_other_model(saved["mean"], views, "this fragment")
             for bucket in buckets:
                 bucket.vacate()
             for name, view in _named_views(buckets):
                 view.copy_(saved["mean"][name])
-            under_way = Meeting.landed(self.comm, buckets, standing)
+            under_way = Meeting.of_checkpoint(self.comm, buckets, standing)
         self._under_way = under_way
         self.n_steps, self.n_meetings = state_dict["n_steps"], state_dict["n_meetings"]
         self._met_at = list(state_dict["met_at"])
@@ -366,11 +368,13 @@ class LocalSGD:
         self._is_torn = False
 
 
-def refuse_misfit(saved: dict[str, Tensor], present: dict[str, Tensor]) -> None:
-    """Raises ValueError, naming a parameter, unless both have the same names and shapes."""
+def refuse_other_model(saved: dict[str, Tensor], present: dict[str, Tensor], what: str) -> None:
+    """Raises ValueError, naming a parameter, unless both have the same names and shapes. what: of
+    which `present` are the parameters.
+    """
     for name in [*present, *saved]:
         if name not in saved or name not in present:
-            where = "the state" if name not in saved else "this fragment"
+            where = "the state" if name not in saved else what
             raise ValueError(
                 f"{where} has no parameter {name}: load the state of the same model, with the same "
                 "frozen parameters, buckets and fragments"
@@ -386,9 +390,9 @@ def _named_views(buckets: Sequence[Bucket]) -> list[tuple[str, Tensor]]:
     return [pair for b in buckets for pair in zip(b.names, b.views, strict=True)]
 
 
-def pairs_of(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """The views of a bucket and their parameters, but for those that are gone. Raises FastcommError
-    naming a parameter that does not fit its view any more.
+def views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    """The views of a bucket, and the parameters that belong to them; those that are gone are left
+    out. Raises FastcommError naming a parameter that does not fit its view any more.
     """
     views: list[Tensor] = []
     parameters: list[Tensor] = []

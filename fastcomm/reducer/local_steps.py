@@ -36,12 +36,17 @@ class LocalSteps:
     def __init__(self) -> None:
         self.meetings: Meetings | None = None
 
+    @property
+    def name(self) -> str | None:
+        """In messages, how the ranks meet: "LocalSGD"; None where all ranks step together."""
+        return None if self.meetings is None else type(self.meetings).__name__
+
     def refuse(self, what: str) -> None:
         """Raises FastcommError for a call that is of no use while ranks step by themselves."""
         if self.meetings is not None:
             raise FastcommError(
-                f"{what} was called while {type(self.meetings).__name__} lets each rank step with "
-                "its own gradients: call its finish() first, on every rank"
+                f"{what} was called while {self.name} lets each rank step with its own gradients: "
+                "call its finish() first, on every rank"
             )
 
     def refuse_comparison(self, comm: Communicator) -> None:
@@ -52,10 +57,9 @@ class LocalSteps:
             return
         problem = None
         if not self.meetings.is_agreed:
-            name = type(self.meetings).__name__
             problem = FastcommError(
-                f"it has made steps of its own since the ranks met: call meet() of {name} before "
-                "you compare the ranks"
+                f"it has made steps of its own since the ranks met: call meet() of {self.name} "
+                "before you compare the ranks"
             )
         agreement.compare(comm, problem, {}, [], _COMPARING)
 

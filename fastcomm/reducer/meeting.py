@@ -27,7 +27,9 @@ ALL = -1  # in place of a fragment's number: every fragment that has not met at 
 
 
 class Standing(NamedTuple):
-    """What must be equal on all ranks that meet. n_meetings: that are over."""
+    """What must be equal on all ranks that meet. n_meetings: how many are over. fragment: its
+    number, or ALL.
+    """
 
     n_steps: int
     n_meetings: int
@@ -61,8 +63,10 @@ class Meeting:
         self._comparing: Work | None = None
 
     @classmethod
-    def landed(cls, comm: Communicator, buckets: Sequence[Bucket], standing: Standing) -> Meeting:
-        """A meeting out of a checkpoint, whose mean lies in the views already."""
+    def of_checkpoint(
+        cls, comm: Communicator, buckets: Sequence[Bucket], standing: Standing
+    ) -> Meeting:
+        """One whose mean lies in the views already."""
         meeting = cls(comm, buckets, standing)
         meeting._round, meeting.n_rounds = None, 1
         return meeting
@@ -80,14 +84,14 @@ class Meeting:
     def launch(self, fill: Callable[[Bucket], None], *, is_awaited: bool) -> None:
         """Writes what is averaged into the views of all buckets, by `fill`, and launches them.
 
-        is_awaited: land() is called at once, so that ranks may as well compare their standings
-        before anything is launched.
+        is_awaited: finish() follows at once, so the ranks may as well compare their standings
+            before anything is launched.
 
-        Raises what ends the meeting, which the other ranks hear of. What a signal handler raises
-        once they count on this rank does not end it.
+        Raises what ends the meeting; the other ranks hear of it. What a signal handler raises does
+        not end it once the other ranks count on this one.
         """
-        meeting = self._round
-        assert meeting is not None  # for the type checker
+        opened = self._round
+        assert opened is not None  # for the type checker
         if is_awaited:
             self._compare_at_once()
         if self.is_over:
@@ -99,14 +103,14 @@ class Meeting:
                 for bucket in self.buckets:
                     fill(bucket)
                     bucket.take_views()
-                meeting.count_all()
-                meeting.launch_rest()
+                opened.count_all()
+                opened.launch_rest()
         except MismatchError as error:
             found = self._difference_if_known()
             self._leave(error)
             raise (error if found is None else found) from error
         except BaseException as error:
-            if isinstance(error, FastcommError) or not meeting.must_finish:
+            if isinstance(error, FastcommError) or not opened.must_finish:
                 self._leave(error)
             raise
 
@@ -114,7 +118,7 @@ class Meeting:
         return self.comm.all_gather_single(self._all, self._own, async_op=async_op)
 
     def _compare_at_once(self) -> None:
-        """Raises MismatchError on all ranks, which then need not hear of it."""
+        """Raises MismatchError on all ranks alike, so that none has to tell the others."""
         try:
             self._gather(async_op=False)
             found = self._difference()
@@ -138,23 +142,26 @@ class Meeting:
         """Moves the reduction forward as far as that takes no waiting, for transports that do
         nothing by themselves.
         """
-        if not self.is_over:
-            all(bucket.advance() for bucket in self.buckets)
+        if self.is_over:
+            return
+        for bucket in self.buckets:
+            if not bucket.advance():
+                return
 
-    def land(self) -> BaseException | None:
+    def finish(self) -> BaseException | None:
         """Waits until the views hold the mean. Returns what a signal handler has raised meanwhile,
         since the other ranks have the mean, too. May be called again.
 
         Raises MismatchError if the ranks have made different numbers of steps, and what else ends
         the meeting: FastcommError.
         """
-        meeting = self._round
-        if meeting is None:
+        opened = self._round
+        if opened is None:
             return None
         interruption = self._compare()
         try:
             with _gradients_aside(self.buckets):
-                end(self, meeting)
+                end(self, opened)
         except BaseException as error:
             if not self.is_reduced:
                 raise
@@ -165,8 +172,8 @@ class Meeting:
         return interruption
 
     def _compare(self) -> BaseException | None:
-        """Raises as land(); returns what a signal handler has raised. Does nothing where the ranks
-        have compared their standings before.
+        """Raises as finish(); returns what a signal handler has raised. Does nothing where the
+        ranks have compared their standings before.
         """
         if self._comparing is None:
             return None
@@ -213,7 +220,7 @@ class Meeting:
 
 
 def _note(interruption: BaseException) -> None:
-    """In place of what is noted where a backward was interrupted."""
+    """Says of a meeting what ending.NOTE says of a backward that was interrupted."""
     notes: list[str] = getattr(interruption, "__notes__", [])
     if NOTE in notes:
         notes[notes.index(NOTE)] = (
@@ -223,8 +230,8 @@ def _note(interruption: BaseException) -> None:
 
 @contextlib.contextmanager
 def _gradients_aside(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Leaves all parameters with the gradients that they have now, whatever becomes of .grad inside
-    the block. They may not lie in the buckets' views.
+    """Gives all parameters their gradients back at the end, whatever becomes of .grad inside the
+    block. Gradients that lie in the buckets' views are moved out of them first.
     """
     kept: list[tuple[Tensor, Tensor | None]] = []
     for bucket in buckets:

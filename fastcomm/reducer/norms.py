@@ -74,40 +74,39 @@ def n_left_nonfinite(buckets: Sequence[Bucket], comm: Communicator) -> int:
     for the device; collective where ranks have their shares only.
     """
     counts = [bucket.n_left_nonfinite() for bucket in buckets]
-    total = torch.stack([count for count in counts if count is not None] or [_none(comm)]).sum()
+    total = _total([count for count in counts if count is not None], comm.device)
     unknown = [b for b, count in zip(buckets, counts, strict=True) if count is None]
     if unknown:
-        here = torch.stack([_n_in_part(bucket) for bucket in unknown]).sum()
+        here = _total([_n_nonfinite_in_part(bucket) for bucket in unknown], comm.device)
         if _in_shares(buckets) is not None:
             comm.all_reduce(here)
         total = total + here
     return int(total)
 
 
-def _none(comm: Communicator) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=comm.device)
-
-
-def _n_in_part(bucket: Bucket) -> Tensor:
-    """How many of what this rank has of the result."""
+def _n_nonfinite_in_part(bucket: Bucket) -> Tensor:
+    """In what this rank has of the result."""
     part = bucket.reduced_part()
-    if screened(part).isfinite():
-        return torch.zeros((), dtype=torch.int64, device=part.device)
-    return _count_nonfinite([part], part.device)
+    return _count_nonfinite([] if screened(part).isfinite() else [part], part.device)
 
 
 def screened(tensor: Tensor) -> Tensor:
-    """A scalar that is not finite if an element is not, and seldom otherwise: quick to compute."""
+    """A scalar that is not finite if an element is not, and seldom otherwise (if a sum overflows):
+    quicker to compute than a count.
+    """
     is_half = tensor.is_floating_point() and tensor.dtype.itemsize < 4
     return tensor.detach().sum(dtype=torch.float32 if is_half else None)
 
 
 def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
     parts = [as_pairs(gradient) for gradient in gradients]
-    counts = [(~torch.isfinite(part)).sum() for part in parts]
-    return (
-        torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
-    )
+    return _total([(~torch.isfinite(part)).sum() for part in parts], device)
+
+
+def _total(counts: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of counts, if there are any."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return torch.stack(counts).sum() if counts else zero
 
 
 def _in_shares(buckets: Sequence[Bucket]) -> list[Tensor] | None:

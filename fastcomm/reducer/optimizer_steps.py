@@ -2,8 +2,8 @@
 parameters end their rounds, or refuse the step; a parameter that must not be stepped refuses it,
 too. After a step, the reducers note which gradients it used.
 
-Where the ranks drop a step, the optimizer's code runs on a stand-in without parameters: no hook can
-leave it out. With a closure, it is the closure's own gradients that are dropped.
+No hook can leave out a step that the ranks drop, so the optimizer's code runs on a copy without
+parameters instead. Where the step has a closure, the gradients that the closure makes are dropped.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Returns the arguments with which the step goes on, the optimizer among them, if others."""
+    """Returns the arguments with which the step goes on, the first of which is the optimizer; None:
+    those that it has.
+    """
     steps = _steps_of(optimizer)
     if steps.refusal is not None:
         raise FastcommError(steps.refusal)
@@ -175,6 +177,7 @@ def _before_step(
 def _without_skipped(
     optimizer: Optimizer, steps: _Steps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """As _before_step(), of a step that changes nothing if the ranks drop it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):
         if not steps.shares:

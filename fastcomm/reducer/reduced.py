@@ -92,8 +92,8 @@ class ReducedGradients(ReducerFlags):
 
     @property
     def skipped(self) -> bool:
-        """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers:
-        True until the next backward that is reduced begins.
+        """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers.
+        True from the verdict, or from this rank's vote, until the next reduction begins.
         """
         is_dropped = self._skipping.is_skipped or self._skipping.vote is not None
         return is_dropped and self.local_steps.meetings is None
@@ -124,12 +124,13 @@ class ReducedGradients(ReducerFlags):
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
-        all ranks. Does not synchronise with the device: over NCCL it is one pass over each bucket,
-        as GradScaler and others change gradients unseen. Over shared memory, from the second round
-        on, it comes out of the reduction, unless gradients were written since; past torch (.data,
-        NumPy) such writes are noticed where they change a gradient all over. Of 16-bit gradients
-        the norm is taken in float32, or wider. Raises FastcommError for gradients that nothing has
-        reduced.
+        all ranks. Of 16-bit gradients it is taken in float32, or wider. Raises FastcommError for
+        gradients that nothing has reduced.
+
+        Does not synchronise with the device: over NCCL it is one pass over each bucket, as
+        GradScaler and others change gradients unseen. Over shared memory, from the round after the
+        first call on, it comes out of the reduction, unless gradients were written since; writes
+        past torch (.data, NumPy) are noticed if they change all of a gradient.
         """
         self._require_all_reduced()
         return norms.norm(self._buckets, self.comm)
@@ -150,7 +151,7 @@ class ReducedGradients(ReducerFlags):
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
-        equal on all ranks. Of a complex one, each part counts. To skip a step.
+        equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
         """
         self._require_all_reduced()
         return norms.nonfinite_count(self._buckets, self.comm)

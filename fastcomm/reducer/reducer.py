@@ -73,8 +73,8 @@ class Reducer(UnevenData):
         for models whose parameters get several gradients in one backward (reentrant checkpointing
         of shared layers).
     skip_nonfinite: when a backward leaves infinities or NaNs in the reduced gradients, all ranks
-        drop the step, as after skip_step(). Rank 0 logs which rank's parameters had them. Over
-        NCCL the end of backward waits for the device then.
+        drop the step, as after skip_step(). Rank 0 logs which rank's parameters had them. With it
+        the end of backward waits for the device over NCCL.
     sparse_parameters: names of parameters whose gradients may be sparse, beside the weights of
         nn.Embedding and nn.EmbeddingBag with sparse=True, which are found. Their rows are gathered
         from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
@@ -128,8 +128,7 @@ class Reducer(UnevenData):
         self.sharded_by = ShardedBy()
         self.local_steps = LocalSteps()
         self._weighting = Weighting()
-        # Whether this rank's data has ended, in the join() that is under way or was the last.
-        self.data_exhausted = False
+        self.data_exhausted = False  # see UnevenData
         self._skipping = Skipping(self.comm, self._options)
 
     __repr__ = describe
@@ -403,13 +402,13 @@ class Reducer(UnevenData):
 
     def skip_step(self) -> None:
         """This rank's step is no good (a bad batch, a loss that is NaN): all ranks drop it. Call it
-        before the backward that is reduced, inside it, or instead of it; other ranks do nothing.
+        before the backward that is reduced, inside it, or instead of it, on this rank alone.
 
         When the reduction is over, gradients are None on all ranks, optimizers leave parameters
         and state as they are, and `skipped` is True. A rank that makes no backward takes its part
         with its optimizer's step, or with synchronize(), whichever comes first.
 
-        Raises FastcommError when the reduction is over already, as other ranks may have stepped,
+        Raises FastcommError if the reduction is over already, since other ranks may have stepped,
         and over NCCL without skip_nonfinite=True.
         """
         self._attached_model()
@@ -438,11 +437,11 @@ class Reducer(UnevenData):
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options), in pieces that end where this reducer's buckets are
-        full, so that backward and communication overlap: one graph gives all gradients at its end.
-        Pieces are compiled in the next forward, and anew when the buckets have changed.
+        full, so that backward and communication overlap: one graph would give all gradients at its
+        end. Pieces are compiled in the next forward, and anew when the buckets have changed.
 
-        model: the attached module, a part of it, or a module that holds it. Before or after
-            attach(); what runs before it is not cut.
+        model: the attached module, a part of it, or a module that holds it. May be compiled before
+            attach(); forwards before attach() are not cut.
         options: those of torch.compile.
 
         Returns what torch.compile returns. Raises TypeError for anything but a module, ValueError

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.join import is_joining
+from fastcomm.reducer.options import Options
 from fastcomm.reducer.reducer import Reducer
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When which fragment meets: every `every` steps each, one after the other. delay: how many
-    steps after its launch a meeting is waited for.
+    """When which fragment meets.
+
+    every: each fragment meets once in so many steps; the fragments take turns, at equal distances.
+    delay: how many steps after its launch a meeting is waited for.
     """
 
     every: int
@@ -53,7 +56,9 @@ class Schedule:
 
 
 def fragments_of(buckets: list[Bucket], n: int) -> list[list[Bucket]]:
-    """The buckets in n parts of about one size."""
+    """The buckets in n parts of about one size: each goes, the largest first, to the part that is
+    smallest so far.
+    """
     fragments: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n
     for i in sorted(range(len(buckets)), key=lambda i: -buckets[i].flat.nbytes):
@@ -73,7 +78,19 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
     """Raises TypeError or ValueError for what no meeting can be made of."""
     reducer._attached_model()
     schedule.check()
-    options = reducer._options
+    _refuse_options(reducer._options)
+    _refuse_companions(reducer)
+    _refuse_moment(reducer)
+    if schedule.n_fragments > len(reducer._buckets):
+        raise ValueError(
+            f"{schedule.n_fragments} fragments need as many buckets, and the reducer has "
+            f"{len(reducer._buckets)}: choose a smaller bucket_cap_mb, or fewer fragments"
+        )
+    for bucket in reducer._buckets:
+        _refuse_bucket(bucket)
+
+
+def _refuse_options(options: Options) -> None:
     if options.op != "mean":
         raise ValueError(f"meetings average over the ranks: use op mean; got {options.op}")
     if options.skip_nonfinite:
@@ -83,14 +100,23 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
         )
     if options.hooks:
         raise ValueError("a hook reduces gradients, and ranks meet without: leave the hook out")
+
+
+def _refuse_companions(reducer: Reducer) -> None:
+    """Raises ValueError beside what else decides about the reducer's steps."""
     if reducer.sharded_by.is_taken:
         raise ValueError(
             "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
             "rank's own use the plain optimizer"
         )
-    if reducer.local_steps.meetings is not None:
-        name = type(reducer.local_steps.meetings).__name__
-        raise ValueError(f"the reducer has a {name} already: call its finish() first")
+    if reducer.local_steps.name is not None:
+        raise ValueError(
+            f"the reducer has a {reducer.local_steps.name} already: call its finish() first"
+        )
+
+
+def _refuse_moment(reducer: Reducer) -> None:
+    """Raises ValueError unless it is between two steps, and outside join()."""
     is_between_steps = reducer._round is None and reducer._is_synchronizing
     if not is_between_steps or reducer._weighting.of_round() is not None:
         raise ValueError(
@@ -101,25 +127,21 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
         raise ValueError(
             "join() ends with the parameters of one rank on all: let ranks step alone outside of it"
         )
-    if schedule.n_fragments > len(reducer._buckets):
+
+
+def _refuse_bucket(bucket: Bucket) -> None:
+    """Raises ValueError if the bucket's views cannot hold its parameters."""
+    if bucket.waits_in_launch:
         raise ValueError(
-            f"{schedule.n_fragments} fragments need as many buckets, and the reducer has "
-            f"{len(reducer._buckets)}: choose a smaller bucket_cap_mb, or fewer fragments"
+            f"the gradient of parameter {bucket.names[0]} is sparse, and meetings average whole "
+            "parameters: use sparse=False"
         )
-    for bucket in reducer._buckets:
-        if bucket.waits_in_launch:
+    for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
+        if parameter is not None and parameter.dtype != view.dtype:
             raise ValueError(
-                f"the gradient of parameter {bucket.names[0]} is sparse, and meetings average "
-                "whole parameters: use sparse=False"
+                f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: meetings "
+                "take gradients of the parameters' dtype"
             )
-        for name, parameter, view in zip(
-            bucket.names, bucket.parameters, bucket.views, strict=True
-        ):
-            if parameter is not None and parameter.dtype != view.dtype:
-                raise ValueError(
-                    f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: "
-                    "meetings take gradients of the parameters' dtype"
-                )
 
 
 def refuse_rounding(reducer: Reducer) -> None:

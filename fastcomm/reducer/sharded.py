@@ -483,11 +483,10 @@ def _refuse_class(
             "the reducer has a ShardedOptimizer already: give that one more groups, or call "
             "detach() and attach(model) first"
         )
-    if reducer.local_steps.meetings is not None:
+    if reducer.local_steps.name is not None:
         raise ValueError(
             f"a ShardedOptimizer needs reduced gradients, and the reducer's "
-            f"{type(reducer.local_steps.meetings).__name__} lets each rank step with its own: call "
-            "its finish() first"
+            f"{reducer.local_steps.name} lets each rank step with its own: call its finish() first"
         )
     if reducer._options.bucket_cap_mb == AUTO:
         raise ValueError(

@@ -2,9 +2,9 @@
 gradients are not finite. Holds this rank's vote, the verdict on the last round, and whose gradients
 were to blame.
 
-All ranks come to the same verdict without a message: a vote travels with the buckets of the round
-(collective.SKIP), and reduced gradients are equal on all ranks. Over NCCL, where no host looks at
-what travels, a vote is a NaN in the gradients. Only after a verdict to drop the round the ranks
+All ranks come to the same verdict without a message of its own: a vote travels with the buckets of
+the round (collective.SKIP), and reduced gradients are equal on all ranks. Over NCCL, where no host
+looks at what travels, a vote is a NaN in the gradients. Only when a round is dropped do the ranks
 tell each other why, and rank 0 logs it.
 """
 
@@ -33,8 +33,9 @@ _NAMED = 3  # parameters of one rank in a log entry
 class Cause(NamedTuple):
     """What one rank has to say about a round that was dropped.
 
-    vote: why it has voted; None: it has not. found: by parameter, how many elements of the rank's
-    own gradient were not finite; 0: some, which nobody has counted.
+    vote: why it has voted; None: it has not.
+    found: by parameter, how many elements of the rank's own gradient were not finite; 0: some, but
+        nobody has counted them.
     """
 
     vote: str | None
@@ -50,7 +51,8 @@ class Skipping:
     def __init__(self, comm: Communicator, options: Options | None = None) -> None:
         """options: None where no rank votes, and nobody looks."""
         self._on_nonfinite = options is not None and options.skip_nonfinite
-        # With hooks over NCCL, votes travel too, but nobody is to wait for the device to hear them.
+        # With hooks votes travel over NCCL, too, but hearing them waits for the device: that is
+        # done only where skip_nonfinite waits anyway.
         has_hooks = options is not None and bool(options.hooks)
         self.hears_votes = comm.carries_votes or (has_hooks and self._on_nonfinite)
         self._comm, self._op = comm, "mean" if options is None else options.op
@@ -72,11 +74,10 @@ class Skipping:
 
     def _clear(self) -> None:
         self._is_judged, self._is_asking = False, False
-        # of this rank's own gradients in this round: those that autograd has made, the largest
-        # absolute values, and how many elements of which are known to be not finite
-        self._kept: list[tuple[str, Tensor]] = []
-        self._largest: list[tuple[Sequence[str], Tensor]] = []
-        self._found: dict[str, int] = {}
+        # Of this rank's own gradients in this round, by name:
+        self._kept: list[tuple[str, Tensor]] = []  # as autograd has made them
+        self._largest: list[tuple[Sequence[str], Tensor]] = []  # their largest absolute values
+        self._found: dict[str, int] = {}  # see Cause
         self.is_skipped = False  # the last round was dropped,
         self.found_nonfinite = False  # because gradients were not finite
 
@@ -112,12 +113,12 @@ class Skipping:
         """Keeps of these gradients, which are about to be reduced, what will tell whether they were
         finite.
         """
-        if self._comm.has_streams:  # whose memory is scarce; nobody waits for the device
+        if self._comm.has_streams:  # a device's memory is scarce, and nothing here waits for it
             if gradients:
                 largest = torch._foreach_norm(list(gradients), float("inf"))
                 self._largest.append((names, torch.stack([one.double() for one in largest])))
             return
-        at_home = set(inside(list(gradients)))  # which the reduction overwrites
+        at_home = set(inside(list(gradients)))  # in flat buffers, which the reduction overwrites
         for i, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
             if i not in at_home:
                 self._kept.append((name, gradient))
@@ -126,7 +127,7 @@ class Skipping:
 
     def judge(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the round, whose buckets are reduced, is to be dropped: the same on all ranks. A
-        second call gives the same answer. Collective where it is.
+        second call gives the same answer. Collective if the round is dropped.
         """
         if not self._is_judged:
             if self._is_asking:  # a signal handler has raised while the ranks talked
@@ -146,7 +147,7 @@ class Skipping:
         """The round is dropped: lets the ranks tell each other why."""
         tell_scaler_of_skips()
         self.n_skipped += 1
-        if is_joining(self._comm):  # a rank without data cannot take part in a talk: each logs
+        if is_joining(self._comm):  # where a rank without data cannot gather objects: each logs
             self.found_nonfinite = n_nonfinite > 0
             causes = {self._comm.rank: self._cause()}
         else:

@@ -1,17 +1,17 @@
-"""SparseBucket: the gradients of a model that are sparse (of nn.Embedding(sparse=True)), reduced
-together: every rank gets the rows of all ranks, and adds them.
+"""SparseBucket: all gradients of a model that are sparse (of nn.Embedding(sparse=True)). Every rank
+gets the rows of all ranks, and adds them.
 
-No flat buffer holds these gradients, and how many rows there are differs by rank and step. So the
-ranks first tell each other what they bring, for which the host waits; that is why the bucket is
-launched at the end of backward. What they tell decides on all ranks alike how each gradient comes
-out: sparse, or dense where some rank has a dense one (as tied weights give), or not at all.
+No flat buffer holds these gradients, and the number of rows differs by rank and step. So the ranks
+first make each other an Offer: what they bring. The host waits for the offers, which is why the
+bucket is launched at the end of backward. The offers decide on all ranks alike how each gradient
+comes out: sparse, or dense where some rank has a dense one (as tied weights give), or not at all.
 """
 
 from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,10 @@ _UNWEIGHTED = Weight(1.0, 1.0)
 
 
 class Offer(NamedTuple):
-    """What one rank brings. By slot: the forms of its gradients, how many rows they have, and
-    whether they are its own, and not only left from an earlier round.
+    """What one rank brings.
+
+    forms, n_rows: by slot, of its gradients.
+    is_present: by slot, whether a gradient is of this round, and not only left from an earlier one.
     """
 
     op: str
@@ -57,6 +59,7 @@ class Offer(NamedTuple):
     is_present: list[int]
 
     def numbers(self) -> list[int]:
+        """As it travels; of() is the way back."""
         weight = struct.unpack("qq", struct.pack("dd", *self.weight))
         head = BUCKET_OPS.index(self.op), self.step, *weight
         return [*head, *self.forms, *self.n_rows, *self.is_present]
@@ -116,14 +119,14 @@ class SparseBucket(Bucket):
 
     def reset(self) -> None:
         """See Bucket."""
-        self._round: _SparseRound | None = None
+        self._work: _SparseWork | None = None
         self._results: list[Tensor | None] | None = None
         super().reset()
 
     @property
     def is_launched(self) -> bool:
         """See Bucket."""
-        return self._round is not None
+        return self._work is not None
 
     def _note_stream(self) -> None:
         """A gradient has been produced on the current stream."""
@@ -167,6 +170,7 @@ class SparseBucket(Bucket):
             self._producers.clear()
 
     def _show(self, gradients: Sequence[Tensor | None], inspect: Inspection) -> None:
+        """Those that a backward has made in this round, and that have rows."""
         names, values = [], []
         for i, gradient in enumerate(gradients):
             if gradient is not None and i not in self._untouched and values_of(gradient).numel():
@@ -185,12 +189,12 @@ class SparseBucket(Bucket):
         self, own: Offer, rows: Sequence[Rows | None], gradients: Sequence[Tensor | None]
     ) -> None:
         try:
-            going_on = _SparseRound(self._exchange(own), self._memory[:0])
-            self._send(going_on, rows)
-            for i, form in enumerate(going_on.forms):
+            work = _SparseWork(self._exchange(own), self._memory[:0])
+            self._send(work, rows)
+            for i, form in enumerate(work.forms):
                 if form == _DENSE:
-                    going_on.add(i, *self._reduce_densely(i, gradients[i], going_on))
-            self._is_gathered, self._round = True, going_on
+                    work.add_dense(i, *self._reduce_densely(i, gradients[i], work))
+            self._is_gathered, self._work = True, work
         except FastcommError as error:
             raise self._explained(error) from error
 
@@ -232,7 +236,7 @@ class SparseBucket(Bucket):
             raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
 
     def _exchange(self, own: Offer) -> list[Offer]:
-        """Every rank's offer. Raises MismatchError, on every rank, if they do not go together."""
+        """Every rank's offer. Raises MismatchError, on every rank, if their ops or steps differ."""
         mine = torch.tensor(own.numbers(), dtype=torch.int64, device=self._comm.device)
         everyone = mine.new_empty(self._comm.world_size * len(mine))
         self._comm.all_gather_single(everyone, mine)
@@ -252,77 +256,76 @@ class SparseBucket(Bucket):
         numel, dtype, _ = kind_of(self._likes[i], self._likes[i].dtype)
         return numel, self._wire_dtype or dtype
 
-    def _send(self, going_on: _SparseRound, rows: Sequence[Rows | None]) -> None:
-        """Spreads this rank's rows."""
+    def _send(self, work: _SparseWork, rows: Sequence[Rows | None]) -> None:
+        """Sends this rank's rows to all others."""
         bounds = [0]
-        for offer in going_on.offers:
+        for offer in work.offers:
             kinds = []
-            for i in going_on.sparse_slots():
+            for i in work.sparse_slots():
                 numel, dtype = self._wire(i)
-                n_all = self._likes[i].shape[: going_on.forms[i]].numel()
+                n_all = self._likes[i].shape[: work.forms[i]].numel()
                 kinds.append((offer.n_rows[i], numel // n_all if n_all else 0, dtype))
             sections, end = sections_of(bounds[-1], kinds)
-            going_on.sections.append(sections)
+            work.sections.append(sections)
             bounds.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
         if not bounds[-1]:
             return
-        going_on.message = self._message(bounds[-1])
-        places = going_on.sections[self._comm.rank]
-        for i, section in zip(going_on.sparse_slots(), places, strict=True):
+        work.message = self._message(bounds[-1])
+        places = work.sections[self._comm.rank]
+        for i, section in zip(work.sparse_slots(), places, strict=True):
             mine = rows[i]
             if mine is not None:
-                place = section.rows(going_on.message)
+                place = section.rows(work.message)
                 place.indices.copy_(mine.indices)
                 place.values.copy_(mine.values)
-        going_on.works.append(
-            self._comm.spread_shares(going_on.message, tuple(bounds), label=self._label)
-        )
+        work.works.append(self._comm.spread_shares(work.message, tuple(bounds), label=self._label))
 
     def _message(self, nbytes: int) -> Tensor:
+        """Memory for the message of all ranks, with room for some more rows later."""
         if self._memory.numel() < nbytes:
-            self._memory = self._memory[:0].clone()  # frees it before there are two
+            self._memory = self._memory[:0].clone()  # so that old and new do not exist together
             self._memory = self._comm.empty(nbytes + nbytes // 4, dtype=torch.uint8)
         return self._memory[:nbytes]
 
     def _reduce_densely(
-        self, i: int, gradient: Tensor | None, going_on: _SparseRound
+        self, i: int, gradient: Tensor | None, work: _SparseWork
     ) -> tuple[Tensor, Work]:
         numel, dtype = self._wire(i)
         flat = self._comm.empty(numel, dtype=dtype).zero_()
-        op, factors = going_on.op, going_on.factors()
+        op, factors = work.op, work.factors()
         if gradient is not None:
             whole = gradient.detach().to_dense().resolve_conj()
             values = as_pairs(whole.contiguous()).view(-1)
             flat.copy_(values if factors is None else values * factors[self._comm.rank])
-        work = self._comm.all_reduce(flat, op if factors is None else "sum", async_op=True)
-        assert work is not None  # for the type checker: async_op was asked for
-        return flat, work
+        reducing = self._comm.all_reduce(flat, op if factors is None else "sum", async_op=True)
+        assert reducing is not None  # for the type checker: async_op was asked for
+        return flat, reducing
 
     def finish(self) -> BucketWork:
         """See Bucket. Adds what has come."""
-        if self._round is None:
+        if self._work is None:
             raise RuntimeError("finish() before launch()")
         try:
-            self._round.wait()
+            self._work.wait()
         except FastcommError as error:
             raise self._explained(error) from error
         if self._results is None:
-            self._results = [self._result(self._round, i) for i in range(len(self.names))]
+            self._results = [self._result(self._work, i) for i in range(len(self.names))]
             if self._producers is not None:  # the next round writes where this stream reads
                 self._producers.note()
-        return self._round
+        return self._work
 
-    def _result(self, going_on: _SparseRound, i: int) -> Tensor | None:
-        form, like = going_on.forms[i], self._likes[i]
+    def _result(self, work: _SparseWork, i: int) -> Tensor | None:
+        form, like = work.forms[i], self._likes[i]
         if form is None:
             return None
         if form == _DENSE:
-            flat = going_on.dense[i].to(kind_of(like, like.dtype)[1])
+            flat = work.dense[i].to(kind_of(like, like.dtype)[1])
             return (torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat).view(
                 like.shape
             )
-        divisor = self._comm.world_size if going_on.op == "mean" else 1
-        rows = added(going_on.rows(i), going_on.factors(), divisor)
+        divisor = self._comm.world_size if work.op == "mean" else 1
+        rows = added(work.rows(i), work.factors(), divisor)
         return sparse_of(rows, like.shape, form, like.dtype)
 
     def settle(self, number: int) -> None:
@@ -342,7 +345,7 @@ class SparseBucket(Bucket):
 
     def is_skipped(self) -> bool:
         """See Bucket."""
-        return self._round is not None and self._round.is_skipped()
+        return self._work is not None and self._work.is_skipped()
 
     def n_left_nonfinite(self) -> Tensor:
         """See Bucket. A vote counts as one, since it may not be heard elsewhere."""
@@ -360,7 +363,8 @@ class SparseBucket(Bucket):
         """See Bucket."""
         return self._measured(lambda values: (~values.isfinite()).sum(), torch.int64)
 
-    def _measured(self, measure: Any, dtype: torch.dtype) -> Tensor | None:
+    def _measured(self, measure: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor | None:
+        """The sum of what `measure` says of each gradient's values."""
         if not self._counts_nonfinite:
             return None
         total = torch.zeros((), dtype=dtype, device=self._comm.device)
@@ -376,9 +380,12 @@ class SparseBucket(Bucket):
                 scale_(parameter.grad, factor)
 
 
-class _SparseRound(BucketWork):
-    """What is under way. forms: by slot, how the gradient comes out; None: no rank has one.
+class _SparseWork(BucketWork):
+    """One reduction of a SparseBucket.
+
+    forms: by slot, how the gradient comes out; None: no rank has one.
     sections: by rank, of its gradients in the message.
+    dense: by slot, the flat tensors of gradients that are reduced densely.
     """
 
     def __init__(self, offers: list[Offer], message: Tensor) -> None:
@@ -394,7 +401,9 @@ class _SparseRound(BucketWork):
         if self.is_skipped() or not any(offer.is_present[i] for offer in self.offers):
             return None
         forms = {offer.forms[i] for offer in self.offers} - {_NOTHING}
-        return 1 if not forms else forms.pop() if len(forms) == 1 else _DENSE
+        if not forms:  # no rank has a row
+            return 1
+        return forms.pop() if len(forms) == 1 else _DENSE
 
     def is_skipped(self) -> bool:
         """See BucketWork."""
@@ -404,7 +413,7 @@ class _SparseRound(BucketWork):
         return [i for i, form in enumerate(self.forms) if form is not None and form != _DENSE]
 
     def factors(self) -> list[float] | None:
-        """By what each rank's rows are multiplied; None without weights."""
+        """By rank, what its rows are multiplied by; None without weights."""
         if not self.op.startswith("weighted"):
             return None
         total = sum(offer.weight.total for offer in self.offers)
@@ -415,7 +424,7 @@ class _SparseRound(BucketWork):
         at = self.sparse_slots().index(i)
         return [sections[at].rows(self.message) for sections in self.sections]
 
-    def add(self, i: int, flat: Tensor, work: Work) -> None:
+    def add_dense(self, i: int, flat: Tensor, work: Work) -> None:
         self.dense[i] = flat
         self.works.append(work)
 

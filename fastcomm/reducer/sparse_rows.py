@@ -20,8 +20,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rows(NamedTuple):
-    """Of one gradient. indices: ascending, each once, int64 of shape (n,). values: (n, numbers in a
-    row).
+    """Of one gradient. indices: ascending, each once, int64 of shape (n,). values: of shape (n,
+    numbers in a row).
     """
 
     indices: Tensor
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(gradient: Tensor) -> Rows:
-    """Of a sparse tensor. What it holds of one row more than once is added."""
+    """Of a sparse tensor. Entries of the same row are added."""
     gradient = gradient.detach().coalesce()
     indices = gradient.indices()
     row = torch.zeros_like(indices[0])
@@ -40,8 +40,8 @@ def rows_of(gradient: Tensor) -> Rows:
 
 
 def sparse_of(rows: Rows, size: torch.Size, n_sparse: int, dtype: torch.dtype) -> Tensor:
-    """The coalesced sparse tensor of these rows. n_sparse: how many of its dimensions are
-    sparse.
+    """The coalesced sparse tensor of these rows: of shape `size`, whose first n_sparse dimensions
+    are sparse.
     """
     index, indices = rows.indices, []
     for extent in reversed(size[:n_sparse]):
@@ -96,8 +96,10 @@ def sections_of(
 
 
 def added(parts: Sequence[Rows], factors: Sequence[float] | None, divisor: int) -> Rows:
-    """The sum of all ranks' rows, by row in the order of the ranks, so that it has the same bits
-    everywhere; 16-bit floats in float32. factors: of the ranks. divisor: of the sum.
+    """The sum of all ranks' rows, in float32 if they are 16-bit floats. Each row is added in the
+    order of the ranks, so that it has the same bits everywhere.
+
+    parts, factors: by rank. divisor: of the sum.
     """
     indices, places = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
     like = parts[0].values
@@ -107,14 +109,14 @@ def added(parts: Sequence[Rows], factors: Sequence[float] | None, divisor: int) 
     for i, part in enumerate(parts):
         end = begin + len(part.indices)
         factor = 1 if factors is None else factors[i]
-        # of one rank no row comes twice, so that a device's threads cannot race for it
+        # no row comes twice from one rank, so threads of a device do not race for it
         total.index_add_(0, places[begin:end], part.values.to(wide), alpha=factor)
         begin = end
     return Rows(indices, total if divisor == 1 else total.div_(divisor))
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """What norms and counts look at: of a sparse gradient the values, each row's added up."""
+    """What norms and counts look at: of a sparse gradient its values, one for each row."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return values.resolve_conj()
 

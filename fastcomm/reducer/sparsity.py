@@ -1,5 +1,5 @@
-"""Which parameters of a model get sparse gradients, what does not go with them, and the buckets of
-all: the dense ones and, if there are sparse gradients, the one of these.
+"""Sparsity: which parameters of a model get sparse gradients, and what does not go with these.
+Makes the buckets of a model, with one for all of its sparse gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_problem(
     for name in options.sparse_parameters:
         if name not in known:
             return ValueError(f"sparse_parameters: the model has no parameter {name}")
-    trouble = _refuse(options)
+    trouble = _trouble_with(options)
     if trouble is None and sharding is not None:
         trouble = _NOT_SHARDED
     if not sparse or trouble is None:
@@ -60,7 +60,8 @@ def _refusal(name: str, trouble: str) -> ValueError:
     return ValueError(f"the gradient of parameter {name} is sparse: {trouble}")
 
 
-def _refuse(options: Options) -> str | None:
+def _trouble_with(options: Options) -> str | None:
+    """Why a reducer of such options cannot reduce sparse gradients, or None."""
     if options.hooks:
         return "hooks written for DDP get dense ones; use sparse=False, or leave the hook out"
     if options.op not in ("sum", "mean"):
@@ -83,8 +84,8 @@ def make_buckets(
     n_rounds: int,
     sharding: Sharding | None,
 ) -> list[Bucket]:
-    """See plan.make_buckets. The sparse gradients' bucket is the last but one: the last is to be
-    one whose launch does not wait.
+    """See plan.make_buckets. The bucket of sparse gradients is the last but one, since the launch
+    of the last one must not wait.
     """
     dense = [pair for pair in named if pair[0] not in sparse]
     buckets = plan.make_buckets(dense, comm, options, number, n_rounds, sharding)

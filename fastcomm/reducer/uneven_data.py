@@ -1,5 +1,5 @@
-"""UnevenData: what a rank says of its data, of which others have more or less: its weight, and that
-it has ended. Base class of Reducer.
+"""UnevenData: what a rank says of its data where others have more or less: its weight, and that it
+has ended. Base class of Reducer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class UnevenData(ReducedGradients):
 
     def set_weight(self, weight: float | Tensor, *, of: Literal["mean", "sum"] = "mean") -> None:
         """What this rank's gradients count in the next reduction, which becomes sum(w g) / sum(w)
-        over the ranks: with numbers of tokens, and losses that are means over them, the gradients
-        of one process on all ranks' data. Call it on every rank, or on none: else MismatchError.
+        over the ranks. If weights are numbers of tokens, and losses are means over tokens, these
+        are the gradients of one process on all ranks' data. Call it on every rank, or on none: else
+        MismatchError.
 
         weight: a number, or a tensor of one, which is waited for. 0: a rank without data, whose
             gradients count nothing, not even NaNs. If all are 0, gradients are None.
@@ -78,7 +79,7 @@ class UnevenData(ReducedGradients):
         state: Iterable[Stateful] = (),
     ) -> Join[Any]:
         """For ranks with different numbers of batches: `with reducer.join():` around a loop, or
-        `for batch in reducer.join(batches):`. Every rank calls it. Of all reducers of the
+        `for batch in reducer.join(batches):`. Every rank calls it. It is for all reducers of the
         communicator.
 
         strategy: "wait": a rank whose data has ended takes part in the others' reductions without
@@ -86,9 +87,14 @@ class UnevenData(ReducedGradients):
             first.
         state: optimizers, schedulers and the like: ranks that ended earlier load the others'.
 
-        In the end parameters and buffers of a rank that went furthest are on all; if some have
-        ended earlier, gradients are None. An exception that leaves the block aborts the
-        communicator. Raises ValueError for reducers with a hook, error_feedback, another op than
-        "mean", sizes still being tuned, or a ShardedOptimizer; TypeError.
+        In the end all ranks have the parameters and buffers of a rank that went furthest; if some
+        have ended earlier, gradients are None. An exception that leaves the block aborts the
+        communicator.
+
+        Raises ValueError for reducers with a hook, error_feedback, another op than "mean", sparse
+        gradients, sizes still being tuned, a ShardedOptimizer, LocalSGD or DiLoCo; TypeError for a
+        state without state_dict() and load_state_dict(). At the end of the block or loop,
+        MismatchError if ranks give different states, and FastcommError for gradients accumulated
+        under no_sync() that nothing has reduced.
         """
         return Join(self, batches, strategy, state)

@@ -59,10 +59,10 @@ enum shm_kind {
      * SHM_ABANDON, too, again and again, until all ranks have done so under one number (SHM_OK).
      * Then all stand at the same number again. */
     SHM_ABANDON,
-    /* This rank has no data any more. Where the others reduce a bucket it works for them, and has
-     * nothing of its own in the result: a mean is over the others, and their weights are summed.
-     * Any other collective of theirs ends with SHM_MISMATCH. Where all ranks post it, all are
-     * through: see shm_all_shadow. */
+    /* This rank has no data any more. If the others reduce a bucket, it reduces its shard for them
+     * and adds nothing of its own: a mean is over the others, and their weights are summed. Any
+     * other collective of theirs ends with SHM_MISMATCH. If all ranks post it, none has data: see
+     * shm_all_shadow. */
     SHM_SHADOW,
 };
 

@@ -25,8 +25,8 @@ static void reduce_inputs(const struct shm_comm *comm, const struct shm_descript
     }
 }
 
-/* Reduces elements [begin, begin + numel) of the tensor, and counts in the result what it is asked
- * to. The addresses are those of the first element, and are changed. */
+/* Reduces elements [begin, begin + numel) of the tensor, and counts what is asked for in the
+ * result. `inputs` and `outputs` are the addresses of element `begin`; they are changed. */
 static void reduce_elements(const struct shm_comm *comm, struct collective *c, uint64_t begin,
                             uint64_t numel, const void **inputs, void **outputs, int n_outputs) {
     const struct shm_descriptor *d = &c->descriptor;

@@ -31,8 +31,8 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
-/* By what the ranks' tensors are multiplied. Every rank computes the same from the same numbers. In
- * a mean without weights, which has come here for its shadows, the others count alike. */
+/* Computes what the ranks' tensors are multiplied by: on every rank the same from the same numbers.
+ * Shadows count nothing. In a mean without weights the other ranks count alike. */
 static void weigh(struct shm_comm *comm, uint32_t seq) {
     double total = 0;
     for (int r = 0; r < comm->world_size; r++) {
@@ -75,7 +75,7 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     if (has_shadows && wanted != NULL && !admits_shadows(comm, wanted, direct)) {
         c->status = SHM_MISMATCH;
     }
-    if (has_shadows) { /* which do not know of it */
+    if (has_shadows) { /* which have not been asked to count */
         c->counting.numel = 0;
     }
     if (c->status == SHM_MISMATCH) {
@@ -130,8 +130,9 @@ static bool run_head(struct shm_comm *comm) {
         }
     }
     if (c->counting.numel > 0) {
-        if (c->path == INLINE) { /* nobody tells a rank there whether the others add squares, and
-                                  * ranks that take a norm in two ways may differ in the last bit */
+        /* A rank cannot know there whether the others add squares, and norms that ranks take in
+         * different ways may differ in the last bit. */
+        if (c->path == INLINE) {
             c->tally.square_sum = (double)NAN;
         }
         control_of(comm, comm->rank)->counted[seq % SHM_RING] =

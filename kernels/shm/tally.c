@@ -1,6 +1,6 @@
-/* Squares are added in double, in LANES sums side by side, whose order is the same for every
- * instruction set. Elements that are not finite are looked for only where such a sum is not finite:
- * squares of narrower floats do not overflow a double. */
+/* Counts what is not finite, and adds squares: in double, in LANES sums side by side, whose order
+ * is the same for every instruction set. Elements that are not finite are counted only where such a
+ * sum is not finite: squares of narrower floats do not overflow a double. */
 #include "tally.h"
 
 #include <math.h>
@@ -35,8 +35,8 @@ INLINE double of_bfloat16(uint16_t brain) {
         return sum;                                                                                \
     }
 
-/* Of the bits: all ones in the exponent. The largest tells whether there is one to be counted, at
- * half of what counting takes. */
+/* How many elements have all ones in the exponent: they are infinite or NaN. The largest magnitude
+ * tells whether there are any, at half of what counting takes. */
 #define NONFINITE(NAME, BITS, INFINITY_BITS)                                                       \
     INLINE BITS NAME##_magnitude(const void *array, size_t i) {                                    \
         BITS bits;                                                                                 \
@@ -100,7 +100,7 @@ static double add_squares(enum shm_dtype dtype, size_t numel, const void *array)
 void shm_add_to_tally(struct shm_tally *tally, enum shm_dtype dtype, size_t numel,
                       const void *array, bool adds_squares) {
     double sum = adds_squares ? add_squares(dtype, numel, array) : (double)NAN;
-    /* infinities of float16 are finite in the sum, those of the others are not */
+    /* scaled_float16 makes finite numbers of infinities, so those of float16 are always counted */
     bool is_finite = dtype != SHM_FLOAT16 && isfinite(sum);
     uint64_t n = is_finite ? 0 : count_nonfinite(dtype, numel, array);
     tally->n_nonfinite += n;

@@ -6,7 +6,7 @@
 
 #include "reduce.h"
 
-/* Of floats: how many are infinite or NaN, and the sum of the squares, NaN if unknown. */
+/* Of floats: how many are infinite or NaN, and the sum of their squares, NaN if it is unknown. */
 struct shm_tally {
     uint64_t n_nonfinite;
     double square_sum;

@@ -125,7 +125,7 @@ MUTATIONS = (
     Mutation(
         name="sparse: a mean is a sum",
         file=BUCKET,
-        old='if going_on.op == "mean" else 1',
+        old='if work.op == "mean" else 1',
         new="if False else 1",
         tests=_sparse("test_gradients_are_those_of_one_process"),
     ),

@@ -61,8 +61,8 @@ MUTATIONS = (
     Mutation(
         name="group: ranks that call different collectives go on",
         file=QUEUE,
-        old="if any(call != wanted[0] for call in wanted) or (",
-        new="if any(call.kind != wanted[0].kind for call in wanted) or (",
+        old="is_alike = all(call == wanted[0] for call in wanted)",
+        new="is_alike = all(call.kind == wanted[0].kind for call in wanted)",
         tests=(
             "tests/contract/test_mismatches.py::"
             "test_ranks_that_disagree_all_hear_of_it_and_of_both_sides[group-3-op]",

@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         name="join: over NCCL ranks without data count as such with data",
         file="fastcomm/nccl/rounds.py",
-        old="    said = _said(comm, 0.0, 0, 0)\n",
-        new="    said = _said(comm, 1.0, 0, 0)\n",
+        old="    totals = _part_of_totals(comm, 0.0, 0, 0)\n",
+        new="    totals = _part_of_totals(comm, 1.0, 0, 0)\n",
         tests=_TRAINING,
     ),
     Mutation(

@@ -112,7 +112,7 @@ MUTATIONS = (
     Mutation(
         name="local sgd: an interrupted launch is left though the others count on it",
         file=MEETING,
-        old="            if isinstance(error, FastcommError) or not meeting.must_finish:\n",
+        old="            if isinstance(error, FastcommError) or not opened.must_finish:\n",
         new="            if True:\n",
         tests=_INTERRUPTED,
     ),
@@ -163,9 +163,9 @@ MUTATIONS = (
     Mutation(
         name="local sgd: what is under way is applied twice as late after a resume",
         file=LOCAL_SGD,
-        old="            under_way = Meeting.landed(self.comm, buckets, standing)\n",
+        old="            under_way = Meeting.of_checkpoint(self.comm, buckets, standing)\n",
         new="            standing = standing._replace(n_steps=standing.n_steps + 1)\n"
-        "            under_way = Meeting.landed(self.comm, buckets, standing)\n",
+        "            under_way = Meeting.of_checkpoint(self.comm, buckets, standing)\n",
         tests=_RESUMED,
     ),
     Mutation(
