@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from fastcomm.collective import WEIGHTED_OPS
 from fastcomm.communicator import Communicator, Weight, gather_objects
@@ -31,6 +32,7 @@ from fastcomm.reducer.optimizer_steps import Steppable, known_optimizers, refuse
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.shares import ShardedBy
+from fastcomm.reducer.torch_helpers import scaler_of, watch_scalers
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.reducer.weights import WeightedRound
 
@@ -195,6 +197,7 @@ class Join(Generic[T]):
     # -- how it begins and ends --------------------------------------------------------------------
 
     def _begin(self) -> None:
+        watch_scalers()
         outer = _open.get(self._comm)
         self._is_inner = outer is not None
         self._reducer.data_exhausted = False
@@ -334,7 +337,7 @@ class _Progress(NamedTuple):
     rounds: of every reducer, how many rounds have ended, and steps were made.
     states: what was given as state, by type.
     optimizers: whose steps the reducers know, and those given: type, options; whether it keeps
-        something from step to step, and whether it was given.
+        something from step to step, and whether it was given. Their GradScalers, if not given.
     """
 
     rounds: list[tuple[int, int]]
@@ -345,13 +348,16 @@ class _Progress(NamedTuple):
     def of(reducers: Sequence[Joining], states: Sequence[Stateful]) -> _Progress:
         given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
         known = [one for one in known_optimizers(reducers) if not _holds(given, one)]
+        scalers = {scaler_of(one) for one in (*given, *known)}
+        missed = [one for one in scalers if one is not None and not _holds(states, one)]
         return _Progress(
             [(reducer.n_rounds, reducer._n_steps) for reducer in reducers],
             [type(one).__name__ for one in states],
             [
                 (type(one).__name__, _options_of(one), _keeps_state(one), _holds(given, one))
                 for one in (*given, *known)
-            ],
+            ]
+            + [(type(one).__name__, [], True, False) for one in missed],
         )
 
 
@@ -382,7 +388,8 @@ def _why_apart(ranks: Sequence[_Progress]) -> str | None:
                     f"{name} keeps state from step to step, which differs now: {advice}"
                 )
     options = [[(row[0], row[1]) for row in one.optimizers] for one in ranks]
-    has_others = len(ranks[0].states) > sum(row[3] for row in ranks[0].optimizers)
+    schedulers = [one for one in ranks[0].states if one != GradScaler.__name__]
+    has_others = len(schedulers) > sum(row[3] for row in ranks[0].optimizers)
     # a rank that has made no step may not know its optimizer
     longest = max(options, key=len)
     if not has_others and any(one != longest[: len(one)] for one in options):

@@ -2,7 +2,7 @@
 gradients, or because the ranks have dropped them. In the first case clipping would silently do
 nothing, and GradScaler find nothing. watch() mends both: clipping raises FastcommError, and
 GradScaler unscales each rank's shares and agrees over the ranks. In the second case GradScaler
-raises an error; tell_scaler_of_skips() mends that.
+raises an error; watch_scalers() mends that, and notes which scaler goes with which optimizer.
 
 The functions are replaced where torch looks them up, so it does not matter how clip_grad_norm_ was
 imported. clip_grads_with_norm_ and clip_grad_value_ have to be imported after the first
@@ -12,6 +12,7 @@ ShardedOptimizer was made.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -45,30 +46,43 @@ class Holder(Protocol):
     def comm(self) -> Communicator: ...
 
 
-_is_watching = _is_scaler_told = False
+_is_watching = _watches_scalers = False
+# The scaler that has last unscaled an optimizer's gradients.
+_scalers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def tell_scaler_of_skips() -> None:
-    """Call it before ranks drop a step. GradScaler finds no gradients then, and lowers its scale if
-    that is because some were not finite.
+def watch_scalers() -> None:
+    """Call it before ranks drop a step, and before the steps that scaler_of() is asked about. Where
+    a step is dropped, GradScaler finds no gradients, and lowers its scale if that is because some
+    were not finite.
     """
-    global _is_scaler_told
-    if not _is_scaler_told:
-        GradScaler._unscale_grads_ = _noticing_skips(  # type: ignore[method-assign]
+    global _watches_scalers
+    if not _watches_scalers:
+        GradScaler._unscale_grads_ = _noticing(  # type: ignore[method-assign]
             GradScaler._unscale_grads_
         )
-        _is_scaler_told = True
+        _watches_scalers = True
 
 
-def _noticing_skips(unscale: Callable[..., Any]) -> Callable[..., Any]:
+def scaler_of(optimizer: Optimizer) -> GradScaler | None:
+    """The scaler that has last unscaled the optimizer's gradients, since watch_scalers()."""
+    reference = _scalers.get(optimizer)
+    return None if reference is None else reference()
+
+
+def _noticing(unscale: Callable[..., Any]) -> Callable[..., Any]:
     """GradScaler._unscale_grads_, which returns by device whether it has found infinities."""
 
     @functools.wraps(unscale)
     def noticing(
         scaler: GradScaler, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
     ) -> dict[torch.device, Tensor]:
-        is_optimizer = isinstance(optimizer, Optimizer)  # and not a list of what one holds
-        is_nonfinite = skipped_nonfinite(optimizer) if is_optimizer else None
+        is_nonfinite = None
+        if isinstance(optimizer, Optimizer):  # and not a list of what one holds
+            _scalers[optimizer] = weakref.ref(scaler)
+            is_nonfinite = skipped_nonfinite(optimizer)
         if is_nonfinite is not None:
             return {found_inf.device: torch.full_like(found_inf, float(is_nonfinite))}
         found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)

@@ -153,6 +153,20 @@ MUTATIONS = (
         tests=_test("test_a_step_that_was_abandoned_in_a_loop_that_stops"),
     ),
     Mutation(
+        name="join: a GradScaler that has fallen behind is not missed",
+        file=JOIN,
+        old="            + [(type(one).__name__, [], True, False) for one in missed],",
+        new="            + [],",
+        tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
+    ),
+    Mutation(
+        name="join: a GradScaler that is given passes for a scheduler",
+        file=JOIN,
+        old="one != GradScaler.__name__",
+        new="True",
+        tests=_test("test_a_grad_scaler_that_is_off_or_given_hides_no_scheduler"),
+    ),
+    Mutation(
         name="join: what was accumulated when the data ended is lost",
         file=JOIN,
         old="for bucket in reducer._buckets if reducer._n_unsynced else ():",

@@ -231,6 +231,45 @@ def test_an_optimizer_whose_state_has_fallen_behind_does_not_step(comm):
     reducer.check_in_sync(optimizer)
 
 
+def scaled_epoch(reducer, model, optimizer, scaler, n_batches, state):
+    for i in reducer.join(range(n_batches), state=state):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, data_of(reducer.comm.rank, i))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@only_shm
+@on_ranks(2)
+def test_a_grad_scaler_that_has_fallen_behind_does_not_step(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
+    scaled_epoch(reducer, model, optimizer, scaler, 2 + 3 * comm.rank, [optimizer, scaler])
+    assert scaler.get_scale() == 8.0
+    scaled_epoch(reducer, model, optimizer, scaler, 2 + 3 * comm.rank, [optimizer])
+    scaler.scale(loss_of(model, data_of(comm.rank, 0))).backward()
+    with pytest.raises(FastcommError, match=r"rank 0: 7, rank 1: 10.*GradScaler keeps state"):
+        scaler.step(optimizer)
+
+
+@only_shm
+@on_ranks(2)
+def test_a_grad_scaler_that_is_off_or_given_hides_no_scheduler(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    scaled_epoch(reducer, model, optimizer, off, 2 + comm.rank, ())
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    epoch(reducer, model, optimizer, 2 + comm.rank, scheduler, state=[optimizer, off])
+    loss_of(model, data_of(comm.rank, 0)).backward()
+    with pytest.raises(FastcommError, match="the options of SGD differ now"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_options_that_a_scheduler_has_moved_apart_are_found(comm):
     model = small()
