@@ -131,6 +131,11 @@ def test_every_message_has_an_entry() -> None:
     assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
 
 
+def test_no_row_stands_twice() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
+    assert not (twice := {row for row in rows if rows.count(row) > 1}), twice
+
+
 def test_every_entry_is_a_message() -> None:
     everything = "\n".join(sources())
 
