@@ -32,6 +32,7 @@ class Bucket(Protocol):
     """What is asked of a reducer's bucket here."""
 
     names: list[str]
+    waits_in_launch: bool  # for the end of backward
 
     @property
     def share(self) -> Share | None: ...
@@ -123,6 +124,8 @@ class Backend:
     def __call__(self, graph: Any, inputs: list[Any]) -> Any:
         reducer = self._reducer()
         buckets = [] if reducer is None or not reducer._overlap else reducer._buckets
+        # Those of sparse gradients are launched at the end of backward, wherever graphs are cut.
+        buckets = [bucket for bucket in buckets if not bucket.waits_in_launch]
         if len(buckets) < 2 or not torch.is_grad_enabled():
             return self._compile_piece(graph, inputs)
         bucket_of = _bucket_of(buckets)

@@ -38,6 +38,13 @@ MUTATIONS = (
         tests=_ENDS,
     ),
     Mutation(
+        name="compiled: graphs are cut for sparse gradients",
+        file=COMPILED,
+        old="[bucket for bucket in buckets if not bucket.waits_in_launch]",
+        new="list(buckets)",
+        tests=_test("test_a_sparse_embedding_is_compiled_and_no_graph_is_cut_for_it"),
+    ),
+    Mutation(
         name="compiled: graphs are cut for the last bucket",
         file=SPLIT,
         old="sorted(complete)[:-1]",

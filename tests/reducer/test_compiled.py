@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import time
+import warnings
 import weakref
 from unittest import mock
 
@@ -311,6 +312,20 @@ def test_a_graph_that_cannot_be_cut_is_warned_of(comm, make, name):
         with pytest.warns(UserWarning, match=f"could not be cut.*{name} is used first"):
             backward(forward, comm.rank)
         assert len(pieces.begun) == 1
+
+
+@on_ranks(1)
+def test_a_sparse_embedding_is_compiled_and_no_graph_is_cut_for_it(comm):
+    model = nn.Sequential(nn.EmbeddingBag(100, 8, mode="sum", sparse=True), nn.Linear(8, 1))
+    with fresh_compiler():
+        # one bucket of dense gradients, and that of the sparse ones, launched at the end anyway
+        _, pieces, forward = compiled(comm, model, {"bucket_cap_mb": 1})
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            forward(torch.randint(100, (4, 3))).sum().backward()
+        assert len(pieces.begun) == 1
+    assert model[0].weight.grad.is_sparse
+    assert not [one for one in warned if "could not be cut" in str(one.message)]
 
 
 @on_ranks(1)
