@@ -39,6 +39,7 @@ from fastcomm.reducer.weights import WeightedRound
 T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
+_BY_HAND = "agree on the number of steps, and let a rank without data set_weight(0) and reduce()"
 # The first is that of break and return, up to Python 3.13.
 _ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
 
@@ -438,7 +439,7 @@ def _refusal(reducer: Joining) -> str | None:
     if reducer.sharded_by.sharding() is not None:
         return (
             "a ShardedOptimizer, of which a rank without data would have to make its part of every "
-            "step: use a torch.optim optimizer"
+            f"step: use a torch.optim optimizer, or {_BY_HAND}"
         )
     if reducer.local_steps.name is not None:
         return (
@@ -449,7 +450,7 @@ def _refusal(reducer: Joining) -> str | None:
     if sparse:
         return (
             f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
-            "data or without: use sparse=False"
+            f"data or without: use sparse=False, or {_BY_HAND}"
         )
     return None
 

@@ -71,7 +71,7 @@ def fragments_of(buckets: list[Bucket], n: int) -> list[list[Bucket]]:
 def require_reducer(kind: type, given: object) -> None:
     """Raises TypeError for anything but a reducer."""
     if not isinstance(given, Reducer):
-        raise TypeError(f"{kind.__name__}() takes a Reducer; got {given!r}")
+        raise TypeError(f"{kind.__name__}() takes a Reducer; got {type(given).__name__}")
 
 
 def refuse(reducer: Reducer, schedule: Schedule) -> None:

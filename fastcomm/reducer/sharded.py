@@ -462,7 +462,7 @@ def _is_held(parameter: Tensor) -> bool:
 def _misuse(given: object) -> TypeError:
     return TypeError(
         "ShardedOptimizer() takes a Reducer, the class of an optimizer, and options for it; got "
-        f"{given!r}"
+        f"{given if isinstance(given, type) else f'{type(given).__name__} object'}"
     )
 
 

@@ -241,6 +241,33 @@ def scaled_epoch(reducer, model, optimizer, scaler, n_batches, state):
 
 @only_shm
 @on_ranks(2)
+def test_a_sharded_optimizer_is_refused_and_goes_with_weights_of_0(comm):
+    model, alone = small(), small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=0.01)
+    with pytest.raises(ValueError, match=r"let a rank without data set_weight\(0\) and reduce"):
+        reducer.join()
+    of_all = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    counts = (1, 3)
+    for i in range(max(counts)):
+        has_data = i < counts[comm.rank]
+        reducer.set_weight(int(has_data))
+        if has_data:
+            loss_of(model, data_of(comm.rank, i)).backward()
+        else:
+            reducer.reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses = [loss_of(alone, data_of(rank, i)) for rank in range(2) if i < counts[rank]]
+        torch.stack(losses).mean().backward()
+        of_all.step()
+        of_all.zero_grad()
+    reducer.check_in_sync(optimizer)
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
+
+
+@only_shm
+@on_ranks(2)
 def test_a_grad_scaler_that_has_fallen_behind_does_not_step(comm):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
