@@ -54,6 +54,22 @@ def test_ranks_that_meet_seldom_learn() -> None:
     assert printed.count("21 meetings") == 2
 
 
+def test_tokens_are_averaged_over_ranks_whose_data_ends_and_has_nans() -> None:
+    printed = run("uneven_tokens.py")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 3 and losses[-1] < losses[0] / 2
+    # 37 batches close 10 steps, in each of three epochs
+    assert re.findall(r"\d+ of \d+ steps dropped", printed) == ["1 of 30 steps dropped"] * 2
+
+
+def test_hosts_meet_seldom_and_ranks_of_a_host_at_every_step() -> None:
+    options = ("--per-host", "2", "--steps", "16")
+    printed = printed_by(ROOT / "examples" / "hosts_meet_seldom.py", *options, ranks=4)
+    # each rank has compared its optimizer with its host's; between hosts parameters alone agree
+    totals = re.findall(r"parameters (-?[\d.]+)", printed)
+    assert len(totals) == 4 and len(set(totals)) == 1
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run of the training script, in two parts: its checkpoint, and the losses of all epochs."""

@@ -1,4 +1,4 @@
-"""Scripts with two ranks, started as torchrun starts them, but forked with torch loaded: what a
+"""Scripts with some ranks, started as torchrun starts them, but forked with torch loaded: what a
 test of an example takes is mostly the import of torch otherwise, three times with the launcher's.
 """
 
@@ -17,11 +17,11 @@ from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 
 
-def printed_by(script: Path, *arguments: str, folder: Path | None = None) -> str:
+def printed_by(script: Path, *arguments: str, folder: Path | None = None, ranks: int = 2) -> str:
     """What the ranks print, rank 0 first. folder: where they run, and leave their files."""
     common = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RESTART_COUNT": "0"}
-    environments = [one | common for one in torchrun_env(2)]
-    outcomes = fresh_ranks(2, _run, script, arguments, folder, env=environments, timeout=100)
+    environments = [one | common for one in torchrun_env(ranks)]
+    outcomes = fresh_ranks(ranks, _run, script, arguments, folder, env=environments, timeout=100)
     return "".join(values_of(outcomes))
 
 
