@@ -169,7 +169,11 @@ class Communicator(abc.ABC):
     world_size: how many ranks there are.
     local_rank: this rank's number among those of its host.
     device: where tensors have to be: torch.device("cpu"), or this rank's CUDA device.
-    backend: "shm", "nccl", "group" or "hierarchical".
+    backend: "shm", "nccl", "group" or "hierarchical". To choose what to do, ask for what follows.
+    wire_dtypes: what Reducer(wire_dtype=...) may be here.
+    feeds_back_errors: whether Reducer(error_feedback=True) is possible.
+    progresses_itself: whether a collective with async_op=True moves also while nobody is inside a
+        call.
 
     Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it
     cannot be completed, FastcommError after close(), and ValueError or TypeError for a bad argument
@@ -182,7 +186,7 @@ class Communicator(abc.ABC):
     world_size: int
     local_rank: int
     device: torch.device
-    # What follows, but for `backend`, is for reducers and transports, and may change.
+    # What follows, but for what stands above, is for reducers and transports, and may change.
     pids: tuple[int, ...]  # of the ranks' processes
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was

@@ -78,6 +78,11 @@ class Reducer(UnevenData):
     sparse_parameters: names of parameters whose gradients may be sparse, beside the weights of
         nn.Embedding and nn.EmbeddingBag with sparse=True, which are found. Their rows are gathered
         from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
+
+    To be read:
+
+    n_rounds: how many reductions have ended as they should; equal on all ranks.
+    data_exhausted: whether this rank's data has ended, in the join() under way or the last one.
     """
 
     def __init__(
