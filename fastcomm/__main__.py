@@ -37,6 +37,7 @@ BENCHMARKS = {
     "compiled": "compiled models: when buckets are launched, and what cutting graphs costs",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
     "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",
+    "overhead": "where the overhead of a step goes, part by part, over shared memory",
     "timeline": "what Reducer.timeline() costs while it is on, and while it is off",
     "paper": "the experiments of the paper on torch DDP, fastcomm and DDP side by side",
     "simulate": "a model of a step: validated on 2 to 6 ranks, and on up to 1,024",
@@ -101,13 +102,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--threads", type=int, metavar="N", help="of each rank; default: its share of the cores"
     )
     of_run.add_argument("script")
-    of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own.required = False  # else argparse asks for them, too, where there is no script
     says = "versions, cores, and which transports work here"
     of_info = commands.add_parser("info", help=says, description=f"Prints {says}.")
     of_info.add_argument("--json", action="store_true", help="as JSON")
     says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
     commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
-    says = "runs a benchmark; bench NAME --help lists its options"
+    says = "runs a benchmark; bench --help lists them, bench NAME --help its options"
     of_bench = commands.add_parser(
         "bench",
         help=says,

@@ -24,7 +24,7 @@ RESULTS = sorted(BENCH.glob("results/*.json"))
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
     *("meetings", "compiled"),
-    *("simulate", "timeline"),
+    *("simulate", "timeline", "overhead"),
 )
 
 
@@ -92,6 +92,11 @@ def test_info_as_json_holds_what_info_prints(console: Console) -> None:
     assert facts["fastcomm"].startswith(fastcomm.__version__)
     lines = [f"{name:<10}{fact}" for name, fact in facts.items()]
     assert console.prints("info").splitlines() == lines
+
+
+def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> None:
+    status, _, err = console("run")
+    assert status == 2 and err.endswith("required: script\n")
 
 
 def test_info_has_a_help_of_its_own(console: Console) -> None:
