@@ -1,8 +1,10 @@
 """Sample: whether reduced gradients in a flat buffer are still as the reduction has left them, so
 that what was counted then holds.
 
-Torch counts the writes to a tensor, of all its views together. Writes that go past it, through
-.data or NumPy, are looked for in a few elements of each gradient, which any scaling changes.
+Torch counts the writes to a tensor, and apart from them those to each gradient, which has a storage
+of its own (geometry.view_of). Writes that go past it, through .data or NumPy, are looked for in a
+few elements of each gradient, which any scaling changes unless they are all 0: a gradient of few
+rows is never known to be unchanged.
 """
 
 from __future__ import annotations
@@ -16,33 +18,37 @@ _PER_GRADIENT = 16
 
 
 class Sample:
-    """Of one bucket. offsets: where the gradients, of which views are given, begin in `flat`. Takes
-    nothing until it was asked once.
+    """Of one bucket. offsets: where the gradients begin in `flat`. views: these gradients; the
+    bucket's own list, which may replace some. Takes nothing until it was asked once.
     """
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], views: Sequence[Tensor]) -> None:
-        self._flat = flat
+        self._flat, self._views = flat, views
         self._spans = [(offset, view.numel()) for offset, view in zip(offsets, views, strict=True)]
         self._places: Tensor | None = None
         self._values: Tensor | None = None
-        self._version = -1
+        self._versions: list[int] = []
 
     def take(self) -> None:
         """The reduction is over."""
         if self._places is not None:
-            self._values, self._version = self._flat[self._places], self._flat._version
+            self._values, self._versions = self._flat[self._places], self._count_writes()
 
     def is_unchanged(self) -> bool:
         """Since take()."""
         if self._places is None:
             self._places = torch.cat([_places(*span) for span in self._spans])
             return False
-        if self._values is None or self._flat._version != self._version:
+        if self._values is None or self._count_writes() != self._versions:
             return False
-        return torch.equal(self._flat[self._places], self._values)
+        tells = bool(self._values.view(-1, _PER_GRADIENT).any(dim=1).all())
+        return tells and torch.equal(self._flat[self._places], self._values)
+
+    def _count_writes(self) -> list[int]:
+        return [tensor._version for tensor in (self._flat, *self._views)]
 
 
 def _places(offset: int, numel: int) -> Tensor:
-    """Elements all over one gradient."""
-    n = min(numel, _PER_GRADIENT)
-    return offset + (torch.arange(n, device="cpu") * (numel - 1)) // max(n - 1, 1)
+    """Elements all over one gradient, of a small one some more than once."""
+    steps = torch.arange(_PER_GRADIENT, device="cpu")
+    return offset + (steps * max(numel - 1, 0)) // (_PER_GRADIENT - 1)

@@ -10,6 +10,7 @@ from tests.mutations import (
     backend,
     compiled,
     complex_and_sparse,
+    counts,
     devices,
     group,
     join,
@@ -44,5 +45,6 @@ AREAS = (
     complex_and_sparse,
     compiled,
     skips,
+    counts,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -137,4 +137,11 @@ MUTATIONS = (
             "tests/insight/test_showing.py::test_gradients_that_come_at_once_are_told_with_advice",
         ),
     ),
+    Mutation(
+        name="compiled: a graph with the parameters of one bucket is told to be whole",
+        file=SPLIT,
+        old=" and len({number for number, _ in used}) > 1:",
+        new=":",
+        tests=_test("test_models_of_all_kinds_are_cut"),
+    ),
 )

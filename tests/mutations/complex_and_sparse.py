@@ -241,4 +241,32 @@ MUTATIONS = (
         new="pass",
         tests=_sparse("test_ranks_drop_a_step_together"),
     ),
+    Mutation(
+        name="sparse: the last bucket is one that waits in its launch",
+        file="fastcomm/reducer/sparsity.py",
+        old="        buckets.insert(max(len(buckets) - 1, 0), one)\n",
+        new="        buckets.append(one)\n",
+        tests=_sparse("test_rows_are_asked_for_at_the_end_of_backward"),
+    ),
+    Mutation(
+        name="sparse: gradients have the numbers of others in a timeline",
+        file="fastcomm/reducer/sparsity.py",
+        old="        plan.number_gradients(buckets)\n",
+        new="",
+        tests=_sparse("test_rows_are_asked_for_at_the_end_of_backward"),
+    ),
+    Mutation(
+        name="sparse: over NCCL a vote among rows alone is not counted",
+        file=BUCKET,
+        old=" + self.is_skipped()\n",
+        new="\n",
+        tests=_sparse("test_ranks_drop_a_step_together"),
+    ),
+    Mutation(
+        name="sparse: a gradient that a hook has dropped is not missed",
+        file=BUCKET,
+        old="                if self.ready[i] and not is_empty:\n",
+        new="                if False:\n",
+        tests=_sparse("test_gradients_are_guarded_as_dense_ones_are"),
+    ),
 )

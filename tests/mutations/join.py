@@ -16,6 +16,10 @@ def _test(name: str) -> tuple[str, ...]:
 
 _TRAINING = _test("test_training_is_that_of_one_process_that_averages_over_ranks_with_data")
 _OTHERS = (f"{ENDS}::test_other_collectives_beside_a_rank_without_data",)
+_OTHER_REDUCER = (
+    f"{ENDS}::test_another_reducer_of_the_communicator_that_cannot_join_is_told_from_this_one",
+)
+_IN_ANY_WAY = (f"{ENDS}::test_a_loop_may_be_left_in_any_way",)
 
 MUTATIONS = (
     Mutation(
@@ -193,5 +197,68 @@ MUTATIONS = (
         old="                self._comm.abort()\n",
         new="                pass\n",
         tests=(f"{ENDS}::test_an_exception_that_leaves_the_block_ends_it_on_all_ranks",),
+    ),
+    Mutation(
+        name="join: a scheduler that goes along is not counted on",
+        file=JOIN,
+        old="    has_others = len(ranks[0].states) >",
+        new="    has_others = False and len(ranks[0].states) >",
+        tests=_test("test_state_goes_to_the_ranks_that_have_ended_earlier"),
+    ),
+    Mutation(
+        name="join: a rank that has made no step has other optimizers",
+        file=JOIN,
+        old="one != longest[: len(one)]",
+        new="one != longest",
+        tests=_TRAINING,
+    ),
+    Mutation(
+        name="join: an optimizer with an empty state keeps something",
+        file=JOIN,
+        old="return any(value is not None for state in",
+        new="return bool(optimizer.state) or any(value is not None for state in",
+        equivalent="SGD without momentum keeps a None in older versions of torch alone",
+    ),
+    Mutation(
+        name="join: other reducers of the communicator are not asked",
+        file=JOIN,
+        old="        for joined in self._reducers():\n",
+        new="        for joined in [reducer]:\n",
+        tests=_OTHER_REDUCER,
+    ),
+    Mutation(
+        name="join: what another reducer does is said of this one",
+        file=JOIN,
+        old="    if joined is asked:\n",
+        new="    if True:\n",
+        tests=_OTHER_REDUCER,
+    ),
+    Mutation(
+        name="join: models in a circle take part until they are collected",
+        file=JOIN,
+        old="            gc.collect()\n",
+        new="",
+        tests=_OTHER_REDUCER,
+    ),
+    Mutation(
+        name="join: a rank without data adds to errors that are fed back",
+        file=JOIN,
+        old="    if options.error_feedback:\n",
+        new="    if False:\n",
+        tests=(f"{ENDS}::test_error_feedback_cannot_join",),
+    ),
+    Mutation(
+        name="join: a generator that is closed in the block is an exception",
+        file=JOIN,
+        old="        if error is None or isinstance(error, GeneratorExit):\n",
+        new="        if error is None:\n",
+        tests=_IN_ANY_WAY,
+    ),
+    Mutation(
+        name="join: a rank that ends its process in order aborts",
+        file=JOIN,
+        old="        if not (isinstance(error, SystemExit) and not error.code):\n",
+        new="        if True:\n",
+        tests=_IN_ANY_WAY,
     ),
 )

@@ -9,9 +9,7 @@ ENDING = "fastcomm/reducer/ending.py"
 STEPS = "fastcomm/reducer/optimizer_steps.py"
 REDUCED = "fastcomm/reducer/reduced.py"
 HELPERS = "fastcomm/reducer/torch_helpers.py"
-SAMPLE = "fastcomm/reducer/sample.py"
 TESTS = "tests/reducer/test_skips.py"
-COUNT_TESTS = "tests/reducer/test_counts.py"
 OPTIMIZER_TESTS = "tests/reducer/test_skipped_optimizers.py"
 
 
@@ -23,13 +21,6 @@ def _of_optimizers(name: str) -> tuple[str, ...]:
     return (f"{OPTIMIZER_TESTS}::{name}",)
 
 
-def _counted(name: str) -> tuple[str, ...]:
-    return (f"{COUNT_TESTS}::{name}",)
-
-
-_NORM = _counted("test_a_norm_needs_no_second_look")
-_FOUND = _counted("test_what_is_not_finite_is_counted_and_found_on_its_rank")
-_WRITTEN = _counted("test_what_is_written_since_is_in_the_norm")
 _VOTE = _test("test_a_vote_of_one_rank_makes_all_ranks_skip")
 _EXCEPTION = _test("test_an_exception_of_one_rank_makes_all_ranks_skip")
 _NONFINITE = _test("test_a_nonfinite_gradient_of_one_rank_makes_all_ranks_skip")
@@ -182,7 +173,7 @@ MUTATIONS = (
         file="fastcomm/reducer/sharded.py",
         old="        if self.reducer.skipped:\n",
         new="        if False:\n",
-        tests=_of_optimizers("test_a_sharded_optimizer_skips"),
+        tests=_of_optimizers("test_an_optimizer_that_decays_without_gradients_does_not"),
     ),
     Mutation(
         name="skips: each rank looks at its own share of the result",
@@ -220,101 +211,94 @@ MUTATIONS = (
         tests=_test("test_ranks_without_data_follow_those_that_skip"),
     ),
     Mutation(
-        name="counts: gradients that lie in the buffer are looked at after the reduction",
+        name="skips: only the first bucket carries a vote",
         file=SKIPPING,
-        old="            if i not in at_home:\n",
-        new="            if True:\n",
-        tests=_counted("test_gradients_that_are_at_home_are_looked_at_before"),
+        old="any(bucket.is_skipped() for bucket in buckets)",
+        new="buckets[0].is_skipped()",
+        tests=_test("test_a_vote_inside_a_backward_counts"),
     ),
     Mutation(
-        name="counts: a rank knows its own part alone",
-        file="kernels/shm/protocol.c",
-        old="        tally->square_sum += theirs->tally.square_sum;\n",
-        new="        tally->square_sum += r == comm->rank ? theirs->tally.square_sum : 0;\n",
-        tests=_NORM,
+        name="skips: behind hooks a vote is cast though nobody hears it",
+        file=SKIPPING,
+        old="comm.carries_votes or (has_hooks and self._on_nonfinite)",
+        new="comm.carries_votes or has_hooks",
+        tests=_test("test_over_nccl_a_vote_needs_somebody_who_looks"),
     ),
     Mutation(
-        name="counts: a rank takes what another has counted in an earlier collective",
-        file="kernels/shm/protocol.c",
-        old="if (c->path != DIRECT || theirs->seq != seq) {",
-        new="if (c->path != DIRECT) {",
-        tests=_counted("test_one_rank_may_ask_for_the_norm"),
+        name="skips: a vote outlives its model",
+        file=SKIPPING,
+        old="        self.vote: str | None = None\n",
+        new='        self.vote: str | None = getattr(self, "vote", None)\n',
+        tests=_test("test_all_ranks_may_vote_and_a_second_call_is_harmless"),
     ),
     Mutation(
-        name="counts: presence counts as a gradient",
-        file="fastcomm/shm/bucket.pyx",
-        old="                self.flat.numel() - len(self.views), self.adds_squares\n",
-        new="                self.flat.numel(), self.adds_squares\n",
-        tests=_NORM,
+        name="skips: GradScaler is not told on a rank that has not voted",
+        file=SKIPPING,
+        old="        tell_scaler_of_skips()\n        self.n_skipped += 1\n",
+        new="        self.n_skipped += 1\n",
+        tests=_SCALER,
     ),
     Mutation(
-        name="counts: only the first block is counted",
-        file="kernels/shm/paths.c",
-        old="        begin += length;\n        numel -= length;\n",
-        new="        begin = end;\n        numel -= length;\n",
-        tests=_NORM,
+        name="skips: ranks that step alone skip what all had dropped before",
+        file=REDUCED,
+        old="        return is_dropped and self.local_steps.meetings is None\n",
+        new="        return is_dropped\n",
+        tests=("tests/reducer/test_meetings.py::test_steps_of_several_optimizers_count_as_one",),
     ),
     Mutation(
-        name="counts: the last elements of a block are left out",
-        file="kernels/shm/tally.c",
-        old="            lanes[i % LANES] += WIDEN(a[i]) * WIDEN(a[i]);",
-        new="            (void)lanes[i % LANES];",
-        tests=_NORM,
-    ),
-    Mutation(
-        name="counts: infinities of float16 are numbers",
-        file="kernels/shm/tally.c",
-        old="dtype != SHM_FLOAT16 && isfinite(sum)",
-        new="isfinite(sum)",
-        tests=_FOUND,
-    ),
-    Mutation(
-        name="counts: NaNs are counted, infinities are not",
-        file="kernels/shm/tally.c",
-        old="n += NAME##_magnitude(array, i) >= (INFINITY_BITS);",
-        new="n += NAME##_magnitude(array, i) > (INFINITY_BITS);",
-        tests=_FOUND,
-    ),
-    Mutation(
-        name="counts: an array whose largest element is an infinity counts as finite",
-        file="kernels/shm/tally.c",
-        old="if (largest < (INFINITY_BITS))",
-        new="if (largest <= (INFINITY_BITS))",
-        tests=_FOUND,
-    ),
-    Mutation(
-        name="counts: the sign bit is taken for a large exponent",
-        file="kernels/shm/tally.c",
-        old="(BITS)((BITS) ~(BITS)0 >> 1)",
-        new="(BITS)~(BITS)0",
-        tests=_FOUND,
-    ),
-    Mutation(
-        name="counts: squares that nobody counted are a sum of squares",
-        file="kernels/shm/protocol.c",
-        old="c->tally.square_sum = (double)NAN;",
-        new="",
-        tests=_counted("test_a_norm_that_one_rank_asks_for_changes_no_other"),
-    ),
-    Mutation(
-        name="counts: writes that torch counts are not seen",
-        file=SAMPLE,
-        old=" or self._flat._version != self._version:",
-        new=":",
-        tests=_WRITTEN,
-    ),
-    Mutation(
-        name="counts: writes past torch are not seen",
-        file=SAMPLE,
-        old="        return torch.equal(self._flat[self._places], self._values)\n",
-        new="        return True\n",
-        tests=_WRITTEN,
-    ),
-    Mutation(
-        name="counts: a gradient of the user's own is taken for the reduced one",
+        name="skips: a vote may come after the reduction of shares",
         file="fastcomm/reducer/bucket.py",
-        old="        if not self._holds_all():\n            return False\n",
+        old="        return is_pending or self.provenance.has_unstepped()\n",
+        new="        return self.provenance.has_unstepped()\n",
+        tests=_of_optimizers("test_a_sharded_optimizer_skips"),
+    ),
+    Mutation(
+        name="skips: hooks reduce what is left of an earlier round",
+        file="fastcomm/reducer/hooked_bucket.py",
+        old="            buffer.zero_()  # a hook may keep something of it\n",
+        new="            pass\n",
+        tests=_test("test_hooks_reduce_what_is_skipped"),
+    ),
+    Mutation(
+        name="skips: a bucket with hooks keeps its model alive",
+        file="fastcomm/reducer/hooked_bucket.py",
+        old="[None if one is None else weakref.ref(one) for one in parameters]",
+        new="[None if one is None else lambda one=one: one for one in parameters]",
+        tests=("tests/reducer/test_lifetimes.py::test_a_reducer_goes_with_its_model",),
+    ),
+    Mutation(
+        name="skips: gradients under way without this rank's are missed",
+        file="fastcomm/reducer/bucket.py",
+        old="        self._is_vote = True\n",
         new="",
-        tests=_WRITTEN,
+        tests=_VOTE,
+    ),
+    Mutation(
+        name="skips: after an exception this rank's part waits for the optimizer's step",
+        file=ENDING,
+        old="    if ending is not None and ending.was_dropped:\n        reducer.synchronize()\n",
+        new="",
+        tests=_EXCEPTION,
+    ),
+    Mutation(
+        name="skips: an optimizer of two models skips if both do",
+        file=STEPS,
+        old="    return any(reducer is not None and reducer.skipped for",
+        new="    return all(reducer is not None and reducer.skipped for",
+        tests=_of_optimizers("test_an_optimizer_of_two_models_skips_for_either"),
+    ),
+    Mutation(
+        name="skips: over NCCL a graph captures what waits for the device",
+        file=SKIPPING,
+        old="        if self._on_nonfinite and self._comm.has_streams:\n",
+        new="        if False:\n",
+        tests=("tests/nccl/test_launches.py::test_weights_and_skips_are_not_captured",),
+    ),
+    Mutation(
+        name="skips: a rank whose talk was interrupted talks once more",
+        file=SKIPPING,
+        old="            if self._is_asking:  # a signal",
+        new="            if False:  # a signal",
+        tests=_test("test_ranks_do_not_talk_twice_about_a_round"),
     ),
 )

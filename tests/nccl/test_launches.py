@@ -250,21 +250,23 @@ def test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs(mode, s
     stand_in_values(2, _capture, mode, streams, wire_dtype)
 
 
-def _capture_a_weight(place):
+def _capture_what_differs_by_step(place):
     comm = communicator(place)
     comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    model = mlp()
+    fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
     loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
     with pytest.raises(FastcommError, match="replay the weight of its capture"):
         comm.share_weight(Weight(2.0, 2.0))
-    with pytest.raises(FastcommError, match="skipping waits for the device, which cannot be capt"):
-        comm.refuse_capture("skipping")
+    with pytest.raises(FastcommError, match="skip_nonfinite=True waits for the device, which cann"):
+        backward(model, place.rank)
     assert loaded("cuda").stand_in_capture(END) == 0
     loaded("cuda").stand_in_destroy_graphs()
     comm.close()
 
 
-def test_a_weight_is_not_captured():
-    stand_in_values(2, _capture_a_weight)
+def test_weights_and_skips_are_not_captured():
+    stand_in_values(2, _capture_what_differs_by_step)
 
 
 def _launch_after_a_work_was_collected(place):

@@ -89,7 +89,8 @@ def assert_as_eager(comm, make, run, options, n_launched, compile_options=None):
     """Two steps leave the bits that an eager model's do, and as many buckets are launched when the
     pieces of the backward begin.
     """
-    with fresh_compiler():
+    with fresh_compiler(), warnings.catch_warnings():
+        warnings.filterwarnings("error", r"compile\(\): a graph could not be cut")
         model, eager = make(), make()
         fastcomm.Reducer(comm, **options).attach(eager)
         reducer, pieces, forward = compiled(comm, model, options, **(compile_options or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -135,6 +136,16 @@ def test_a_loop_may_be_left_in_any_way(comm):
         break
     for _, i in zip(range(2), reducer.join(range(3)), strict=False):
         assert i < 2
+
+    def joined():
+        with reducer.join():
+            yield
+
+    generator = joined()
+    next(generator)
+    generator.close()
+    with contextlib.suppress(SystemExit), reducer.join():
+        sys.exit()
     reducer.check_in_sync()
 
 
@@ -187,8 +198,16 @@ def test_another_reducer_of_the_communicator_that_cannot_join_is_told_from_this_
     with pytest.raises(ValueError, match=r'the one of parameter 2\.bias.*detach\(\).*op="max"'):
         reducer.join()
     of_critic.detach()
+    _leave_in_a_circle(comm)
     with reducer.join():
         loss_of(actor, data_of(comm.rank, 0)).backward()
+
+
+def _leave_in_a_circle(comm):
+    """A model that is gone when the garbage collector has run."""
+    model = small()
+    model.itself = [model]
+    fastcomm.Reducer(comm, op="max").attach(model)
 
 
 @pytest.mark.transports("group")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastcomm import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.meeting import Meeting
 from fastcomm.reducer.round import Round
+from fastcomm.reducer.schedule import fragments_of
 from tests.support.models import (
     SMALL_BUCKETS,
     Heads,
@@ -43,6 +45,9 @@ def test_steps_of_several_optimizers_count_as_one(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     first, last = adamw(model[0]), adamw(model[2:])
+    reducer.skip_step()  # of the steps of all ranks
+    reducer.synchronize()
+    assert reducer.skipped
     with fastcomm.LocalSGD(reducer, every=2) as meetings:
         for i in range(4):
             model.zero_grad()
@@ -204,6 +209,7 @@ def test_reducers_and_numbers_that_are_refused(comm):
     refused("delay must be an int", error=TypeError, delay=0.5)
     refused("use op mean; got sum", kind=local, reducer={"op": "sum"})
     refused("leave the hook out", reducer={"hook": (None, allreduce_hook)})
+    refused("skip_nonfinite=True looks at reduced", reducer={"skip_nonfinite": True})
     refused("would round the parameters", kind=local, reducer={"wire_dtype": torch.bfloat16})
     refused("LBFGS asks for losses", outer=torch.optim.LBFGS)
     refused("must make an optimizer", error=TypeError, outer=lambda p: p)
@@ -256,6 +262,13 @@ def test_states_of_other_models_and_fragments_are_refused(comm):
         )
     with pytest.raises(ValueError, match=r"0.bias was saved with shape \(3,\), and has \(16,\)"):
         meetings.load_state_dict(state | {"outer_parameters": {**outer, "0.bias": torch.zeros(3)}})
+
+
+@pytest.mark.parametrize("n, loads", [(1, [7]), (2, [4, 3]), (3, [4, 2, 1])])
+def test_fragments_are_of_about_one_size(n, loads):
+    sizes = [torch.empty(one, dtype=torch.uint8) for one in (1, 1, 4, 1)]
+    fragments = fragments_of([SimpleNamespace(flat=flat) for flat in sizes], n)
+    assert sorted((sum(b.flat.nbytes for b in one) for one in fragments), reverse=True) == loads
 
 
 # How it ends
@@ -356,6 +369,8 @@ def test_an_exception_ends_the_block_without_a_meeting(comm):
     assert meetings.is_on and not meetings.is_agreed
     meetings.finish()
     reducer.check_in_sync()
+    with pytest.raises(FastcommError, match="was made without a backward"):
+        optimizer.step()  # with gradients of its own, which no rank has any more use for
 
 
 @every_transport

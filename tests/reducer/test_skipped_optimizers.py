@@ -65,6 +65,11 @@ class Decaying(torch.optim.Optimizer):
                 parameter.data.mul_(1 - group["lr"])
 
 
+class Halving(Decaying):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+
 @only_shm
 @on_ranks(2)
 def test_an_optimizer_that_decays_without_gradients_does_not(comm):
@@ -73,6 +78,13 @@ def test_an_optimizer_that_decays_without_gradients_does_not(comm):
     assert (trainee.optimizer.n_steps, trainee.optimizer.param_groups[0]["lr"]) == (0, 0.1)
     assert trainee.train(1)
     assert (trainee.optimizer.n_steps, trainee.optimizer.param_groups[0]["lr"]) == (1, 0.05)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, Halving, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    (loss_of(model, comm.rank) + spoil(model)).backward()
+    optimizer.step()
+    assert reducer.skipped and all(map(torch.equal, before, model.parameters()))
 
 
 @only_shm
@@ -155,6 +167,9 @@ def test_a_sharded_optimizer_skips(comm, keep_gradients):
             else:
                 poison = model[0].weight[0, 0] * NAN if i == 1 and comm.rank else 0
                 (loss_of(model, comm.rank, i) + poison).backward()
+                if i == 4:
+                    with pytest.raises(FastcommError, match="too late"):
+                        reducer.skip_step()
             reducer.clip_grad_norm_(1e6)
             optimizer.step()
             assert reducer.skipped == (i in (1, 3))

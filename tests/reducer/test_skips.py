@@ -10,6 +10,7 @@ import torch
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
+from fastcomm.reducer import skipping
 from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
@@ -52,11 +53,17 @@ def test_a_nonfinite_gradient_of_one_rank_makes_all_ranks_skip(comm, buckets, va
 @on_ranks(2, 3)
 def test_a_vote_of_one_rank_makes_all_ranks_skip(comm, buckets, vote):
     trainee = Trainee(comm, skip_nonfinite=comm.backend == "nccl", **buckets)
+    for parameter in trainee.model.parameters():  # which finds gradients that nobody has taken
+        parameter.register_post_accumulate_grad_hook(_look)
     with logged() as lines:
         changed = [trainee.train(i, vote=vote if i in (1, 2) else None, rank=0) for i in range(4)]
     assert changed == [True, False, False, True]
     assert lines == ["all ranks skip a step: rank 0 called skip_step()"] * 2 * (comm.rank == 0)
     trainee.reducer.check_in_sync(trainee.optimizer)
+
+
+def _look(parameter):
+    """A hook that changes nothing."""
 
 
 @on_ranks(2)
@@ -82,6 +89,10 @@ def test_all_ranks_may_vote_and_a_second_call_is_harmless(comm):
         assert [line.count("called") for line in lines] == [2] * (comm.rank == 0)
     assert trainee.train(0)
     assert trainee.reducer.n_skipped == 2
+    trainee.reducer.skip_step()
+    trainee.reducer.detach()
+    trainee.reducer.attach(trainee.model)
+    assert trainee.train(1)
 
 
 @only_shm
@@ -167,9 +178,14 @@ def test_a_vote_comes_too_late_once_gradients_are_reduced(comm):
 @pytest.mark.transports("nccl")
 @on_ranks(2)
 def test_over_nccl_a_vote_needs_somebody_who_looks(comm):
-    for options, why in (({}, "skip_nonfinite=True"), ({"op": "max"}, "op max may lose")):
+    hook = (fastcomm.HookState(comm), fastcomm.all_reduce_hook)
+    for options, why in (
+        ({}, "skip_nonfinite=True"),
+        ({"hook": hook}, "skip_nonfinite=True"),
+        ({"op": "max", "skip_nonfinite": True}, "op max may lose"),
+    ):
         model = mlp()
-        reducer = fastcomm.Reducer(comm, skip_nonfinite=bool(options), **options).attach(model)
+        reducer = fastcomm.Reducer(comm, **options).attach(model)
         with pytest.raises(FastcommError, match=why):
             reducer.skip_step()
         with pytest.raises(FastcommError, match=why):
@@ -212,9 +228,35 @@ def test_a_log_entry_names_few_parameters_and_every_rank(comm):
 @only_shm
 @on_ranks(2)
 def test_hooks_reduce_what_is_skipped(comm):
-    trainee = Trainee(comm, hook=(fastcomm.HookState(comm), fastcomm.all_reduce_hook))
+    given = []
+
+    def noting(state, bucket):
+        given.append(bucket.buffer().abs().max().item())
+        return fastcomm.all_reduce_hook(state, bucket)
+
+    trainee = Trainee(comm, hook=(fastcomm.HookState(comm), noting))
     outcomes = [trainee.train(0), trainee.train(1, spoil), trainee.train(2, vote="instead")]
     assert [*outcomes, trainee.train(3)] == [True, False, False, True]
+    assert [one == 0 for one in given] == [False, False, comm.rank == 1, False]
+
+
+@only_shm
+def test_ranks_do_not_talk_twice_about_a_round(ranks, transport):
+    """Where a signal handler raises when they have, the others have gone on."""
+    ranks.raises(1, FastcommError, _interrupt_the_talk, match="has aborted this communicator")
+
+
+def _interrupt_the_talk(comm):
+    trainee = Trainee(comm)
+
+    def interrupted(*_):
+        patch.undo()
+        raise ZeroDivisionError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(skipping, "gather_objects", interrupted)
+        trainee.train(0, spoil, rank=0)
+    comm.barrier()
 
 
 # exceptions
@@ -233,6 +275,8 @@ class Unlucky(Trainee):
                 hidden.register_hook(lambda _: _raise(error))
             self.model[2:](hidden).square().mean().backward()
         vars(self.reducer._skipping).pop("inspect", None)
+        if error is not None and where != "forward" and caught:  # it has taken its part
+            assert self.reducer.skipped and self.reducer._round is None
         self.optimizer.step()
         self.optimizer.zero_grad()
 

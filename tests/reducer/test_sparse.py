@@ -352,6 +352,7 @@ def test_rows_are_asked_for_at_the_end_of_backward(comm):
         ("rest.bias",),
     ]
     assert step.buckets[0].launch >= step.backward_end
+    assert len(step.ready) == 3 and all(step.ready)
 
 
 @on_ranks(2)
@@ -389,8 +390,9 @@ def test_ranks_drop_a_step_together(comm, make):
         loss = loss_of(model, comm.rank)
         if comm.rank == 1 and trouble == "a vote":
             reducer.skip_step()
-        if comm.rank == 1 and trouble == "a NaN":
-            loss = loss * float("nan")
+        if comm.rank == 1 and trouble == "a NaN":  # in a row, and in no dense gradient
+            row = nn.functional.embedding(torch.tensor([3]), next(model.parameters()), sparse=True)
+            loss = loss + row.sum() * float("nan")
         loss.backward()
         optimizer.step()
         assert reducer.skipped == (trouble != "none")
@@ -415,6 +417,9 @@ def test_gradients_are_guarded_as_dense_ones_are(comm):
     model.zero_grad()
     loss_of(model, comm.rank).backward()
     optimizer.step()
+    model.table.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with pytest.raises(FastcommError, match=r"parameter table\.weight was dropped or replaced"):
+        loss_of(model, comm.rank).backward()
 
 
 @on_ranks(2)

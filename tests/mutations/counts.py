@@ -1,0 +1,201 @@
+"""Norms, and counts of what is not finite, that come out of the reduction: made, and held good."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+SKIPPING = "fastcomm/reducer/skipping.py"
+SAMPLE = "fastcomm/reducer/sample.py"
+TALLY = "kernels/shm/tally.c"
+PROTOCOL = "kernels/shm/protocol.c"
+PATHS = "kernels/shm/paths.c"
+SHM_BUCKET = "fastcomm/shm/bucket.pyx"
+BUCKET = "fastcomm/reducer/bucket.py"
+
+
+def _test(name: str) -> tuple[str, ...]:
+    return (f"tests/reducer/test_counts.py::{name}",)
+
+
+_NORM = _test("test_a_norm_needs_no_second_look")
+_FOUND = _test("test_what_is_not_finite_is_counted_and_found_on_its_rank")
+_WRITTEN = _test("test_what_is_written_since_is_in_the_norm")
+_INFINITE = _test("test_the_norm_of_infinities_is_infinite")
+
+MUTATIONS = (
+    Mutation(
+        name="counts: gradients that lie in the buffer are looked at after the reduction",
+        file=SKIPPING,
+        old="            if i not in at_home:\n",
+        new="            if True:\n",
+        tests=_test("test_gradients_that_are_at_home_are_looked_at_before"),
+    ),
+    Mutation(
+        name="counts: a rank knows its own part alone",
+        file=PROTOCOL,
+        old="        tally->square_sum += theirs->tally.square_sum;\n",
+        new="        tally->square_sum += r == comm->rank ? theirs->tally.square_sum : 0;\n",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: a rank takes what another has counted in an earlier collective",
+        file=PROTOCOL,
+        old="if (c->path != DIRECT || theirs->seq != seq) {",
+        new="if (c->path != DIRECT) {",
+        tests=_test("test_one_rank_may_ask_for_the_norm"),
+    ),
+    Mutation(
+        name="counts: presence counts as a gradient",
+        file=SHM_BUCKET,
+        old="                self.flat.numel() - len(self.views), self.adds_squares\n",
+        new="                self.flat.numel(), self.adds_squares\n",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: only the first block is counted",
+        file=PATHS,
+        old="        begin += length;\n        numel -= length;\n",
+        new="        begin = end;\n        numel -= length;\n",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: the last elements of a block are left out",
+        file=TALLY,
+        old="            lanes[i % LANES] += WIDEN(a[i]) * WIDEN(a[i]);",
+        new="            (void)lanes[i % LANES];",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: infinities of float16 are numbers",
+        file=TALLY,
+        old="dtype != SHM_FLOAT16 && isfinite(sum)",
+        new="isfinite(sum)",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: NaNs are counted, infinities are not",
+        file=TALLY,
+        old="n += NAME##_magnitude(array, i) >= (INFINITY_BITS);",
+        new="n += NAME##_magnitude(array, i) > (INFINITY_BITS);",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: an array whose largest element is an infinity counts as finite",
+        file=TALLY,
+        old="if (largest < (INFINITY_BITS))",
+        new="if (largest <= (INFINITY_BITS))",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: the sign bit is taken for a large exponent",
+        file=TALLY,
+        old="(BITS)((BITS) ~(BITS)0 >> 1)",
+        new="(BITS)~(BITS)0",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: writes that torch counts are not seen",
+        file=SAMPLE,
+        old=" or self._count_writes() != self._versions:",
+        new=":",
+        tests=_WRITTEN,
+    ),
+    Mutation(
+        name="counts: writes past torch are not seen",
+        file=SAMPLE,
+        old="        return tells and torch.equal(self._flat[self._places], self._values)\n",
+        new="        return tells\n",
+        tests=_WRITTEN,
+    ),
+    Mutation(
+        name="counts: a gradient of the user's own is taken for the reduced one",
+        file=BUCKET,
+        old="        if not self._holds_all():\n            return False\n",
+        new="",
+        tests=_WRITTEN,
+    ),
+    Mutation(
+        name="counts: writes to a gradient are looked for in those to the whole buffer",
+        file=SAMPLE,
+        old="in (self._flat, *self._views)]",
+        new="in (self._flat,)]",
+        tests=_WRITTEN,
+    ),
+    Mutation(
+        name="counts: infinities of float16 are in the norm as numbers",
+        file=TALLY,
+        old="tally->square_sum += n > 0 ? (double)NAN : sum;",
+        new="tally->square_sum += sum;",
+        tests=_INFINITE,
+    ),
+    Mutation(
+        name="counts: without squares nothing is looked for",
+        file=TALLY,
+        old="add_squares(dtype, numel, array) : (double)NAN;",
+        new="add_squares(dtype, numel, array) : 0;",
+        tests=_FOUND,
+    ),
+    Mutation(
+        name="counts: what is not known is the norm",
+        file=SHM_BUCKET,
+        old=" or isnan(work.tally.square_sum):",
+        new=":",
+        tests=_INFINITE,
+    ),
+    Mutation(
+        name="counts: squares that nobody counted are a sum of squares",
+        file=PROTOCOL,
+        old="            c->tally.square_sum = (double)NAN;\n",
+        new="",
+        tests=_test("test_a_norm_that_one_rank_asks_for_changes_no_other"),
+    ),
+    Mutation(
+        name="counts: the block in which presence begins is counted to its end",
+        file=PATHS,
+        old="min64(min64(numel, end - begin), COUNTED_BYTES / itemsize)",
+        new="min64(numel, COUNTED_BYTES / itemsize)",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: one rank alone reduces nothing, and counts nothing",
+        file=PATHS,
+        old=" || comm->has_factors ||\n        c->counting.numel > 0) {",
+        new=" || comm->has_factors) {",
+        tests=_NORM,
+    ),
+    Mutation(
+        name="counts: ranks with data count beside ranks without",
+        file=PROTOCOL,
+        old="        c->counting.numel = 0;\n",
+        new="",
+        equivalent="a rank without data writes no count: nobody takes those of the others for all",
+    ),
+    Mutation(
+        name="counts: over NCCL what a rank finds in its share stands for all",
+        file=BUCKET,
+        old="is_partial = self._is_shared and self._has_streams",
+        new="is_partial = False",
+        tests=("tests/reducer/test_skipped_optimizers.py::test_a_sharded_optimizer_skips",),
+    ),
+    Mutation(
+        name="counts: what some buckets have counted is lost where others have not",
+        file="fastcomm/reducer/norms.py",
+        old="        total = total + here\n",
+        new="        total = here\n",
+        tests=("tests/reducer/test_sparse.py::test_ranks_drop_a_step_together",),
+    ),
+    Mutation(
+        name="counts: gradients that were looked at are kept until the next round",
+        file=SKIPPING,
+        old="            self._kept, self._largest = [], []\n",
+        new="",
+        tests=_test("test_gradients_that_were_looked_at_are_let_go"),
+    ),
+    Mutation(
+        name="counts: elements that are 0 tell that nobody has written",
+        file=SAMPLE,
+        old="        return tells and torch.equal(",
+        new="        return torch.equal(",
+        tests=_test("test_what_is_written_to_few_rows_is_in_the_norm"),
+    ),
+)
