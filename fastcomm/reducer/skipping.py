@@ -24,7 +24,7 @@ from fastcomm.reducer import norms
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.join import is_joining
 from fastcomm.reducer.options import Options
-from fastcomm.reducer.torch_helpers import tell_scaler_of_skips
+from fastcomm.reducer.torch_helpers import watch_scalers
 
 _log = logging.getLogger("fastcomm")
 _NAMED = 3  # parameters of one rank in a log entry
@@ -98,7 +98,7 @@ class Skipping:
 
     def cast_vote(self, why: str) -> None:
         """This rank wants the round dropped that is open, or else the next one."""
-        tell_scaler_of_skips()
+        watch_scalers()
         if self.vote is None:
             self.vote = why
 
@@ -145,7 +145,7 @@ class Skipping:
 
     def _conclude(self, n_nonfinite: int) -> None:
         """The round is dropped: lets the ranks tell each other why."""
-        tell_scaler_of_skips()
+        watch_scalers()
         self.n_skipped += 1
         if is_joining(self._comm):  # where a rank without data cannot gather objects: each logs
             self.found_nonfinite = n_nonfinite > 0

@@ -2,7 +2,7 @@
 gradients, or because the ranks have dropped them. In the first case clipping would silently do
 nothing, and GradScaler find nothing. watch() mends both: clipping raises FastcommError, and
 GradScaler unscales each rank's shares and agrees over the ranks. In the second case GradScaler
-raises an error; tell_scaler_of_skips() mends that.
+raises an error; watch_scalers() mends that.
 
 The functions are replaced where torch looks them up, so it does not matter how clip_grad_norm_ was
 imported. clip_grads_with_norm_ and clip_grad_value_ have to be imported after the first
@@ -12,6 +12,7 @@ ShardedOptimizer was made.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -45,19 +46,28 @@ class Holder(Protocol):
     def comm(self) -> Communicator: ...
 
 
-_is_watching = _is_scaler_told = False
+_is_watching = _are_scalers_watched = False
+_scalers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]]
+_scalers = weakref.WeakKeyDictionary()
 
 
-def tell_scaler_of_skips() -> None:
-    """Call it before ranks drop a step. GradScaler finds no gradients then, and lowers its scale if
-    that is because some were not finite.
+def watch_scalers() -> None:
+    """Call it before ranks drop a step, or make different numbers of them. GradScaler finds no
+    gradients in a step that is dropped, and lowers its scale if some were not finite; scaler_of()
+    knows whose it is.
     """
-    global _is_scaler_told
-    if not _is_scaler_told:
+    global _are_scalers_watched
+    if not _are_scalers_watched:
         GradScaler._unscale_grads_ = _noticing_skips(  # type: ignore[method-assign]
             GradScaler._unscale_grads_
         )
-        _is_scaler_told = True
+        _are_scalers_watched = True
+
+
+def scaler_of(optimizer: Optimizer) -> GradScaler | None:
+    """What has unscaled the optimizer's gradients since watch_scalers()."""
+    reference = _scalers.get(optimizer)
+    return None if reference is None else reference()
 
 
 def _noticing_skips(unscale: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +78,8 @@ def _noticing_skips(unscale: Callable[..., Any]) -> Callable[..., Any]:
         scaler: GradScaler, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
     ) -> dict[torch.device, Tensor]:
         is_optimizer = isinstance(optimizer, Optimizer)  # and not a list of what one holds
+        if is_optimizer:
+            _scalers[optimizer] = weakref.ref(scaler)
         is_nonfinite = skipped_nonfinite(optimizer) if is_optimizer else None
         if is_nonfinite is not None:
             return {found_inf.device: torch.full_like(found_inf, float(is_nonfinite))}

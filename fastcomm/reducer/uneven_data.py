@@ -10,8 +10,9 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from fastcomm.reducer.join import Join, Stateful, T
+from fastcomm.reducer.join import Join, T
 from fastcomm.reducer.options import Options
+from fastcomm.reducer.progress import Stateful
 from fastcomm.reducer.reduced import ReducedGradients
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.reducer.weights import Weighting, refuse_weights
