@@ -37,6 +37,20 @@ _SCALER = _of_optimizers("test_a_grad_scaler_goes_on_working")
 
 MUTATIONS = (
     Mutation(
+        name="skips: gradients that no optimizer has make a vote late",
+        file=REDUCED,
+        old="bucket.has_unstepped(not self._n_steps)",
+        new="bucket.has_unstepped(True)",
+        tests=_test("test_gradients_that_no_optimizer_has_make_no_vote_late"),
+    ),
+    Mutation(
+        name="skips: gradients before the first step make no vote late",
+        file=REDUCED,
+        old="bucket.has_unstepped(not self._n_steps)",
+        new="bucket.has_unstepped(False)",
+        tests=_test("test_gradients_that_no_optimizer_has_make_no_vote_late"),
+    ),
+    Mutation(
         name="skips: over shm a vote goes with no other op",
         file="kernels/shm/protocol.c",
         old=" || a->op == SHM_SKIP || b->op == SHM_SKIP;",
