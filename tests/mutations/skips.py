@@ -37,6 +37,15 @@ _SCALER = _of_optimizers("test_a_grad_scaler_goes_on_working")
 
 MUTATIONS = (
     Mutation(
+        name="skips: an optimizer of two models steps with neither until both are reduced",
+        file=STEPS,
+        old="    return [one for one in found if steps.left_out.get(one) != one.n_skipped]\n",
+        new="    return found\n",
+        tests=_of_optimizers(
+            "test_a_model_of_two_goes_on_though_the_other_one_has_dropped_its_last_round"
+        ),
+    ),
+    Mutation(
         name="skips: gradients that no optimizer has make a vote late",
         file=REDUCED,
         old="bucket.has_unstepped(not self._n_steps)",
