@@ -50,10 +50,11 @@ class UnevenData(ReducedGradients):
         reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;
         FastcommError inside a backward, and for gradients accumulated without a weight.
         """
-        self._attached_model()
+        model = self._attached_model()
         self._refuse_inside_backward("set_weight()")
         self.local_steps.refuse("set_weight()")
         refuse_weights(self._options)
+        self._weighting.follow(model)
         self._weighting.set(weight, of, self._buckets, self._n_unsynced)
 
     @overload
