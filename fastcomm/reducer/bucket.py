@@ -398,10 +398,12 @@ class Bucket(Counter):
                 "through backward): call reducer.reduce() on every rank first"
             )
 
-    def has_unstepped(self) -> bool:
-        """Whether it has reduced gradients that no optimizer has stepped, or dropped."""
+    def has_unstepped(self, counts_unclaimed: bool) -> bool:
+        """Whether it has reduced gradients that no optimizer has stepped, or dropped.
+        counts_unclaimed: also of parameters that no optimizer has ever stepped.
+        """
         is_pending = self.share is not None and self.share.is_pending
-        return is_pending or self.provenance.has_unstepped()
+        return is_pending or self.provenance.has_unstepped(counts_unclaimed)
 
     def square_sum(self) -> Tensor | None:
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch

@@ -84,6 +84,12 @@ class DiLoCo(LocalSGD):
         """Copies the parameters, and makes the optimizer of the copies."""
         # in the model's order, which does not depend on the buckets
         trainable = [(name, p) for name, p in reducer._named_parameters() if p.requires_grad]
+        frozen = {name for bucket in reducer._buckets for name in bucket.names}
+        frozen -= {name for name, _ in trainable}
+        if frozen:
+            raise ValueError(
+                f"parameter {min(frozen)} was frozen after attach(): call refresh() first"
+            )
         self._outer = {name: Parameter(p.detach().clone()) for name, p in trainable}
         self.outer_optimizer = make(list(self._outer.values()), **defaults)
         if not isinstance(self.outer_optimizer, Optimizer):

@@ -11,28 +11,29 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import inspect
 import io
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from fastcomm.collective import WEIGHTED_OPS
 from fastcomm.communicator import Communicator, Weight, gather_objects
-from fastcomm.errors import AbandonedError, FastcommError, MismatchError
+from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model, named_parameters
-from fastcomm.reducer.optimizer_steps import Steppable, known_optimizers, refuse_step
+from fastcomm.reducer.optimizer_steps import Steppable, refuse_step
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.owners import reducers_on
+from fastcomm.reducer.progress import Progress, Stateful, compare, holds, why_apart
 from fastcomm.reducer.shares import ShardedBy
-from fastcomm.reducer.torch_helpers import scaler_of, watch_scalers
+from fastcomm.reducer.torch_helpers import watch_scalers
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.reducer.weights import WeightedRound
 
@@ -40,15 +41,9 @@ T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
 _BY_HAND = "agree on the number of steps, and let a rank without data set_weight(0) and reduce()"
+_Place: TypeAlias = tuple[CodeType, int]  # a function's code, and the offset of an instruction
 # The first is that of break and return, up to Python 3.13.
 _ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
-
-
-class Stateful(Protocol):
-    """An optimizer, a learning-rate scheduler, a GradScaler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class Joining(Steppable, Protocol):
@@ -107,6 +102,7 @@ class Join(Generic[T]):
         self._states: list[Stateful] = []
         self.joined: list[Joining] = []  # the reducers, while the block is open
         self._is_inner = False
+        self._asked_at: list[_Place] = []  # for the newest batch, by the loop
 
     @property
     def needs_announcements(self) -> bool:
@@ -163,6 +159,7 @@ class Join(Generic[T]):
 
     def _loop(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
+            self._asked_at = _places(sys._getframe(2))
             batch = next(batches, _NO_BATCH)
             self._reducer.data_exhausted = batch is _NO_BATCH
             has_stopped = self._strategy == "stop" and not self._all_go_on(batch is not _NO_BATCH)
@@ -185,7 +182,7 @@ class Join(Generic[T]):
         """
         if self._is_inner:
             return
-        if not _is_left_in_order(frame):
+        if not _is_left_in_order(frame, self._asked_at):
             self._fail(None)
             return
         try:
@@ -212,7 +209,7 @@ class Join(Generic[T]):
                 f"one join() inside another has its strategy: {outer._strategy!r}, not "
                 f"{self._strategy!r}"
             )
-        outer._states += [one for one in self._state if not _holds(outer._states, one)]
+        outer._states += [one for one in self._state if not holds(outer._states, one)]
 
     def _restrict(self, is_on: bool) -> None:
         if not self._comm.announces:
@@ -273,9 +270,9 @@ class Join(Generic[T]):
         """
         self._restrict(False)
         reducers = self._reducers()
-        ours = _Progress.of(reducers, self._states)
+        ours = Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours)
-        _compare(ranks)
+        compare(ranks)
         rounds = [progress.rounds for progress in ranks]
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
@@ -286,13 +283,16 @@ class Join(Generic[T]):
                 _drop_gradients(reducer)
         if not is_uneven:
             return
-        reason = _why_apart(ranks)
+        reason = why_apart(ranks, is_loaded=not self._states)
+        if reason is None and self._states:
+            self._load_states(src, ours.rounds != rounds[src])
+            now = gather_objects(self._comm, Progress.of(reducers, self._states).optimizers)
+            loaded = [one._replace(optimizers=new) for one, new in zip(ranks, now, strict=True)]
+            reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
         if reason is not None:
             for reducer in reducers:
                 for _, parameter in named_parameters(reducer._attached_model()):
                     refuse_step(parameter, reason)
-        elif self._states:
-            self._load_states(src, ours.rounds != rounds[src])
 
     def _load_states(self, src: int, is_behind: bool) -> None:
         """Copies rank src's state dicts to the ranks that have ended earlier."""
@@ -330,86 +330,6 @@ def in_join(reducer: Joining, weighted: WeightedRound | None) -> WeightedRound |
         )
     weighted = weighted or WeightedRound(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
     return weighted._replace(reducer=reducer.number)
-
-
-class _Progress(NamedTuple):
-    """What a rank tells the others in the end.
-
-    rounds: of every reducer, how many rounds have ended, and steps were made.
-    states: what was given as state, by type.
-    optimizers: whose steps the reducers know, and those given: type, options; whether it keeps
-        something from step to step, and whether it was given. Their GradScalers, if not given.
-    """
-
-    rounds: list[tuple[int, int]]
-    states: list[str]
-    optimizers: list[tuple[str, list[dict[str, str]], bool, bool]]
-
-    @staticmethod
-    def of(reducers: Sequence[Joining], states: Sequence[Stateful]) -> _Progress:
-        given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
-        known = [one for one in known_optimizers(reducers) if not _holds(given, one)]
-        scalers = {scaler_of(one) for one in (*given, *known)}
-        missed = [one for one in scalers if one is not None and not _holds(states, one)]
-        return _Progress(
-            [(reducer.n_rounds, reducer._n_steps) for reducer in reducers],
-            [type(one).__name__ for one in states],
-            [
-                (type(one).__name__, _options_of(one), _keeps_state(one), _holds(given, one))
-                for one in (*given, *known)
-            ]
-            + [(type(one).__name__, [], True, False) for one in missed],
-        )
-
-
-def _compare(ranks: Sequence[_Progress]) -> None:
-    """Raises MismatchError where the ranks mean different things by join()."""
-    for what, row in (
-        ("reducers", [len(one.rounds) for one in ranks]),
-        ("state", [one.states for one in ranks]),
-    ):
-        if any(one != row[0] for one in row):
-            shown = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(row))
-            raise MismatchError(f"join() has different {what} on the ranks: {shown}")
-
-
-def _why_apart(ranks: Sequence[_Progress]) -> str | None:
-    """Why the ranks would train apart after different numbers of steps, or None."""
-    steps = [[n for _, n in progress.rounds] for progress in ranks]
-    counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
-    advice = (
-        "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
-        "refresh() on every rank and make the optimizer anew"
-    )
-    for progress in ranks:
-        for name, _, keeps_state, is_given in progress.optimizers:
-            if keeps_state and not is_given:
-                return (
-                    f"in join() the ranks have made different numbers of steps ({counts}), and "
-                    f"{name} keeps state from step to step, which differs now: {advice}"
-                )
-    options = [[(row[0], row[1]) for row in one.optimizers] for one in ranks]
-    schedulers = [one for one in ranks[0].states if one != GradScaler.__name__]
-    has_others = len(schedulers) > sum(row[3] for row in ranks[0].optimizers)
-    # a rank that has made no step may not know its optimizer
-    longest = max(options, key=len)
-    if not has_others and any(one != longest[: len(one)] for one in options):
-        return (
-            f"in join() the ranks have made different numbers of steps ({counts}), and the options "
-            f"of {longest[0][0]} differ now, as a scheduler's do: {advice}"
-        )
-    return None
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
-    return [
-        {key: agreement.shown(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    return any(value is not None for state in optimizer.state.values() for value in state.values())
 
 
 def _tensors_of(reducer: Joining) -> list[torch.Tensor]:
@@ -479,22 +399,24 @@ def _refuse_pending(reducer: Joining) -> None:
             )
 
 
-def _holds(known: Sequence[object], one: object) -> bool:
-    """Whether it is among them; some define equality by value."""
-    return any(other is one for other in known)
+def _places(frame: FrameType | None) -> list[_Place]:
+    """Where a loop stands, and the generators through which it asks for a batch."""
+    places = []
+    while frame is not None:
+        places.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+    return places
 
 
-def _is_left_in_order(frame: FrameType | None) -> bool:
+def _is_left_in_order(frame: FrameType | None, asked_at: Sequence[_Place]) -> bool:
     """Whether the loop, whose iterator is being dropped, was left by break, return, or the end of
     what it was zipped with, and not by an exception in its body. In order the iterator is dropped
-    by an instruction of the loop itself.
+    by an instruction of the loop itself. asked_at: where that had asked for the newest batch, and
+    not a loop in its body, which may have raised.
     """
-    while frame is not None:
-        instructions = dis.get_instructions(frame.f_code)
-        at = next((i.opname for i in instructions if i.offset == frame.f_lasti), "")
+    for place in _places(frame):
+        code, offset = place
+        at = next((i.opname for i in dis.get_instructions(code) if i.offset == offset), "")
         if at in _ENDS_OF_LOOPS:
-            return True
-        if not frame.f_code.co_flags & 0x20:  # inspect.CO_GENERATOR: it passes batches on
-            return False
-        frame = frame.f_back
+            return at != "FOR_ITER" or place in asked_at
     return False

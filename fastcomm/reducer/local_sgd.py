@@ -222,6 +222,9 @@ class LocalSGD:
         self.average_buffers()
         self.reducer.local_steps.meetings = None
         self.reducer.steps_alone = False
+        self.reducer._n_unsynced = 0  # what was made before is no accumulation
+        for bucket in self.reducer._buckets:
+            bucket.provenance.begin_period()
 
     def let_go(self) -> None:
         """For the reducer: see local_steps.Meetings."""

@@ -61,6 +61,10 @@ class Steppable(Protocol):
         """Whether all ranks drop the step: gradients are None."""
 
     @property
+    def n_skipped(self) -> int:
+        """How many rounds they have dropped."""
+
+    @property
     def skipped_nonfinite(self) -> bool:
         """Whether they do so because gradients are not finite."""
 
@@ -96,6 +100,8 @@ class _Steps:
         self.shares = [(weakref.ref(r), r.shares_of(parameters)) for r in reducers]
         self.before: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
+        # by reducer, how many rounds it had dropped at the last step that was left out
+        self.left_out: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
@@ -186,20 +192,26 @@ def _without_skipped(
         if len(args) > 1:
             return (args[0], dropping, *args[2:]), kwargs
         return args, {**kwargs, "closure": dropping}
-    if _is_skipped(steps):
+    if _skipping(steps):
         return (_idle(optimizer), *args[1:]), kwargs
     return None
 
 
-def _is_skipped(steps: _Steps) -> bool:
+def _skipping(steps: _Steps) -> list[Steppable]:
+    """The reducers for whose sake the next step is left out: once for each round that they drop,
+    or an optimizer of two models would not step with one while nothing is reduced of the other.
+    """
     reducers = [reference() for reference, _ in steps.shares]
-    return any(reducer is not None and reducer.skipped for reducer in reducers)
+    found = [one for one in reducers if one is not None and one.skipped]
+    if len(found) == len(reducers):
+        return found
+    return [one for one in found if steps.left_out.get(one) != one.n_skipped]
 
 
 def _drop_where_skipped(optimizer: Optimizer, steps: _Steps, closure: Callable[[], Any]) -> Any:
     """The closure, after which no parameter has a gradient if the ranks drop the step."""
     result = closure()
-    if _is_skipped(steps):
+    if _skipping(steps):
         if isinstance(optimizer, LBFGS):
             raise FastcommError(
                 "the ranks skip a step in a closure of LBFGS, which has moved the parameters in "
@@ -226,13 +238,13 @@ def skipped_nonfinite(optimizer: Optimizer) -> bool | None:
     """Whether the ranks drop the optimizer's next step because gradients are not finite; None: they
     do not drop it. Takes this rank's part in a round that it votes to drop.
     """
-    found = None
-    for reference, _ in _steps_of(optimizer).shares:
+    steps = _steps_of(optimizer)
+    for reference, _ in steps.shares:
         reducer = reference()
         if reducer is not None and reducer.skipped:
             reducer.synchronize()
-            found = bool(found) or reducer.skipped_nonfinite
-    return found
+    found = _skipping(steps)
+    return any(reducer.skipped_nonfinite for reducer in found) if found else None
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
@@ -245,6 +257,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
         if reducer is None or reducer not in steps.before:
             continue
         if is_left_out:
+            steps.left_out[reducer] = reducer.n_skipped
             reducer.after_step(None)
             continue
         steps.seen[reducer] = steps.before[reducer]
@@ -265,6 +278,7 @@ def _steps_of(optimizer: Optimizer) -> _Steps:
         steps = _steps[optimizer] = _Steps(known, parameters)
         if before is not None:
             steps.seen.update(before.seen)
+            steps.left_out.update(before.left_out)
     return steps
 
 

@@ -204,10 +204,14 @@ cdef class Provenance:
                 return i
         return -1
 
-    def has_unstepped(self):
-        """Whether a gradient is here that a round has reduced and no optimizer has stepped."""
+    def has_unstepped(self, bint counts_unclaimed):
+        """Whether a gradient is here that a round has reduced and no optimizer has stepped.
+        counts_unclaimed: also those of parameters that no optimizer has ever stepped.
+        """
         cdef Py_ssize_t i
         for i in range(len(self.views)):
+            if self.stepped_at[i] == NEVER and not counts_unclaimed:
+                continue
             gradient = self._gradient(i)
             if gradient is not None and self._is_fresh(i, None) and self._is_known(i, gradient):
                 if values_of(gradient).any():  # not what zero_grad(set_to_none=False) leaves

@@ -111,7 +111,8 @@ class ReducedGradients(ReducerFlags):
     def _refuse_late_vote(self) -> None:
         """Raises FastcommError if other ranks may step already."""
         if self._round is None:
-            is_late = any(bucket.has_unstepped() for bucket in self._buckets)
+            # once there are steps, a parameter without any has no optimizer
+            is_late = any(bucket.has_unstepped(not self._n_steps) for bucket in self._buckets)
         else:
             is_late = self._round.must_finish
         if is_late:

@@ -257,6 +257,11 @@ class Reducer(UnevenData):
         """
         self._refuse_inside_backward("refresh()")
         self.local_steps.refuse("refresh()")
+        if self._weighting.of_round() is not None or self._skipping.vote is not None:
+            raise FastcommError(
+                f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() whose "
+                "reduction has not come: call it before those"
+            )
         model = self._attached_model()
         before = [pair for bucket in self._buckets for pair in bucket.named_parameters()]
         now = self._named_parameters()

@@ -118,10 +118,11 @@ def _refuse_companions(reducer: Reducer) -> None:
 def _refuse_moment(reducer: Reducer) -> None:
     """Raises ValueError unless it is between two steps, and outside join()."""
     is_between_steps = reducer._round is None and reducer._is_synchronizing
-    if not is_between_steps or reducer._weighting.of_round() is not None:
+    is_announced = reducer._weighting.of_round() is not None or reducer._skipping.vote is not None
+    if not is_between_steps or is_announced:
         raise ValueError(
             "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
-            "not after a set_weight() whose reduction has not come"
+            "not after a set_weight() or skip_step() whose reduction has not come"
         )
     if is_joining(reducer.comm):
         raise ValueError(

@@ -46,24 +46,23 @@ class Holder(Protocol):
     def comm(self) -> Communicator: ...
 
 
-_is_watching = _watches_scalers = False
-# The scaler that has last unscaled an optimizer's gradients.
-_scalers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = (
-    weakref.WeakKeyDictionary()
-)
+_is_watching = _are_scalers_watched = False
+# What has last unscaled an optimizer's gradients.
+_scalers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]]
+_scalers = weakref.WeakKeyDictionary()
 
 
 def watch_scalers() -> None:
-    """Call it before ranks drop a step, and before the steps that scaler_of() is asked about. Where
-    a step is dropped, GradScaler finds no gradients, and lowers its scale if that is because some
-    were not finite.
+    """Call it before ranks drop a step, or make different numbers of them. GradScaler finds no
+    gradients in a step that is dropped, and lowers its scale if some were not finite; scaler_of()
+    knows whose it is.
     """
-    global _watches_scalers
-    if not _watches_scalers:
+    global _are_scalers_watched
+    if not _are_scalers_watched:
         GradScaler._unscale_grads_ = _noticing(  # type: ignore[method-assign]
             GradScaler._unscale_grads_
         )
-        _watches_scalers = True
+        _are_scalers_watched = True
 
 
 def scaler_of(optimizer: Optimizer) -> GradScaler | None:
@@ -79,10 +78,10 @@ def _noticing(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def noticing(
         scaler: GradScaler, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
     ) -> dict[torch.device, Tensor]:
-        is_nonfinite = None
-        if isinstance(optimizer, Optimizer):  # and not a list of what one holds
+        is_optimizer = isinstance(optimizer, Optimizer)  # and not a list of what one holds
+        if is_optimizer:
             _scalers[optimizer] = weakref.ref(scaler)
-            is_nonfinite = skipped_nonfinite(optimizer)
+        is_nonfinite = skipped_nonfinite(optimizer) if is_optimizer else None
         if is_nonfinite is not None:
             return {found_inf.device: torch.full_like(found_inf, float(is_nonfinite))}
         found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)

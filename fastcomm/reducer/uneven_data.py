@@ -10,8 +10,9 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from fastcomm.reducer.join import Join, Stateful, T
+from fastcomm.reducer.join import Join, T
 from fastcomm.reducer.options import Options
+from fastcomm.reducer.progress import Stateful
 from fastcomm.reducer.reduced import ReducedGradients
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.reducer.weights import Weighting, refuse_weights
@@ -49,10 +50,11 @@ class UnevenData(ReducedGradients):
         reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;
         FastcommError inside a backward, and for gradients accumulated without a weight.
         """
-        self._attached_model()
+        model = self._attached_model()
         self._refuse_inside_backward("set_weight()")
         self.local_steps.refuse("set_weight()")
         refuse_weights(self._options)
+        self._weighting.follow(model)
         self._weighting.set(weight, of, self._buckets, self._n_unsynced)
 
     @overload

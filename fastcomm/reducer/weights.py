@@ -10,12 +10,13 @@ weights would be. A batch of weight 0 adds zeros, whatever its gradients are.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,7 @@ from fastcomm.collective import WEIGHTED_OPS
 from fastcomm.communicator import Weight
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.gradient_hook import Untraced
+from fastcomm.reducer.model import Model
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.provenance import Provenance
 
@@ -55,7 +57,22 @@ class Weighting:
 
     def __init__(self) -> None:
         self._hooks: list[tuple[Node, RemovableHandle]] = []
+        self._model: object = None  # a weak reference
         self.forget()
+
+    def follow(self, model: Model) -> None:
+        """Lets go of the model's parameters with the module: hooks that wait for a backward keep
+        them, which Python's garbage collector cannot see.
+        """
+        own = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            weighting = own()
+            if weighting is not None:
+                weighting.forget()
+
+        if isinstance(model, nn.Module):
+            self._model = weakref.ref(model, forget)
 
     def forget(self) -> None:
         """A round has ended, or its gradients are dropped. May be called again."""

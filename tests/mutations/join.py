@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 JOIN = "fastcomm/reducer/join.py"
+PROGRESS = "fastcomm/reducer/progress.py"
 CALL = "fastcomm/group/call.py"
 TESTS = "tests/reducer/test_join.py"
 ENDS = "tests/reducer/test_join_ends.py"
@@ -15,6 +16,7 @@ def _test(name: str) -> tuple[str, ...]:
 
 
 _TRAINING = _test("test_training_is_that_of_one_process_that_averages_over_ranks_with_data")
+_BEHIND = _test("test_a_learning_rate_that_has_fallen_behind_is_found")
 _OTHERS = (f"{ENDS}::test_other_collectives_beside_a_rank_without_data",)
 _OTHER_REDUCER = (
     f"{ENDS}::test_another_reducer_of_the_communicator_that_cannot_join_is_told_from_this_one",
@@ -130,17 +132,52 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: an optimizer that fell behind steps on",
-        file=JOIN,
-        old="            if keeps_state and not is_given:\n",
-        new="            if False:\n",
+        file=PROGRESS,
+        old="if keeps > is_given]",
+        new="if False]",
         tests=_test("test_an_optimizer_whose_state_has_fallen_behind_does_not_step"),
     ),
     Mutation(
         name="join: options that differ are not looked at",
-        file=JOIN,
-        old="    if not has_others and any(",
+        file=PROGRESS,
+        old="    if not may_agree and any(",
         new="    if False and any(",
         tests=_test("test_options_that_a_scheduler_has_moved_apart_are_found"),
+    ),
+    Mutation(
+        name="join: a scheduler that is given is taken for its optimizer's options",
+        file=PROGRESS,
+        old="    may_agree = ranks[0].has_schedule and not is_loaded\n",
+        new="    may_agree = ranks[0].has_schedule\n",
+        tests=_BEHIND,
+    ),
+    Mutation(
+        name="join: a scaler that is given is taken for a scheduler",
+        file=PROGRESS,
+        old="not isinstance(one, (torch.optim.Optimizer, GradScaler))",
+        new="not isinstance(one, torch.optim.Optimizer)",
+        tests=_test("test_a_grad_scaler_that_is_off_or_given_hides_no_scheduler"),
+    ),
+    Mutation(
+        name="join: an optimizer that a rank does not know is not asked for",
+        file=PROGRESS,
+        old=" or any(map(_is_scheduled, longest[len(one) :]))",
+        new="",
+        tests=_BEHIND,
+    ),
+    Mutation(
+        name="join: a scaler that fell behind scales on",
+        file=PROGRESS,
+        old="        for name in (*keeping, *progress.scalers):\n",
+        new="        for name in keeping:\n",
+        tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
+    ),
+    Mutation(
+        name="join: an exception out of an inner loop's iterator is taken for the loop's end",
+        file=JOIN,
+        old='            return at != "FOR_ITER" or place in asked_at\n',
+        new="            return True\n",
+        tests=(f"{ENDS}::test_a_loop_that_an_exception_ends_is_not_waited_for",),
     ),
     Mutation(
         name="join: only an outer block's state is made equal",
@@ -157,20 +194,6 @@ MUTATIONS = (
         tests=_test("test_a_step_that_was_abandoned_in_a_loop_that_stops"),
     ),
     Mutation(
-        name="join: a GradScaler that has fallen behind is not missed",
-        file=JOIN,
-        old="            + [(type(one).__name__, [], True, False) for one in missed],",
-        new="            + [],",
-        tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
-    ),
-    Mutation(
-        name="join: a GradScaler that is given passes for a scheduler",
-        file=JOIN,
-        old="one != GradScaler.__name__",
-        new="True",
-        tests=_test("test_a_grad_scaler_that_is_off_or_given_hides_no_scheduler"),
-    ),
-    Mutation(
         name="join: what was accumulated when the data ended is lost",
         file=JOIN,
         old="for bucket in reducer._buckets if reducer._n_unsynced else ():",
@@ -180,7 +203,7 @@ MUTATIONS = (
     Mutation(
         name="join: an exception in the body of a loop waits until the others are done",
         file=JOIN,
-        old="        if not _is_left_in_order(frame):\n",
+        old="        if not _is_left_in_order(frame, self._asked_at):\n",
         new="        if False:\n",
         tests=(f"{ENDS}::test_a_loop_that_an_exception_ends_is_not_waited_for",),
     ),
@@ -200,21 +223,21 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: a scheduler that goes along is not counted on",
-        file=JOIN,
-        old="    has_others = len(ranks[0].states) >",
-        new="    has_others = False and len(ranks[0].states) >",
+        file=PROGRESS,
+        old="    may_agree = ranks[0].has_schedule and not is_loaded\n",
+        new="    may_agree = False\n",
         tests=_test("test_state_goes_to_the_ranks_that_have_ended_earlier"),
     ),
     Mutation(
         name="join: a rank that has made no step has other optimizers",
-        file=JOIN,
+        file=PROGRESS,
         old="one != longest[: len(one)]",
         new="one != longest",
         tests=_TRAINING,
     ),
     Mutation(
         name="join: an optimizer with an empty state keeps something",
-        file=JOIN,
+        file=PROGRESS,
         old="return any(value is not None for state in",
         new="return bool(optimizer.state) or any(value is not None for state in",
         equivalent="SGD without momentum keeps a None in older versions of torch alone",

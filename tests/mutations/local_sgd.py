@@ -32,6 +32,13 @@ _OWN = _meeting("norms_and_clipping_are_of_own_gradients_of_any_origin")
 
 MUTATIONS = (
     Mutation(
+        name="local SGD: what was made alone counts as accumulated afterwards",
+        file=LOCAL_SGD,
+        old="            bucket.provenance.begin_period()\n",
+        new="            pass\n",
+        tests=_meeting("what_was_made_alone_is_no_accumulation_afterwards"),
+    ),
+    Mutation(
         name="local sgd: backwards between meetings reduce",
         file=HOOK,
         old="        if self.reducer.steps_alone or not self.reducer._is_synchronizing:\n",

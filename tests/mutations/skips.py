@@ -28,6 +28,29 @@ _SCALER = _of_optimizers("test_a_grad_scaler_goes_on_working")
 
 MUTATIONS = (
     Mutation(
+        name="skips: an optimizer of two models steps with neither until both are reduced",
+        file=STEPS,
+        old="    return [one for one in found if steps.left_out.get(one) != one.n_skipped]\n",
+        new="    return found\n",
+        tests=_of_optimizers(
+            "test_a_model_of_two_goes_on_though_the_other_one_has_dropped_its_last_round"
+        ),
+    ),
+    Mutation(
+        name="skips: gradients that no optimizer has make a vote late",
+        file=REDUCED,
+        old="bucket.has_unstepped(not self._n_steps)",
+        new="bucket.has_unstepped(True)",
+        tests=_test("test_gradients_that_no_optimizer_has_make_no_vote_late"),
+    ),
+    Mutation(
+        name="skips: gradients before the first step make no vote late",
+        file=REDUCED,
+        old="bucket.has_unstepped(not self._n_steps)",
+        new="bucket.has_unstepped(False)",
+        tests=_test("test_gradients_that_no_optimizer_has_make_no_vote_late"),
+    ),
+    Mutation(
         name="skips: over shm a vote goes with no other op",
         file="kernels/shm/protocol.c",
         old=" || a->op == SHM_SKIP || b->op == SHM_SKIP;",
@@ -234,7 +257,7 @@ MUTATIONS = (
     Mutation(
         name="skips: GradScaler is not told on a rank that has not voted",
         file=SKIPPING,
-        old="        tell_scaler_of_skips()\n        self.n_skipped += 1\n",
+        old="        watch_scalers()\n        self.n_skipped += 1\n",
         new="        self.n_skipped += 1\n",
         tests=_SCALER,
     ),
@@ -248,8 +271,8 @@ MUTATIONS = (
     Mutation(
         name="skips: a vote may come after the reduction of shares",
         file="fastcomm/reducer/bucket.py",
-        old="        return is_pending or self.provenance.has_unstepped()\n",
-        new="        return self.provenance.has_unstepped()\n",
+        old="        return is_pending or self.provenance.has_unstepped(counts_unclaimed)\n",
+        new="        return self.provenance.has_unstepped(counts_unclaimed)\n",
         tests=_of_optimizers("test_a_sharded_optimizer_skips"),
     ),
     Mutation(
@@ -283,8 +306,8 @@ MUTATIONS = (
     Mutation(
         name="skips: an optimizer of two models skips if both do",
         file=STEPS,
-        old="    return any(reducer is not None and reducer.skipped for",
-        new="    return all(reducer is not None and reducer.skipped for",
+        old="    return [one for one in found if steps.left_out.get(one) != one.n_skipped]\n",
+        new="    return []\n",
         tests=_of_optimizers("test_an_optimizer_of_two_models_skips_for_either"),
     ),
     Mutation(

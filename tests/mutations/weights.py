@@ -18,6 +18,20 @@ _ALL_DATA = _test("test_the_gradients_are_those_of_one_process_on_all_data")
 
 MUTATIONS = (
     Mutation(
+        name="weights: a refresh loses a weight or a vote",
+        file="fastcomm/reducer/reducer.py",
+        old="if self._weighting.of_round() is not None or self._skipping.vote is not None:",
+        new="if False:",
+        tests=_test("test_a_refresh_loses_neither_weight_nor_vote"),
+    ),
+    Mutation(
+        name="weights: a weight that no backward has used keeps the model",
+        file="fastcomm/reducer/uneven_data.py",
+        old="        self._weighting.follow(model)\n",
+        new="",
+        tests=("tests/reducer/test_lifetimes.py::test_a_reducer_goes_with_its_model",),
+    ),
+    Mutation(
         name="weights: the batches before the last one do not count",
         file=WEIGHTS,
         old="        self._before += self._now\n",

@@ -258,7 +258,8 @@ def _capture_what_differs_by_step(place):
     loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
     with pytest.raises(FastcommError, match="replay the weight of its capture"):
         comm.share_weight(Weight(2.0, 2.0))
-    with pytest.raises(FastcommError, match="skip_nonfinite=True waits for the device, which cann"):
+    waits = "skip_nonfinite=True waits for the device, which cannot"
+    with pytest.raises(FastcommError, match=waits):
         backward(model, place.rank)
     assert loaded("cuda").stand_in_capture(END) == 0
     loaded("cuda").stand_in_destroy_graphs()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
@@ -310,6 +311,30 @@ def test_options_that_a_scheduler_has_moved_apart_are_found(comm):
     loss_of(model, data_of(comm.rank, 0)).backward()
     with pytest.raises(FastcommError, match="the options of SGD differ now"):
         optimizer.step()
+
+
+@only_shm
+@pytest.mark.parametrize("counts", [(2, 4), (0, 3)], ids=str)
+@on_ranks(2)
+def test_a_learning_rate_that_has_fallen_behind_is_found(comm, counts):
+    """A scheduler does not load its optimizer's, and a rank that has made no step does not know
+    the optimizer.
+    """
+    for given in ([], ["scheduler"], ["optimizer", "scaler"], ["optimizer", "scheduler"]):
+        model = small()
+        reducer = fastcomm.Reducer(comm).attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        kept = {"optimizer": optimizer, "scheduler": scheduler, "scaler": GradScaler("cpu")}
+        state = [kept[name] for name in given]
+        epoch(reducer, model, optimizer, counts[comm.rank], scheduler, state=state)
+        loss_of(model, data_of(comm.rank, 0)).backward()
+        if given == ["optimizer", "scheduler"]:
+            optimizer.step()
+            reducer.check_in_sync(optimizer)
+            continue
+        with pytest.raises(FastcommError, match="the options of SGD differ now"):
+            optimizer.step()
 
 
 @on_ranks(2)

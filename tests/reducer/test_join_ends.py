@@ -150,17 +150,23 @@ def test_a_loop_may_be_left_in_any_way(comm):
 
 
 @only_shm
-def test_a_loop_that_an_exception_ends_is_not_waited_for(ranks, transport):
-    ranks.raises(1, FastcommError, fail_behind_a_generator, match="has aborted this communicator")
+@pytest.mark.parametrize("how", ["behind a generator", "in an inner loop"])
+def test_a_loop_that_an_exception_ends_is_not_waited_for(ranks, transport, how):
+    ranks.raises(1, FastcommError, fail_in_a_loop, how, match="has aborted this communicator")
 
 
-def fail_behind_a_generator(comm):
+def fail_in_a_loop(comm, how):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
 
     with contextlib.suppress(ZeroDivisionError):
-        for i in passed_on(reducer.join(range(3))):
-            1 // i
+        if how == "behind a generator":
+            for i in passed_on(reducer.join(range(3))):
+                1 // i
+        else:
+            for i in reducer.join(range(3)):
+                for _ in (1 // j for j in range(i, -1, -1)):
+                    pass
     reducer.check_in_sync()
 
 

@@ -68,6 +68,12 @@ def _weights(comm, model):
     return _train(comm, model, weigh)
 
 
+def _weight_of_no_backward(comm, model):
+    references = _train(comm, model)
+    references[0]().set_weight(0)
+    return references
+
+
 def _clipping(comm, model):
     reducer = fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)
@@ -104,6 +110,7 @@ def _diloco(comm, model):
         _largest,
         _skip_nonfinite,
         _weights,
+        _weight_of_no_backward,
         _clipping,
         _no_sync,
         _join,

@@ -140,6 +140,23 @@ def test_frozen_parameters_and_groups_are_as_without(comm):
     assert torch.equal(model.trunk.weight, frozen)
 
 
+@on_ranks(2)
+def test_what_was_made_alone_is_no_accumulation_afterwards(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fastcomm.LocalSGD(reducer, every=2):
+        backward(model, comm.rank)
+        optimizer.step()
+    with pytest.raises(FastcommError, match="made without a backward"):
+        optimizer.step()
+    reducer.set_weight(1 + comm.rank)
+    optimizer.zero_grad()
+    backward(model, comm.rank, 1)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
 # What is this rank's own, and what is refused
 
 
@@ -231,6 +248,15 @@ def test_reducers_and_numbers_that_are_refused(comm):
     weighted.set_weight(2)
     with pytest.raises(ValueError, match="between two steps"):
         local(weighted, every=2)
+    weighted.detach()
+    weighted.attach(weighted_model).skip_step()
+    with pytest.raises(ValueError, match="between two steps"):
+        local(weighted, every=2)
+    weighted.detach()
+    weighted.attach(weighted_model)
+    weighted_model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="parameter 0.bias was frozen after attach"):
+        fastcomm.DiLoCo(weighted, torch.optim.SGD, every=2)
     weighted.detach()
     optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=1.0)
     with pytest.raises(ValueError, match="with steps of each rank's own use the plain optimizer"):

@@ -143,6 +143,26 @@ def test_an_optimizer_of_two_models_skips_for_either(comm):
         assert [reducer.skipped for reducer in reducers] == [False, i == 1]
 
 
+@on_ranks(2)
+def test_a_model_of_two_goes_on_though_the_other_one_has_dropped_its_last_round(comm):
+    models = [mlp(), Heads()]
+    reducers = [fastcomm.Reducer(comm, skip_nonfinite=True).attach(model) for model in models]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    for i in range(4):
+        before = copy.deepcopy(models[0].state_dict())
+        backward(models[0], comm.rank, i)
+        if i in (0, 2):
+            if comm.rank:
+                reducers[1].skip_step()
+            loss_of(models[1], comm.rank, i, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same = all(torch.equal(before[name], p) for name, p in models[0].state_dict().items())
+        assert same == (i in (0, 2))
+    for reducer in reducers:
+        reducer.check_in_sync(optimizer)
+
+
 @pytest.mark.transports("shm", "nccl")
 @pytest.mark.parametrize("keep_gradients", [False, True])
 @on_ranks(2)

@@ -175,6 +175,24 @@ def test_a_vote_comes_too_late_once_gradients_are_reduced(comm):
     assert trainee.train(2)
 
 
+@only_shm
+@on_ranks(2)
+def test_gradients_that_no_optimizer_has_make_no_vote_late(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    for i in range(3):
+        if i == 2 and comm.rank == 1:
+            reducer.skip_step()
+        backward(model, comm.rank, i)
+        if i < 2:
+            with pytest.raises(FastcommError, match=f"too late on rank {comm.rank}"):
+                reducer.skip_step()
+        optimizer.step()
+        optimizer.zero_grad()  # which leaves the gradients of the other layer
+    assert reducer.n_skipped == 1
+
+
 @pytest.mark.transports("nccl")
 @on_ranks(2)
 def test_over_nccl_a_vote_needs_somebody_who_looks(comm):

@@ -395,6 +395,21 @@ def test_batches_that_cannot_be_weighted(comm):
 
 @only_shm
 @on_ranks(2)
+def test_a_refresh_loses_neither_weight_nor_vote(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for call in (lambda: reducer.set_weight(2), reducer.skip_step):
+        call()
+        with pytest.raises(FastcommError, match=f"rank {comm.rank}: refresh.. would lose"):
+            reducer.refresh()
+        loss_of(model, rows(2, 0)).backward()
+        reducer.refresh()
+        model.zero_grad()
+    assert reducer.n_skipped == 1
+
+
+@only_shm
+@on_ranks(2)
 def test_a_graph_of_gradients_needs_data(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
