@@ -31,21 +31,38 @@ class Counting(Steppable, Protocol):
     _n_steps: int
 
 
+class Stepped(NamedTuple):
+    """An optimizer, as a rank tells the others of it.
+
+    name: its type.
+    groups: the options of each.
+    keeps_state: whether it keeps something from step to step.
+    """
+
+    name: str
+    groups: list[dict[str, str]]
+    keeps_state: bool
+    is_given: bool
+
+    def is_scheduled(self) -> bool:
+        """Whether a scheduler has changed its learning rate."""
+        return any(one.get("initial_lr", one.get("lr")) != one.get("lr") for one in self.groups)
+
+
 class Progress(NamedTuple):
     """What a rank tells the others.
 
     rounds: of every reducer, how many rounds have ended, and steps were made.
     states: what was given as state, by type.
     has_schedule: whether that may keep learning rates, as a scheduler does.
-    optimizers: those given, and those whose steps the reducers know: type, options; whether it
-        keeps something from step to step, and whether it was given.
+    optimizers: those given, and those whose steps the reducers know.
     scalers: the GradScalers of these optimizers that were not given, by type.
     """
 
     rounds: list[tuple[int, int]]
     states: list[str]
     has_schedule: bool
-    optimizers: list[tuple[str, list[dict[str, str]], bool, bool]]
+    optimizers: list[Stepped]
     scalers: list[str]
 
     @staticmethod
@@ -59,7 +76,7 @@ class Progress(NamedTuple):
             [type(one).__name__ for one in states],
             any(not isinstance(one, (torch.optim.Optimizer, GradScaler)) for one in states),
             [
-                (type(one).__name__, _options_of(one), _keeps_state(one), holds(given, one))
+                Stepped(type(one).__name__, _options_of(one), _keeps_state(one), holds(given, one))
                 for one in optimizers
             ],
             [type(one).__name__ for one in scalers if one is not None and not holds(states, one)],
@@ -83,37 +100,32 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
     """
     steps = [[n for _, n in progress.rounds] for progress in ranks]
     counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
+    beginning = f"in join() the ranks have made different numbers of steps ({counts}), and "
     advice = (
         "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
         "refresh() on every rank and make the optimizer anew"
     )
     for progress in ranks:
-        keeping = [name for name, _, keeps, is_given in progress.optimizers if keeps > is_given]
-        for name in (*keeping, *progress.scalers):
-            return (
-                f"in join() the ranks have made different numbers of steps ({counts}), and "
-                f"{name} keeps state from step to step, which differs now: {advice}"
-            )
-    options = [[(row[0], row[1]) for row in one.optimizers] for one in ranks]
+        behind = [one.name for one in progress.optimizers if one.keeps_state and not one.is_given]
+        for name in (*behind, *progress.scalers):
+            return f"{beginning}{name} keeps state from step to step, which differs now: {advice}"
     may_agree = ranks[0].has_schedule and not is_loaded
-    longest = max(options, key=len)
-    if not may_agree and any(
-        one != longest[: len(one)] or any(map(_is_scheduled, longest[len(one) :]))
-        for one in options
-    ):
-        return (
-            f"in join() the ranks have made different numbers of steps ({counts}), and the options "
-            f"of {longest[0][0]} differ now, as a scheduler's do: {advice}"
-        )
+    if not may_agree and _have_other_options([progress.optimizers for progress in ranks]):
+        name = max((progress.optimizers for progress in ranks), key=len)[0].name
+        return f"{beginning}the options of {name} differ now, as a scheduler's do: {advice}"
     return None
 
 
-def _is_scheduled(optimizer: tuple[str, list[dict[str, str]]]) -> bool:
-    """Whether a scheduler has changed its learning rate. A rank that has made no step may not know
-    its own optimizer, which is behind then.
+def _have_other_options(ranks: Sequence[Sequence[Stepped]]) -> bool:
+    """Whether the optimizers' options differ. A rank that has made no step may not know its own
+    optimizers, which are behind if they are scheduled.
     """
-    _, groups = optimizer
-    return any(one.get("initial_lr", one.get("lr")) != one.get("lr") for one in groups)
+    most = max(ranks, key=len)
+    return any(
+        any(ours[:2] != theirs[:2] for ours, theirs in zip(known, most, strict=False))
+        or any(one.is_scheduled() for one in most[len(known) :])
+        for known in ranks
+    )
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:

@@ -133,15 +133,15 @@ MUTATIONS = (
     Mutation(
         name="join: an optimizer that fell behind steps on",
         file=PROGRESS,
-        old="if keeps > is_given]",
+        old="if one.keeps_state and not one.is_given]",
         new="if False]",
         tests=_test("test_an_optimizer_whose_state_has_fallen_behind_does_not_step"),
     ),
     Mutation(
         name="join: options that differ are not looked at",
         file=PROGRESS,
-        old="    if not may_agree and any(",
-        new="    if False and any(",
+        old="    if not may_agree and _have",
+        new="    if False and _have",
         tests=_test("test_options_that_a_scheduler_has_moved_apart_are_found"),
     ),
     Mutation(
@@ -161,15 +161,15 @@ MUTATIONS = (
     Mutation(
         name="join: an optimizer that a rank does not know is not asked for",
         file=PROGRESS,
-        old=" or any(map(_is_scheduled, longest[len(one) :]))",
+        old="        or any(one.is_scheduled() for one in most[len(known) :])\n",
         new="",
         tests=_BEHIND,
     ),
     Mutation(
         name="join: a scaler that fell behind scales on",
         file=PROGRESS,
-        old="        for name in (*keeping, *progress.scalers):\n",
-        new="        for name in keeping:\n",
+        old="        for name in (*behind, *progress.scalers):\n",
+        new="        for name in behind:\n",
         tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
     ),
     Mutation(
@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         name="join: a rank that has made no step has other optimizers",
         file=PROGRESS,
-        old="one != longest[: len(one)]",
-        new="one != longest",
+        old="for ours, theirs in zip(known, most, strict=False))",
+        new="for ours, theirs in zip(known, most)) or len(known) != len(most)",
         tests=_TRAINING,
     ),
     Mutation(
