@@ -87,7 +87,7 @@ clean:
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pip
-	$(pip_install) setuptools Cython
+	$(pip_install) 'setuptools>=77' Cython
 	FASTCOMM_BUILD=later $(pip_install) --no-build-isolation --editable '.[$*]'
 	touch $@
 
