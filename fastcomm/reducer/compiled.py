@@ -186,6 +186,6 @@ def _own_options(
     if mode is not None and options is not None:
         raise ValueError("compile() takes a mode or options, as torch.compile; got both")
     options = dict(options or {})
-    if "guard_filter_fn" in options:
+    if "guard_filter_fn" in options and torch.__version__ >= "2.8":  # or the backend refuses it
         others["options"] = {"guard_filter_fn": options.pop("guard_filter_fn")}
     return _graph_split().piece_compiler(backend, mode, options, others.get("dynamic")), others
