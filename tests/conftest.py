@@ -1,17 +1,25 @@
 """Fixtures of all tests."""
 
+from __future__ import annotations
+
+import gc
 import os
+import zlib
 
 # Before torch is imported, here or in the ranks: two cores, several ranks, one thread each.
+# Where a test asks for more, those that wait are not to spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.ranks import Ranks
 from tests.support.transports import TRANSPORTS
+
+if TYPE_CHECKING:  # imports torch, which the process that only hands out tests has no use for
+    from tests.support.ranks import Ranks
 
 LONGEST = (
     "tests.test_package",
@@ -23,6 +31,11 @@ LONGEST = (
     "tests.programs.test_programs",
     "tests.matrix.test_matrix",
 )
+# Every parameter of the tests' models in one bucket, and nearly every one in a bucket of its own.
+BUCKETS: dict[str, dict[str, float]] = {
+    "one bucket": {},
+    "many buckets": {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001},
+}
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +43,22 @@ def ranks() -> Iterator[Ranks]:
     """Ranks that are started once per world size: `ranks(2, body, *args)` runs `body(comm, *args)`
     on both and returns their results.
     """
+    from tests.support.ranks import Ranks
+
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects without looking for garbage: torch, and thousands of tests, are there to stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,17 +74,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return AnyWorker(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The fixture `transport` runs over what a mark says (`transports`, `over`), else over
-    TRANSPORTS.
+    TRANSPORTS. Under the mark `pairwise`, a test that takes `buckets` as well runs over each of
+    them once, with one bucket and with many in turn: other tests begin with the other.
     """
-    marks = metafunc.definition.iter_markers("parametrize")
-    is_said = any("transport," in mark.args[0] for mark in marks)
+    test = metafunc.definition
+    is_said = any("transport," in mark.args[0] for mark in test.iter_markers("parametrize"))
     if is_said or "transport" not in metafunc.fixturenames:
         return
-    mark = metafunc.definition.get_closest_marker("transports")
+    mark = test.get_closest_marker("transports")
     names = TRANSPORTS if mark is None else mark.args
-    metafunc.parametrize("transport", names, indirect=True)
+    if test.get_closest_marker("pairwise") and "buckets" in metafunc.fixturenames:
+        first = zlib.crc32(test.name.encode())
+        sizes = [list(BUCKETS)[(first + i) % 2] for i in range(len(names))]
+        pairs = [
+            pytest.param(name, BUCKETS[size], id=f"{name}-{size}")
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        test.add_marker(pytest.mark.parametrize("transport, buckets", pairs, indirect=True))
+    else:
+        metafunc.parametrize("transport", names, indirect=True)
 
 
 @pytest.fixture
@@ -69,11 +106,7 @@ def transport(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[str]:
     ranks.transport = "shm"
 
 
-# Every parameter of the tests' models in one bucket, and nearly every one in a bucket of its own.
-@pytest.fixture(
-    params=[{}, {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}],
-    ids=["one bucket", "many buckets"],
-)
+@pytest.fixture(params=BUCKETS.values(), ids=list(BUCKETS))
 def buckets(request: pytest.FixtureRequest) -> dict[str, float]:
     """Arguments of Reducer that decide how many buckets a small model gets."""
     return request.param
