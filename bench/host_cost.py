@@ -4,9 +4,11 @@ and a whole step, beside DDP over Gloo on the CPU.
     python bench/host_cost.py
     python bench/host_cost.py --rounds 60 --json bench/results/host_cost.json
 
-No GPU takes part: the driver and NCCL are the tests' stand-ins, and the kernels do nothing. Their
-calls return at once, but each takes about 0.2 us to note itself in a log, which counts here. What
-the real ones take comes on top, and only a GPU can tell. One rank, so nobody waits for a peer.
+No GPU takes part: the driver and NCCL are the tests' stand-ins, and the kernels do nothing. Most
+of a launch is the stand-ins' own time: they note each call in a log, look whether it is to fail,
+and NCCL's finds the driver's by name. So a launch is timed twice: with the stand-ins as tests use
+them, and with null calls, which return success and do nothing else. What the real driver and NCCL
+take comes on top of the latter, and only a GPU can tell. One rank, so nobody waits for a peer.
 
 A step is zero_grad, forward and backward of parameters with hardly any work; its cost is the median
 over rounds of the CPU time of Python's thread less that of a step without communication. So what
@@ -54,7 +56,8 @@ STEP_PARAMETERS = (100, 1000)  # of the models, which are one bucket each, for D
 NUMEL = 8  # of a parameter
 CALLS, STEPS = 40, 10  # of a turn, the fastest of which counts
 WARM_UP_STEPS = 5  # after which DDP has made its buckets anew
-# Written down before the first run of this file. Of a bucket: what was measured by hand. Of a step:
+# Written down before the first run. Of a bucket: what was measured by hand. Of null calls: 1 us for
+# Python's objects and the GIL, as a stand-in takes 0.5 us or more for each of its calls. Of a step:
 # fastcomm's hook 0.6 us, gather 0.2, and launch and wait spread over the parameters; DDP's copy to
 # its bucket and back 1 us each, its hook 0.5, and 100 us for Gloo's thread, spread as well.
 PREDICTED_US = {
@@ -64,6 +67,9 @@ PREDICTED_US = {
     "launch, gradients of their own": 3.9,
     "launch, views": 3.4,
     "launch, bfloat16 wire": 4.6,
+    "null calls, gradients of their own": 1.0,
+    "null calls, views": 1.0,
+    "null calls, bfloat16 wire": 1.0,
     "fastcomm, step of 100": 1.2,
     "fastcomm, step of 1000": 0.9,
     "ddp, step of 100": 4.0,
@@ -161,18 +167,24 @@ def bucket_rows(comm: Any, rounds: int) -> list[Row]:
         narrow: bucket_turn(narrow, comm, 3, torch.bfloat16, has_views=False),
     }
     samples = take_turns(contenders, rounds)
-    gathers, launches = ([f"{step}, {name}" for name in names] for step in ("gather", "launch"))
-    return [
-        *(Row.of(what, "parameter", samples[what], GATHER_US) for what in gathers),
-        *(Row.of(what, "bucket", samples[what], LAUNCH_US) for what in launches),
+    rows = [
+        Row.of(f"gather, {name}", "parameter", samples[f"gather, {name}"], GATHER_US)
+        for name in names
     ]
+    rows += [
+        Row.of(f"{step}, {name}", "bucket", samples[f"{step}, {name}"], LAUNCH_US)
+        for step in ("launch", "null calls")
+        for name in names
+    ]
+    return rows
 
 
 def bucket_turn(
     name: str, comm: Any, label: int, wire_dtype: torch.dtype | None, *, has_views: bool
 ) -> Callable[[], dict[str, float]]:
-    """A turn of a bucket: microseconds of gather, per parameter, and of launch. Its gradients are
-    tensors of their own each time, as after zero_grad(), or stay views of the flat buffer.
+    """A turn of a bucket: microseconds of gather, per parameter, of launch, and of launch with null
+    calls. Its gradients are tensors of their own each time, as after zero_grad(), or stay views of
+    the flat buffer.
     """
     parameters = [Parameter(torch.zeros(NUMEL)) for _ in range(N_PARAMETERS)]
     gradients = [torch.ones(NUMEL) for _ in range(N_PARAMETERS)]
@@ -182,7 +194,8 @@ def bucket_turn(
     offsets = [NUMEL * i for i in range(N_PARAMETERS)]
     bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=label)
 
-    def turn() -> dict[str, float]:
+    def fastest() -> tuple[float, float]:
+        """Microseconds of a gather and of a launch."""
         gathers, launches = [], []
         for _ in range(CALLS):
             if not has_views:
@@ -196,9 +209,16 @@ def bucket_turn(
             work.wait()
             gathers.append(gathered - start)
             launches.append(launched - gathered)
+        return min(gathers) / 1e3, min(launches) / 1e3
+
+    def turn() -> dict[str, float]:
+        gather, launch = fastest()
+        with stand_ins.null_calls():
+            _, host_launch = fastest()
         return {
-            f"gather, {name}": min(gathers) / 1e3 / N_PARAMETERS,
-            f"launch, {name}": min(launches) / 1e3,
+            f"gather, {name}": gather / N_PARAMETERS,
+            f"launch, {name}": launch,
+            f"null calls, {name}": host_launch,
         }
 
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -393,7 +393,7 @@ def _spread_of_pass(contender: Mapping[str, Any]) -> Spread:
 
 def host_cost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = [
-        Column(32, ("what",), "<"),
+        Column(36, ("what",), "<"),
         Column(11, ("per",), "<"),
         Column(16, ("predicted (us)",)),
     ]
@@ -415,10 +415,10 @@ def _host_cost(results: Results) -> Section:
         if ", step of " in row["what"]
     }
     how = (
-        "What communication on a GPU costs the host, over stand-ins for the driver and NCCL, whose "
-        "calls return at once: no GPU took part. A step's cost is the CPU time of Python's thread "
-        "less that of a step without communication, per parameter; DDP's is over Gloo on the CPU. "
-        "The predictions were written down before the first run."
+        "What communication on a GPU costs the host, over stand-ins for the driver and NCCL: with "
+        "null calls, without their own time. No GPU took part. A step's cost is the CPU time of "
+        "Python's thread less that of a step without communication, per parameter; DDP's is over "
+        "Gloo on the CPU. The predictions were written down before the first run."
     )
     return Section(
         "What a launch costs the host",

@@ -195,14 +195,15 @@ def test_host_cost_sets_what_was_predicted_beside_what_was_measured(tmp_path):
         *["--rounds", "2", "--json", str(path), "--plot", str(tmp_path / "host_cost.png")],
     )
     result = json.loads(path.read_text())
-    measured = [f"{step}, {how}" for step in ("gather", "launch") for how in HOW_GRADIENTS_COME]
+    steps = ("gather", "launch", "null calls")
+    measured = [f"{step}, {how}" for step in steps for how in HOW_GRADIENTS_COME]
     ways = ("fastcomm", "ddp", "ddp_views")
     measured += [f"{way}, step of {n}" for n in (100, 1000) for way in ways]
     assert [row["what"] for row in result["rows"]] == measured
     for row in result["rows"]:
         assert row["predicted"] > 0 and row["fastest"] <= row["quartiles"][1]
     assert len(result["share_of_ddp"]) == 4
-    assert "of 6 met" in printed.splitlines()[-1]
+    assert "of 9 met" in printed.splitlines()[-1]
     assert (tmp_path / "host_cost.png").stat().st_size > 0
 
 

@@ -12,7 +12,7 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 import pytest
 import torch
 
-from tests.support.stand_ins import stand_ins
+from tests.support.stand_ins import log_of, null_calls, stand_ins
 from tests.support.test_context_stand_in import load
 from tests.support.test_nccl_stand_in import FLOAT32, SUM, all_reduce, init, load_nccl, unique_id
 
@@ -177,3 +177,29 @@ def test_a_revoked_communicator_is_freed_under_the_graphs_that_are_alive(
     assert nccl.ncclCommRevoke(alone, 0) == 0
     assert getattr(nccl, name)(alone) == 0
     assert nccl.stand_in_freed_under_graphs() == n_before + 1
+
+
+# Null calls
+
+
+def test_null_calls_do_nothing_but_succeed(
+    cuda: ctypes.CDLL, nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTCOMM_NCCL_LIBRARY", nccl._name)
+    nothing = c_void_p(1 << 19)  # no stream's and no event's number
+    ones = [1] * 6
+
+    def codes() -> list[int]:
+        return [
+            cuda.cuLaunchKernel(None, *ones, 0, None, None, None),
+            cuda.cuEventRecord(nothing, nothing),
+            cuda.cuStreamWaitEvent(nothing, nothing, 0),
+            reduce_on(nccl, c_void_p(), nothing, 0),
+        ]
+
+    assert 0 not in codes()
+    logs = [log_of(cuda), log_of(nccl)]
+    with null_calls():
+        assert codes() == [0] * 4
+        assert [log_of(cuda), log_of(nccl)] == logs
+    assert 0 not in codes()

@@ -118,6 +118,9 @@ EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
 
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
     *context = current;
+    if (returns_at_once()) {
+        return CUDA_SUCCESS;
+    }
     return ready(DRIVER, stand_in_asked("cuCtxGetCurrent"));
 }
 

@@ -205,6 +205,9 @@ static ncclResult_t launch(const struct operation o, int fault) {
 EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
                                   ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
                                   cudaStream_t stream) {
+    if (returns_at_once()) {
+        return ncclSuccess;
+    }
     int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype,
                                 op, (size_t)stream);
     return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm, stream},

@@ -35,6 +35,7 @@ static char log_text[LOG_BYTES];
 static size_t log_length;
 static struct fault faults[MAX_FAULTS];
 static struct allocation *allocations;
+static _Atomic bool is_at_once;
 
 /* ---- the log ---- */
 
@@ -143,6 +144,14 @@ int stand_in_asked(const char *function) {
     int code = code_of(function);
     pthread_mutex_unlock(&mutex);
     return code;
+}
+
+void stand_in_return_at_once(int on) {
+    is_at_once = on != 0;
+}
+
+bool returns_at_once(void) {
+    return is_at_once;
 }
 
 void stand_in_faults_from(const char *variable) {

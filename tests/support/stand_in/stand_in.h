@@ -22,6 +22,10 @@ EXPORT void stand_in_clear_log(void);
  * where the library has no such function. */
 EXPORT int stand_in_fail(const char *function, int code, int after);
 
+/* On: the calls by which a bucket is launched do nothing but succeed, and note nothing, for those
+ * who measure what the caller itself takes. Off by default. */
+EXPORT void stand_in_return_at_once(int on);
+
 /* Device memory that is allocated now. */
 EXPORT size_t stand_in_live_bytes(void);
 
@@ -40,6 +44,8 @@ int stand_in_called(const char *call, ...) __attribute__((format(printf, 1, 2)))
 int stand_in_asked(const char *function);
 
 bool stand_in_has(const char *function);
+
+bool returns_at_once(void);
 
 void *stand_in_allocate(size_t nbytes, size_t alignment, int device);
 /* The device of the allocation that this address lies in; -1 if in none. */
