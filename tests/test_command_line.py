@@ -200,6 +200,8 @@ def test_a_missing_folder_is_refused_before_anything_is_measured(
         (("--from", __file__, "--plot", "x.png"), "not JSON"),
         (("--from", __file__, __file__, "--plot", "x.png"), "of one file, and --from names 2"),
         (("--rounds", "1"), "--rounds is at least 2"),
+        (("--ranks", "0"), "--ranks is at least 1"),
+        (("--steps", "-1"), "--steps is at least 1"),
     ],
 )
 def test_what_cannot_be_drawn_or_measured_is_refused(
