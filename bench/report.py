@@ -127,6 +127,8 @@ def parse(
             help=f"rounds, in each of which every contender has its turn ({rounds})",
         )
     _add_options_of_results(parser, default)
+    if parser.prog == Path(sys.argv[0]).name:  # else the script has named its command
+        parser.prog = f"python -m fastcomm bench {Path(sys.argv[0]).stem}"
     options = parser.parse_args()
     if rounds is not None and options.rounds < 2:
         parser.error("--rounds is at least 2: quartiles need more than one")
