@@ -3,7 +3,7 @@ and one page of their results.
 
     python -m fastcomm bench --report report.html
     python -m fastcomm bench --report report.html --ranks 4
-    python -m fastcomm bench --from bench/results/*.json --report report.html    measures nothing
+    python -m fastcomm bench --from bench/results/*.json --report report.html   measures nothing
 
 Each is a run of its own with fewer sizes, models and rounds than its defaults have; the page names
 the commands. --json writes the results of all as one list, which --from takes, too.

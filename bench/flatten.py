@@ -1,8 +1,8 @@
 """Flatten and unflatten on a GPU: fastcomm's kernels beside the other ways to get many tensors into
 one buffer and back, in one run.
 
-    python bench/flatten.py                     ResNet-50, BERT-large, GPT-2, 2,000 tiny tensors
-    python bench/flatten.py --lists tiny --rounds 5
+    python -m fastcomm bench flatten            ResNet-50, BERT-large, GPT-2, 2,000 tiny tensors
+    python -m fastcomm bench flatten --lists tiny --rounds 5
 
 A time is the GPU's alone: the work is captured in a CUDA graph and replayed between two events;
 what cannot be captured (CuPy) is launched back to back, and its host may be what is measured. The

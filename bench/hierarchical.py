@@ -1,9 +1,9 @@
 """All-reduce between hosts: backend "hierarchical" beside Gloo over all ranks, on hosts whose links
 are limited, in one run.
 
-    python bench/hierarchical.py                     2 hosts of 2 ranks, 1 Gbit/s, 64 MiB of float32
-    python bench/hierarchical.py --hosts 2,1,2 --rate 10gbit --mib 256
-    python bench/hierarchical.py --wires bfloat16 int8       these beside Gloo and the backend
+    python -m fastcomm bench hierarchical            2 hosts of 2 ranks, 1 Gbit/s, 64 MiB of float32
+    python -m fastcomm bench hierarchical --hosts 2,1,2 --rate 10gbit --mib 256
+    python -m fastcomm bench hierarchical --wires bfloat16 int8   these beside Gloo and the backend
 
 The hosts are network namespaces that the benchmark makes, for which it needs root's rights, and
 takes down again; links are limited by tc's token bucket. Contenders take turns in every round, in

@@ -1,8 +1,8 @@
 """What communication on a GPU costs the host, as Python sees it: gather and launch of one bucket,
 and a whole step, beside DDP over Gloo on the CPU.
 
-    python bench/host_cost.py
-    python bench/host_cost.py --rounds 60 --json bench/results/host_cost.json
+    python -m fastcomm bench host_cost
+    python -m fastcomm bench host_cost --rounds 60 --json bench/results/host_cost.json
 
 No GPU takes part: the driver and NCCL are the tests' stand-ins, and the kernels do nothing. Most
 of a launch is the stand-ins' own time: they note each call in a log, look whether it is to fail,

@@ -1,9 +1,9 @@
 """Ranks that meet seldom (LocalSGD, DiLoCo) beside ranks that reduce every gradient: what they send
 and how long a step takes over a slow link, and the loss after as many tokens.
 
-    python bench/meetings.py                         2 hosts, a link of 100 Mbit/s
-    python bench/meetings.py --rate 1gbit --every 16
-    python bench/meetings.py losses                  of a smaller model, over five seeds
+    python -m fastcomm bench meetings                2 hosts, a link of 100 Mbit/s
+    python -m fastcomm bench meetings --rate 1gbit --every 16
+    python -m fastcomm bench meetings losses         of a smaller model, over five seeds
 
 Two hosts of one rank each train the demo's model; they are network namespaces, for which the
 benchmark needs root's rights, and their link is limited by tc's token bucket. Ways take turns in

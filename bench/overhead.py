@@ -1,7 +1,7 @@
 """Where the overhead of a training step goes: takes it apart over shared memory, part by part.
 
-    python bench/overhead.py                                      three models, 2 ranks
-    python bench/overhead.py --models conv --rounds 60 --json -
+    python -m fastcomm bench overhead                             three models, 2 ranks
+    python -m fastcomm bench overhead --models conv --rounds 60 --json -
 
 Contestants that each do a little more than the one before take turns, in random order in every
 round, and the account is made of the differences between neighbours, paired by round:

@@ -2,14 +2,14 @@
 et al., VLDB 2020) as far as one machine allows: fastcomm and torch DDP side by side, with what the
 paper found and what was expected beforehand.
 
-    python bench/paper.py fig2      all-reduce of a fixed total, by the size of each tensor
-    python bench/paper.py fig6      parts of a step, with and without overlap
-    python bench/paper.py fig7      latency by bucket size; fig8: with twice as many ranks
-    python bench/paper.py fig10     latency with the reduction every 1, 2, 4 and 8 steps
-    python bench/paper.py fig11     loss with the reduction every 1, 2, 4 and 8 steps
-    python bench/paper.py fig12 --device cuda      latency with 1, 3 and 5 communicators
-    python bench/paper.py fig7 --wire network      over links of 1 Gbit/s; needs root
-    python bench/paper.py --from bench/results/paper-fig7-shm.json --plot fig7.png    only draws
+    python -m fastcomm bench paper fig2    all-reduce of a fixed total, by the size of each tensor
+    python -m fastcomm bench paper fig6    parts of a step, with and without overlap
+    python -m fastcomm bench paper fig7    latency by bucket size; fig8: with twice as many ranks
+    python -m fastcomm bench paper fig10   latency with the reduction every 1, 2, 4 and 8 steps
+    python -m fastcomm bench paper fig11   loss with the reduction every 1, 2, 4 and 8 steps
+    python -m fastcomm bench paper fig12 --device cuda   latency with 1, 3 and 5 communicators
+    python -m fastcomm bench paper fig7 --wire network   over links of 1 Gbit/s; needs root
+    python -m fastcomm bench paper --from bench/results/paper-fig7-shm.json --plot fig7.png
 
 --wire shm: two ranks of this host (four in Fig. 8), fastcomm over shared memory, DDP over Gloo.
 --wire network: two hosts of one rank (Fig. 8: of two), which are network namespaces whose links tc
@@ -18,7 +18,7 @@ limits; fastcomm over backend "hierarchical", DDP over Gloo; from the source tre
 Contenders have models of their own and take turns in every round, in a random order. "local" is the
 step without communication. A step takes what it takes the slowest rank; differences are medians
 over rounds of what two contenders took in the same round. What stands for the paper's models, its
-numbers and our predictions are in paper_figures.py.
+numbers and our predictions are in bench/paper_figures.py.
 """
 
 from __future__ import annotations

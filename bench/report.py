@@ -57,6 +57,8 @@ __all__ = [
 RESULTS = Path(__file__).resolve().with_name("results")
 STDOUT = Path("-")
 INSTALL = "pip install 'fastcomm[bench]'"
+# Options that count something.
+COUNTS = ("ranks", "steps", "rounds", "pairs", "seeds", "every")
 # Of these the results tell how they were measured; the others say where they go.
 OUTPUTS = ("--json", "--plot", "--report")
 
@@ -125,10 +127,12 @@ def parse(
             help=f"rounds, in each of which every contender has its turn ({rounds})",
         )
     _add_options_of_results(parser, default)
+    if parser.prog == Path(sys.argv[0]).name:  # else the script has named its command
+        parser.prog = f"python -m fastcomm bench {Path(sys.argv[0]).stem}"
     options = parser.parse_args()
+    if rounds is not None and options.rounds < 2:
+        parser.error("--rounds is at least 2: quartiles need more than one")
     problem = _find_problem(options)
-    if problem is None and rounds is not None and options.rounds < 2:
-        problem = "--rounds is at least 2: quartiles need more than one"
     if problem is not None:
         parser.error(problem)
     if options.source:
@@ -172,6 +176,10 @@ def _find_problem(options: argparse.Namespace) -> str | None:
         path = getattr(options, name[2:])
         if path not in (None, STDOUT) and not os.access(path.parent, os.W_OK):
             return f"{name} {path}: {path.parent} is not a folder this process can write to"
+    for name in COUNTS:
+        count = getattr(options, name, None)
+        if isinstance(count, int) and count < 1:
+            return f"--{name} is at least 1"
     if options.source:
         if options.plot is None and options.report is None:
             return "--from is for --plot and --report"

@@ -1,9 +1,9 @@
 """Validates the model of a step (fastcomm.insight.step_model), and says by it what a step takes on
 up to 1,024 ranks.
 
-    python bench/simulate.py                     predicts, then measures, 2 to 6 ranks; then scales
-    python bench/simulate.py --wire shm --models mlp --ranks 2 4
-    python bench/simulate.py --only scaling --machine bench/machines/v100.toml
+    python -m fastcomm bench simulate            predicts, then measures, 2 to 6 ranks; then scales
+    python -m fastcomm bench simulate --wire shm --models mlp --ranks 2 4
+    python -m fastcomm bench simulate --only scaling --machine bench/machines/v100.toml
 
 Over shared memory ("shm"), and between hosts that are network namespaces with limited links
 ("network": needs root's rights, and runs from the source tree only). Two ranks are calibrated: what

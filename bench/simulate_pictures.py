@@ -62,6 +62,7 @@ def _scaling(axes: Any, scaling: Mapping[str, Any]) -> None:
         label="published, DDP over NCCL",
     )
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda ranks, _: f"{ranks:,.0f}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks")
     axes.set_ylabel("step (ms)")

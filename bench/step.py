@@ -1,17 +1,17 @@
 """One training step without communication, with fastcomm, and with torch DDP (with and without
 bucket views), in one run.
 
-    python bench/step.py                       over shared memory and Gloo: four models, 2 ranks
-    python bench/step.py --device cuda         over NCCL: three models, a rank for each GPU
-    python bench/step.py --models mlp conv --rounds 30
-    python bench/step.py --models gpt2 --optimizer adamw --ways local fastcomm sharded
-    python bench/step.py --models mlp gpt2 --ways local fastcomm weighted
-    python bench/step.py --models embedding embedding-dense --ways local fastcomm ddp
-    python bench/step.py --models mlp gpt2 --ways local fastcomm joined
-    python bench/step.py --models mlp gpt2 --ways local fastcomm skipping clipped clipped_by_torch
-    python bench/step.py --models gpt2 --memory   what each way's parameters and gradients take
-    python bench/step.py --hook-cost           what the reducer's Python costs per parameter
-    python bench/step.py --from bench/results/step-2ranks.json --plot step.svg    only draws
+    python -m fastcomm bench step                 over shared memory and Gloo: four models, 2 ranks
+    python -m fastcomm bench step --device cuda   over NCCL: three models, a rank for each GPU
+    python -m fastcomm bench step --models mlp conv --rounds 30
+    python -m fastcomm bench step --models gpt2 --optimizer adamw --ways local fastcomm sharded
+    python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm weighted
+    python -m fastcomm bench step --models embedding embedding-dense --ways local fastcomm ddp
+    python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm joined
+    python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm skipping clipped
+    python -m fastcomm bench step --models gpt2 --memory   what parameters and gradients take
+    python -m fastcomm bench step --hook-cost   what the reducer's Python costs per parameter
+    python -m fastcomm bench step --from bench/results/step-2ranks.json --plot step.svg   only draws
 
 Every way has a model and an optimizer (SGD) of its own, and the same batch. The ways take turns; in
 every round each makes a few steps, all ranks at once, in an order that changes from round to round.

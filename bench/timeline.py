@@ -1,8 +1,8 @@
 """What Reducer.timeline() costs: a step while it records, after stop(), and after stop() again, on
 two ranks over shared memory.
 
-    python bench/timeline.py
-    python bench/timeline.py --models gpt2 conv --rounds 40 --json bench/results/timeline.json
+    python -m fastcomm bench timeline
+    python -m fastcomm bench timeline --models gpt2 conv --rounds 40
 
 One model and one reducer; every round has a turn of each state, a few steps long, in an order that
 changes from round to round. A step's time is that of the slowest rank. The cost is the median over

@@ -28,7 +28,7 @@ from fastcomm.nccl import library as nccl_library
 
 # By name: what `python -m fastcomm bench --help` says of it.
 BENCHMARKS = {
-    "all": "allreduce, step and backend in three minutes, on one page; the default with options",
+    "all": "allreduce, step and backend in three minutes, on one page; runs without a name, too",
     "allreduce": "all-reduce against Gloo and MPI, by size; --device cuda: against NCCL",
     "step": "training steps: local, fastcomm, DDP; on the CPU, or with --device cuda",
     "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
@@ -48,7 +48,7 @@ BENCHMARKS = {
 OF_BENCHMARKS = """options of every benchmark; NAME --help lists its own:
   --json FILE           the results as JSON; - for stdout
   --plot FILE           a picture of them: .png, .svg or .pdf
-  --report FILE.html    a page of them that needs nothing else
+  --report FILE.html    a page of them: tables and plots in one file
   --from FILE [FILE ...]
                         measure nothing, plot or report what is in these files
 
@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     of_run.add_argument(
         "--threads", type=int, metavar="N", help="of each rank; default: its share of the cores"
     )
-    of_run.add_argument("script")
+    of_run.add_argument("script", help="a Python file")
     own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # else argparse asks for them, too, where there is no script
     says = "versions, cores, and which transports work here"

@@ -178,7 +178,10 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(
 def test_every_benchmark_has_a_help_and_can_draw(
     console: Console, bench: dict[str, ModuleType], name: str
 ) -> None:
-    assert "--plot" in console.prints("--help", of=bench[name])
+    text = console.prints("--help", of=bench[name])
+    assert "--plot" in text
+    # As an installed fastcomm is called, which has no folder bench/ beside it.
+    assert "usage: python -m fastcomm bench " in text and "python bench/" not in text
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -200,6 +203,8 @@ def test_a_missing_folder_is_refused_before_anything_is_measured(
         (("--from", __file__, "--plot", "x.png"), "not JSON"),
         (("--from", __file__, __file__, "--plot", "x.png"), "of one file, and --from names 2"),
         (("--rounds", "1"), "--rounds is at least 2"),
+        (("--ranks", "0"), "--ranks is at least 1"),
+        (("--steps", "-1"), "--steps is at least 1"),
     ],
 )
 def test_what_cannot_be_drawn_or_measured_is_refused(

@@ -126,6 +126,7 @@ def test_tune_answers_for_another_machine(run: Any) -> None:
         (("--machine", "nowhere.toml"), "--machine nowhere.toml: "),
         (("--machine", str(BENCH / "machines" / "v100.toml"), "--measure"), "leave --machine out"),
         (("--ranks", "0"), "--ranks is at least 1"),
+        (("--rounds", "0", "--measure"), "--rounds is at least 1"),
     ],
 )
 def test_what_tune_cannot_do_is_refused(

@@ -19,6 +19,7 @@ _LINK_UNITS = {
     "reduce_gbytes_per_s": ("reduce_bytes_per_s", 1e9),
     "core_share": ("core_share", 1.0),
 }
+_RATES = ("gbytes_per_s", "reduce_gbytes_per_s")
 _STEP_KEYS = ("forward_ms", "backward_ms", "optimizer_ms")
 _KEYS = ("name", "algorithm", "cores", "ranks_per_host", "links", "host", "network", "step")
 
@@ -124,7 +125,9 @@ def read(path: Path) -> Machine:
         raise ValueError(f"{path}: reading TOML needs Python 3.11 or newer") from None
     try:
         return of_table(toml.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -148,6 +151,8 @@ def _link(name: str, table: Mapping[str, Any]) -> Link:
         raise ValueError(f"[{name}] lacks {' and '.join(missing)}")
     values = {}
     for key, value in table.items():
+        if key in _RATES and value == 0:
+            raise ValueError(f"{name}.{key} must be more than 0")
         field_name, unit = _LINK_UNITS[key]
         values[field_name] = _number(f"{name}.{key}", value) * unit
     return Link(**values)

@@ -59,6 +59,13 @@ class Timeline:
         self._handles: list[RemovableHandle] = []
         self.is_on = False
 
+    def must_keep(self, steps: int | None) -> None:
+        """For reducers: raises ValueError if it keeps another number of steps."""
+        if steps not in (None, self._n_steps):
+            raise ValueError(
+                f"this timeline keeps {self._n_steps} steps, as was asked at first; got {steps}"
+            )
+
     def start(self) -> Timeline:
         """Records from the next round on. Returns self."""
         if not self.is_on:
@@ -153,9 +160,9 @@ class Timeline:
     # -- this rank's -------------------------------------------------------------------------------
 
     def write_scalars(self, writer: ScalarWriter, step: int) -> None:
-        """Writes what this rank's newest step took, in ms, and its overlap, by writer.add_scalar
-        (a SummaryWriter of TensorBoard, or what looks like one). Not collective. step: the number
-        to write them under.
+        """Writes what this rank's newest step took, in ms, and its overlap in percent, by
+        writer.add_scalar (a SummaryWriter of TensorBoard, or what looks like one). Not collective.
+        step: the number to write them under.
         """
         newest = next((one for one in reversed(self.steps()) if one.has_round), None)
         for name, value in () if newest is None else summary.values(newest):

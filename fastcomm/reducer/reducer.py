@@ -459,15 +459,17 @@ class Reducer(UnevenData):
         """
         return Compiled(self, model, options).module
 
-    def timeline(self, *, steps: int = 100) -> Timeline:
+    def timeline(self, *, steps: int | None = None) -> Timeline:
         """This reducer's Timeline, which records from the first call on: when gradients were ready
         and buckets reduced, and how long forward, backward and the optimizer took.
 
-        steps: how many of the newest are kept; counts at the first call.
+        steps: how many of the newest are kept; None means 100, or as many as at the first call.
+        Raises ValueError when a later call asks for another number.
         """
         if self._timeline is None:
-            self._timeline = Timeline(self, steps)
+            self._timeline = Timeline(self, 100 if steps is None else steps)
             if self._model is not None:
                 self._timeline.follow(self._buckets, self._model())
             self._timeline.start()
+        self._timeline.must_keep(steps)
         return self._timeline

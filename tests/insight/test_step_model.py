@@ -226,7 +226,7 @@ HOST = {"latency_us": 1, "gbytes_per_s": 10}
         ({"host": HOST, "hosts": 3}, "hosts is unknown"),
         ({"host": HOST | {"speed": 1}}, "host.speed is unknown"),
         ({"host": HOST | {"latency_us": "1"}}, "host.latency_us must be a number"),
-        ({"host": HOST | {"gbytes_per_s": 0}}, "positive rates"),
+        ({"host": HOST | {"gbytes_per_s": 0}}, "host.gbytes_per_s must be more than 0"),
         ({"host": HOST, "algorithm": "star"}, "algorithm must be one of direct, ring"),
         ({"host": HOST, "cores": 0}, "cores must be a whole number"),
         ({"host": HOST, "network": HOST, "algorithm": "direct"}, "leave the network out"),
@@ -236,6 +236,16 @@ def test_a_machine_that_makes_no_sense_is_refused(table, words):
     with pytest.raises(ValueError) as error:
         machines.of_table(table)
     assert words in str(error.value)
+
+
+def test_a_link_that_sends_nothing_is_refused():
+    with pytest.raises(ValueError, match="positive rates"):
+        Link(1e-6, 0.0)
+
+
+def test_a_machines_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"mine\.toml: No such file or directory$"):
+        machines.read(tmp_path / "mine.toml")
 
 
 def test_a_machines_file_is_named_where_it_is_wrong(tmp_path):

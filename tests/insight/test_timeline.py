@@ -87,10 +87,14 @@ def test_every_buckets_reduction_begins_after_its_gradients_and_ends_before_the_
 @on_ranks(2)
 def test_only_the_newest_steps_are_kept(comm):
     model = mlp()
-    timeline = fastcomm.Reducer(comm).attach(model).timeline(steps=2)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    timeline = reducer.timeline(steps=2)
     for step in range(5):
         backward(model, comm.rank, step)
     assert [step.number for step in timeline.steps()] == [4, 5]
+    assert reducer.timeline() is reducer.timeline(steps=2) is timeline
+    with pytest.raises(ValueError, match="keeps 2 steps, as was asked at first; got 50"):
+        reducer.timeline(steps=50)
 
 
 @on_cpu
