@@ -15,6 +15,8 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ import torch
 from fastcomm.errors import FastcommError
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_BEGINNING = str(Path(__file__).with_name("rank_process.py"))
 
 
 def launch(
@@ -37,16 +40,20 @@ def launch(
     function that a notebook has defined takes cloudpickle (`pip install cloudpickle`).
 
     Raises FastcommError when a rank fails: it names the rank and what it has raised. The other
-    ranks are ended, and all of them on KeyboardInterrupt. Raises ValueError for less than one rank
-    or thread.
+    ranks are ended, and all of them on KeyboardInterrupt, or when this process is killed. Raises
+    ValueError for less than one rank or thread.
     """
-    returned = _start(ranks, threads, _call, [_packed(function, args)])
-    return [returned[rank] for rank in sorted(returned)]
+    call = _preparation(), _packed(function, args)
+    with tempfile.TemporaryDirectory(prefix="fastcomm-launch-") as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickle.dumps(call))
+        n_ranks = _start(ranks, threads, ["call", name])
+        return [_returned(folder, rank) for rank in range(n_ranks)]
 
 
 def run(command: Sequence[str], ranks: int | None = None, threads: int | None = None) -> None:
     """Runs a Python script, with its arguments, as launch() runs a function."""
-    _start(ranks, threads, sys.executable, ["-u", *command])
+    _start(ranks, threads, ["script", *command])
 
 
 def cores() -> int:
@@ -56,9 +63,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(
-    ranks: int | None, threads: int | None, entry: Callable[..., Any] | str, args: list[Any]
-) -> dict[int, Any]:
+def _start(ranks: int | None, threads: int | None, what: Sequence[str]) -> int:
+    """Returns the number of ranks, when all have ended well. what: see rank_process.py."""
     # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -84,14 +90,14 @@ def _start(
             log_line_prefix_template="[rank ${rank}] ",
         )
         try:
-            returned: dict[int, Any] = elastic_launch(config, entry)(*args)
+            elastic_launch(config, sys.executable)("-u", _BEGINNING, str(os.getpid()), *what)
         except ChildFailedError as error:
             raise FastcommError(_what_failed(*error.get_first_failure())) from None
         except SignalException as error:  # the ranks have ended
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
-        return returned
+    return ranks
 
 
 @contextlib.contextmanager
@@ -117,25 +123,78 @@ def _surroundings(threads: int) -> Iterator[None]:
                     signal.signal(number, handler)
 
 
-def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    if importlib.util.find_spec("cloudpickle") is not None:
-        import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+# -- a call, its way to the ranks, and back --------------------------------------------------------
 
-        return bytes(cloudpickle.dumps((function, args)))
+
+def _preparation() -> dict[str, Any]:
+    """What multiprocessing tells a new process of this one: among others, its main module."""
+    preparation: dict[str, Any] = spawn.get_preparation_data("fastcomm rank")
+    del preparation["authkey"]  # is not to be written anywhere
+    return preparation
+
+
+def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     is_of_a_notebook = function.__module__ == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
     )
-    if is_of_a_notebook:
+    if is_of_a_notebook and importlib.util.find_spec("cloudpickle") is None:
         raise FastcommError(
             f"{function.__qualname__} was defined in a notebook or a shell, from where new "
             "processes cannot import it: pip install cloudpickle, or define it in a module"
         )
-    return pickle.dumps((function, args))
+    return _pickled((function, args))
 
 
-def _call(packed: bytes) -> Any:
+def _pickled(value: Any) -> bytes:
+    if importlib.util.find_spec("cloudpickle") is None:
+        return pickle.dumps(value)
+    import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+
+    return bytes(cloudpickle.dumps(value))
+
+
+def answer(folder: Path, packed: bytes) -> None:
+    """In a rank: makes the call, and leaves what it returns for launch(), which says what it has
+    raised.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(_call)(folder, packed)
+    except Exception:
+        sys.exit(1)
+
+
+def _call(folder: Path, packed: bytes) -> None:
     function, args = pickle.loads(packed)
-    return function(*args)
+    try:
+        value = function(*args)
+    except SystemExit as end:
+        if end.code:
+            raise
+        value = None
+    try:
+        returned = _pickled(value)
+    except Exception as error:
+        raise FastcommError(
+            "what the function returns cannot be sent to the process that has called launch(): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    _answer_of(folder, os.environ["RANK"]).write_bytes(returned)
+
+
+def _returned(folder: Path, rank: int) -> Any:
+    answer = _answer_of(folder, rank)
+    if not answer.exists():
+        raise FastcommError(
+            f"rank {rank} ended with exit code 0 before the function had returned: by os._exit(), "
+            "or by exit() in a library"
+        )
+    return pickle.loads(answer.read_bytes())
+
+
+def _answer_of(folder: Path, rank: int | str) -> Path:
+    return folder / f"answer-{rank}"
 
 
 def _what_failed(rank: int, failure: Any) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from importlib import util
@@ -46,6 +48,27 @@ def test_a_rank_that_raises_is_named_and_the_others_are_ended():
     assert re.match(r"rank 1 \(pid \d+\) raised ValueError: out of luck\n", str(error.value))
     assert "in _raise_on_one" in str(error.value)
     assert time.monotonic() - before < 60
+
+
+def _end_on_one():
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+
+
+def _return_a_lock():
+    return threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (_end_on_one, "rank 1 ended with exit code 0 before the function had returned"),
+        (_return_a_lock, "raised FastcommError: what the function returns cannot be sent to"),
+    ],
+)
+def test_a_rank_that_returns_nothing_of_use_is_named(function, words):
+    with pytest.raises(FastcommError, match=words):
+        fastcomm.launch(function, ranks=2)
 
 
 SCRIPT = """
@@ -98,6 +121,21 @@ def test_a_signal_ends_the_ranks(tmp_path, number):
         run.send_signal(number)
     assert run.returncode == 128 + number
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SLEEP)
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastcomm", "run", "--ranks", "1", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as run:
+        rank = os.pidfd_open(int(run.stdout.readline().removeprefix("[rank 0] ")))
+        run.kill()
+    assert select.select([rank], [], [], 60)[0], "the rank goes on without its launcher"
+    os.close(rank)
 
 
 def test_less_than_a_rank_is_refused():
