@@ -100,7 +100,6 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
     """
     steps = [[n for _, n in progress.rounds] for progress in ranks]
     counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
-    beginning = f"in join() the ranks have made different numbers of steps ({counts}), and "
     advice = (
         "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
         "refresh() on every rank and make the optimizer anew"
@@ -108,11 +107,17 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
     for progress in ranks:
         behind = [one.name for one in progress.optimizers if one.keeps_state and not one.is_given]
         for name in (*behind, *progress.scalers):
-            return f"{beginning}{name} keeps state from step to step, which differs now: {advice}"
+            return (
+                f"in join() the ranks have made different numbers of steps ({counts}), and "
+                f"{name} keeps state from step to step, which differs now: {advice}"
+            )
     may_agree = ranks[0].has_schedule and not is_loaded
     if not may_agree and _have_other_options([progress.optimizers for progress in ranks]):
         name = max((progress.optimizers for progress in ranks), key=len)[0].name
-        return f"{beginning}the options of {name} differ now, as a scheduler's do: {advice}"
+        return (
+            f"in join() the ranks have made different numbers of steps ({counts}), and the options "
+            f"of {name} differ now, as a scheduler's do: {advice}"
+        )
     return None
 
 
