@@ -1,17 +1,24 @@
 """Fixtures of all tests."""
 
+from __future__ import annotations
+
+import gc
 import os
 
 # Before torch is imported, here or in the ranks: two cores, several ranks, one thread each.
+# Where a test asks for more, those that wait are not to spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.ranks import Ranks
 from tests.support.transports import TRANSPORTS
+
+if TYPE_CHECKING:  # imports torch, which the process that only hands out tests has no use for
+    from tests.support.ranks import Ranks
 
 LONGEST = (
     "tests.test_package",
@@ -30,9 +37,22 @@ def ranks() -> Iterator[Ranks]:
     """Ranks that are started once per world size: `ranks(2, body, *args)` runs `body(comm, *args)`
     on both and returns their results.
     """
+    from tests.support.ranks import Ranks
+
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects without looking for garbage: torch, and thousands of tests, are there to stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,10 +9,12 @@ import contextlib
 import gc
 import importlib
 
-from tests.support.reference import DTYPES, shards_of
+from tests.support.huge_pages import gather_memory
 
+gc.disable()  # which would look through all that has been loaded so far, again and again
 for name in (
     "torch._dynamo",
+    "torch._dynamo.backends.debugging",  # which looking up any backend imports
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
@@ -25,7 +27,10 @@ for name in (
 ):
     with contextlib.suppress(ImportError):  # hypothesis may be missing where there is a GPU
         importlib.import_module(name)
-for dtype in DTYPES:
-    shards_of(dtype, 1, 1)  # which draws what all others are cut from
+reference = importlib.import_module("tests.support.reference")
+for dtype in reference.DTYPES:
+    reference.shards_of(dtype, 1, 1)  # which draws what all others are cut from
 gc.collect()
 gc.freeze()
+gc.enable()
+gather_memory()
