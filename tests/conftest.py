@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 
 # Before torch is imported, here or in the ranks: two cores, several ranks, one thread each.
 # Where a test asks for more, those that wait are not to spin.
@@ -30,6 +31,11 @@ LONGEST = (
     "tests.programs.test_programs",
     "tests.matrix.test_matrix",
 )
+# Every parameter of the tests' models in one bucket, and nearly every one in a bucket of its own.
+BUCKETS: dict[str, dict[str, float]] = {
+    "one bucket": {},
+    "many buckets": {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001},
+}
 
 
 @pytest.fixture(scope="session")
@@ -68,17 +74,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return AnyWorker(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The fixture `transport` runs over what a mark says (`transports`, `over`), else over
-    TRANSPORTS.
+    TRANSPORTS. Under the mark `pairwise`, a test that takes `buckets` as well runs over each of
+    them once, with one bucket and with many in turn: other tests begin with the other.
     """
-    marks = metafunc.definition.iter_markers("parametrize")
-    is_said = any("transport," in mark.args[0] for mark in marks)
+    test = metafunc.definition
+    is_said = any("transport," in mark.args[0] for mark in test.iter_markers("parametrize"))
     if is_said or "transport" not in metafunc.fixturenames:
         return
-    mark = metafunc.definition.get_closest_marker("transports")
+    mark = test.get_closest_marker("transports")
     names = TRANSPORTS if mark is None else mark.args
-    metafunc.parametrize("transport", names, indirect=True)
+    if test.get_closest_marker("pairwise") and "buckets" in metafunc.fixturenames:
+        first = zlib.crc32(test.name.encode())
+        sizes = [list(BUCKETS)[(first + i) % 2] for i in range(len(names))]
+        pairs = [
+            pytest.param(name, BUCKETS[size], id=f"{name}-{size}")
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        test.add_marker(pytest.mark.parametrize("transport, buckets", pairs, indirect=True))
+    else:
+        metafunc.parametrize("transport", names, indirect=True)
 
 
 @pytest.fixture
@@ -89,11 +106,7 @@ def transport(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[str]:
     ranks.transport = "shm"
 
 
-# Every parameter of the tests' models in one bucket, and nearly every one in a bucket of its own.
-@pytest.fixture(
-    params=[{}, {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}],
-    ids=["one bucket", "many buckets"],
-)
+@pytest.fixture(params=BUCKETS.values(), ids=list(BUCKETS))
 def buckets(request: pytest.FixtureRequest) -> dict[str, float]:
     """Arguments of Reducer that decide how many buckets a small model gets."""
     return request.param

@@ -28,7 +28,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 
 # Checkpointing
 

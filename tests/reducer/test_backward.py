@@ -27,7 +27,11 @@ from tests.support.models import (
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 
 # Plain backwards
 

@@ -13,7 +13,7 @@ from fastcomm import MismatchError
 from tests.support.models import assert_gradients, backward, convnet, gradients, mean_gradients, mlp
 from tests.support.ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 
 # reduce()
 

@@ -29,7 +29,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import fresh_ranks, on_ranks, torchrun_env
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 
 # Attach
 
@@ -295,7 +295,7 @@ def test_synchronize_may_be_called_at_any_time_and_twice(comm, buckets):
 
 # Whole trainings
 
-STEPS = 50  # any difference of a bit stays, and grows
+STEPS = 25  # any difference of a bit stays, and grows
 
 
 def _train(comm, model, run, steps, buckets, **options):
@@ -334,7 +334,7 @@ def _backward_of_a_head(model, rank, step):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("train", [_train_mlp, _train_mlp_over_bfloat16, _train_changing_heads])
+@pytest.mark.parametrize("train", [_train_mlp_over_bfloat16, _train_changing_heads])
 def test_parameters_are_bitwise_equal_on_all_ranks_after_many_steps(
     ranks, world_size, train, buckets
 ):
@@ -355,7 +355,7 @@ def _assert_all_equal(parameters_by_rank):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_two_trainings_give_the_same_bits(ranks, world_size, buckets):
+def test_two_trainings_give_the_same_bits_on_all_ranks(ranks, world_size, buckets):
     _assert_all_equal(
         [*ranks(world_size, _train_mlp, buckets), *ranks(world_size, _train_mlp, buckets)]
     )

@@ -21,7 +21,11 @@ from tests.support.models import (
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 
 # What a rank says of its own gradient, unless it hears first that another one has said so.
 TAKEN = r".* hook .*after backward\(\)|abandoned"
