@@ -28,9 +28,9 @@ backward reaches two reducers of one communicator in different orders: give each
 communicator of its own if graphs differ between ranks. `reducer.check_in_sync()`, called now and
 then, finds both.
 
-Every line below is a test in `tests/matrix`. It runs over every transport with 2 ranks, over shared
-memory with 3 and across two hosts with 4 (what compiles, over shared memory and NCCL alone). The
-tables are made from the tests: instead of editing them, run
+Every line below is a test in `tests/matrix`. It runs with 2 ranks over shared memory and over NCCL,
+and with 3 over `torch.distributed` (what compiles, over the first two alone): every second line on
+one host, the others across two. The tables are made from the tests: instead of editing them, run
 `python -m tests.matrix.guarantees > docs/guarantees.md`.
 """
 
