@@ -272,7 +272,8 @@ int main(int argc, char **argv) {
     forked = strcmp(argv[1], "processes") == 0;
     full = strcmp(argv[2], "full") == 0;
     alarm(LIMIT_S);
-    int differences = compare_16bit_kernels();
+    /* Which has nothing to do with ranks: once is enough. */
+    int differences = full ? 0 : compare_16bit_kernels();
     if (differences > 0) {
         fprintf(stderr, "16-bit kernels: %d elements differ\n", differences);
         return 1;

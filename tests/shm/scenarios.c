@@ -47,11 +47,14 @@ static void every_collective(struct rank *me) {
             in_slot,
             /* 1 MiB: */ (1u << 20) / itemsize + 3,
         };
-        /* The way through memory is the same for all dtypes, and among few ranks and many: one
-         * narrow dtype and one wide do, and three ranks. */
-        bool every_size =
-            full && me->world_size <= 3 && (dtype == SHM_FLOAT32 || dtype == SHM_FLOAT16);
-        size_t n_sizes = every_size ? sizeof sizes / sizeof *sizes : 9 + (dtype == SHM_FLOAT16);
+        /* The way through memory is the same for all dtypes, and among few ranks and many: what
+         * does not fit one hop, for one narrow dtype and one wide, and what takes longest, among
+         * three ranks. */
+        bool is_large = dtype == SHM_FLOAT32 || dtype == SHM_FLOAT16;
+        bool every_size = full && me->world_size <= 3 && is_large;
+        size_t n_sizes = every_size ? sizeof sizes / sizeof *sizes
+                         : is_large ? 9 + (dtype == SHM_FLOAT16)
+                                    : 8;
         for (size_t i = 0; i < n_sizes; i++) {
             for (int place = 0; place < PLACES; place++) {
                 /* Large sizes with one operation each: it is their way through memory that matters.
