@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.mutations import MUTATIONS
+from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_fits_the_sources_and_the_tests(mutation):
-    n_found = (ROOT / mutation.file).read_text().count(mutation.old)
-    assert n_found == 1, f"{mutation.file} holds the old text {n_found} times"
-    assert mutation.new != mutation.old
-    assert bool(mutation.tests) != bool(mutation.equivalent), "it is either killed or equivalent"
+@functools.cache
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def faults_of(mutation: Mutation) -> Iterator[str]:
+    n_found = text_of(mutation.file).count(mutation.old)
+    if n_found != 1:
+        yield f"{mutation.file} holds the old text {n_found} times"
+    if mutation.new == mutation.old:
+        yield "it changes nothing"
+    if bool(mutation.tests) == bool(mutation.equivalent):
+        yield "it is either killed or equivalent"
     for test in mutation.tests:
         path, _, name = test.partition("::")
-        text = (ROOT / path).read_text()
-        assert f"def {name.partition('[')[0]}(" in text if name else "def test_" in text, test
+        if (f"def {name.partition('[')[0]}(" if name else "def test_") not in text_of(path):
+            yield f"there is no {test}"
+
+
+def test_mutations_fit_the_sources_and_the_tests():
+    faults = [f"{one.name}: {fault}" for one in MUTATIONS for fault in faults_of(one)]
+    assert not faults, "\n".join(faults)
 
 
 def test_every_mutation_has_a_name_of_its_own():
