@@ -147,6 +147,27 @@ def test_places_have_residuals_of_their_own():
 # Between ranks
 
 
+def _of_wires(*world_sizes):
+    """Every wire with and without error feedback. Any two of transport, world size, wire and error
+    feedback meet, but not any three.
+    """
+    return [
+        (
+            TRANSPORTS_OVER_TORCH[(i + error_feedback) % 2],
+            world_sizes[(i // 2 + error_feedback) % len(world_sizes)],
+            wire_dtype,
+            error_feedback,
+        )
+        for i, wire_dtype in enumerate(NARROW)
+        for error_feedback in (False, True)
+    ]
+
+
+def over_wires(*world_sizes):
+    names = "transport, world_size, wire_dtype, error_feedback"
+    return pytest.mark.parametrize(names, _of_wires(*world_sizes), indirect=["transport"], ids=str)
+
+
 def _bind(comm, gradients, wire_dtype, label=1, **options):
     """A bucket of one view, and behind it its presence."""
     flat = torch.cat([gradients, gradients.new_zeros(1)])
@@ -154,11 +175,9 @@ def _bind(comm, gradients, wire_dtype, label=1, **options):
     return flat[:-1], bound
 
 
-@over_torch
+@over_wires(2, 3)
 @with_transport
-@pytest.mark.parametrize("error_feedback", [False, True])
-@pytest.mark.parametrize("wire_dtype", NARROW, ids=str)
-@on_ranks(2, 3)
+@on_ranks()
 def test_a_sum_is_rounded_once_before_and_once_after(comm, wire_dtype, error_feedback):
     for dtype in FLOATS:
         results = []
@@ -181,11 +200,9 @@ def test_a_sum_is_rounded_once_before_and_once_after(comm, wire_dtype, error_fee
         assert_same_on_all(comm, torch.cat(results))
 
 
-@over_torch
+@over_wires(3)
 @with_transport
-@pytest.mark.parametrize("error_feedback", [False, True])
-@pytest.mark.parametrize("wire_dtype", NARROW, ids=str)
-@on_ranks(3)
+@on_ranks()
 def test_ranks_have_the_same_bits_and_no_infinity_is_lost(comm, wire_dtype, error_feedback):
     torch.set_num_threads(1 + comm.rank % 2)  # which cut loops at other places
     for dtype in FLOATS if not error_feedback else FLOATS[:1]:

@@ -17,16 +17,16 @@ SEED = 1
 # By kind and transport, how many programs 2, 3 and 4 ranks run.
 COUNTS = {
     "reducer": {
-        "shm": (56, 22, 12),
-        "nccl": (18, 9, 5),
-        "group": (13, 8, 5),
-        "hierarchical": (8, 7, 5),
+        "shm": (28, 12, 8),
+        "nccl": (10, 6, 4),
+        "group": (7, 5, 3),
+        "hierarchical": (5, 5, 3),
     },
     "collective": {
-        "shm": (96, 56, 36),
-        "nccl": (28, 14, 9),
-        "group": (28, 14, 9),
-        "hierarchical": (16, 14, 12),
+        "shm": (48, 28, 18),
+        "nccl": (16, 8, 6),
+        "group": (14, 8, 6),
+        "hierarchical": (8, 8, 6),
     },
 }
 

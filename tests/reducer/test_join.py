@@ -159,7 +159,7 @@ def drawn(world_size, number):
 
 @over(2, shm=(2, 3, 4), nccl=(2, 3))
 def test_random_plans(ranks, transport, world_size):
-    ranks(world_size, check_drawn, 50 if transport == "shm" else 15)
+    ranks(world_size, check_drawn, 20 if transport == "shm" else 10)
 
 
 def check_drawn(comm, n):

@@ -26,6 +26,14 @@ def with_every_op(*sizes: int) -> list[tuple[int, str]]:
     return [(numel, op) for numel in sizes for op in OPS]
 
 
+def with_ops_in_turn(*sizes: int, first: int = 0) -> list[tuple[int, str]]:
+    """Each size with one operation: for code through which all operations go one way, the
+    arithmetic being checked elsewhere. With another `first` for each dtype, every size meets every
+    operation.
+    """
+    return [(numel, OPS[(first + i) % len(OPS)]) for i, numel in enumerate(sizes)]
+
+
 @contextlib.contextmanager
 def naming(*case: object) -> Iterator[None]:
     """Says in which case of a loop a comparison fails."""
