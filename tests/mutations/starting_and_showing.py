@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
+REDUCER = "fastcomm/reducer/reducer.py"
+TUNING = "tests/reducer/test_tuning.py"
 RUNNER = "tests/test_runner.py"
 
 MUTATIONS = (
@@ -20,5 +22,26 @@ MUTATIONS = (
         old="    if not answer.exists():\n        raise FastcommError(",
         new="    if not answer.exists():\n        return FastcommError(",
         tests=(f"{RUNNER}::test_a_rank_that_returns_nothing_of_use_is_named",),
+    ),
+    Mutation(
+        name="auto: buckets change after gradients were dropped",
+        file=REDUCER,
+        old="can_replan=is_between_steps and not self.skipped",
+        new="can_replan=is_between_steps",
+        tests=(f"{TUNING}::test_a_decision_that_is_put_off_for_long_is_given_up",),
+    ),
+    Mutation(
+        name="auto: reduce() puts decisions off",
+        file=REDUCER,
+        old="        self._open().count_all()\n        self._synchronize(is_between_steps=True)\n",
+        new="        self._open().count_all()\n        self._synchronize(is_between_steps=False)\n",
+        tests=(f"{TUNING}::test_a_rank_without_a_backward_takes_part_in_what_the_round_decides",),
+    ),
+    Mutation(
+        name="auto: each rank predicts by its own overlap",
+        file="fastcomm/reducer/tuning.py",
+        old="all(one.overlap for one in seen)",
+        new="reducer._overlap",
+        tests=(f"{TUNING}::test_ranks_with_another_overlap_come_to_one_choice",),
     ),
 )
