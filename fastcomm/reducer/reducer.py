@@ -225,6 +225,8 @@ class Reducer(UnevenData):
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._timeline is not None:
+            self._timeline.let_go()
         for bucket in self._buckets:
             bucket.release()
         let_go(self._buckets)

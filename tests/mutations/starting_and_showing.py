@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
 TUNING = "tests/reducer/test_tuning.py"
+TIMELINE = "tests/insight/test_timeline.py"
 RUNNER = "tests/test_runner.py"
 
 MUTATIONS = (
@@ -43,5 +44,19 @@ MUTATIONS = (
         old="all(one.overlap for one in seen)",
         new="reducer._overlap",
         tests=(f"{TUNING}::test_ranks_with_another_overlap_come_to_one_choice",),
+    ),
+    Mutation(
+        name="timeline: its hooks stay on a model that is detached",
+        file="fastcomm/insight/timeline.py",
+        old="        self._model = None\n        self._record()\n",
+        new="        self._record()\n",
+        tests=(f"{TIMELINE}::test_a_model_that_is_detached_has_no_hook_of_the_timeline",),
+    ),
+    Mutation(
+        name="timeline: rank 0 keeps to itself that it cannot write",
+        file="fastcomm/insight/timeline.py",
+        old="        if told is not None:\n",
+        new="        if False:\n",
+        tests=(f"{TIMELINE}::test_where_rank_0_cannot_write_all_ranks_learn_of_it",),
     ),
 )
