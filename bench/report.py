@@ -176,6 +176,8 @@ def _find_problem(options: argparse.Namespace) -> str | None:
         path = getattr(options, name[2:])
         if path not in (None, STDOUT) and not os.access(path.parent, os.W_OK):
             return f"{name} {path}: {path.parent} is not a folder this process can write to"
+        if path not in (None, STDOUT) and path.exists() and not _is_writable_file(path):
+            return f"{name} {path} is there, and is not a file this process can write to"
     for name in COUNTS:
         count = getattr(options, name, None)
         if isinstance(count, int) and count < 1:
@@ -200,24 +202,36 @@ def _find_problem(options: argparse.Namespace) -> str | None:
     return None
 
 
+def _is_writable_file(path: Path) -> bool:
+    return not path.is_dir() and os.access(path, os.W_OK)
+
+
 def _show_again(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Shows results of before, and ends the process."""
     all_results: list[Results] = []
     for path in options.source:
         try:
             found = json.loads(path.read_text())
+        except OSError as error:
+            parser.error(f"--from {path}: {error.strerror}")
         except ValueError as error:
             parser.error(f"--from {path}: not JSON: {error}")
         found = found if isinstance(found, list) else [found]
         if not all(isinstance(of, dict) and {"benchmark", "machine"} <= set(of) for of in found):
             parser.error(f"--from {path}: not the results of a benchmark")
         all_results += found
-    if options.plot is not None:
-        if len(all_results) > 1 or not chart.can_draw(all_results[0]):
-            parser.error(f"--plot cannot draw what is in {path}; --report can show it")
-        _draw(all_results[0], options.plot)
-    if options.report is not None:
-        write_page(all_results, options.report)
+    if options.plot is not None and (len(all_results) > 1 or not chart.can_draw(all_results[0])):
+        parser.error(f"--plot cannot draw what is in {path}; --report can show it")
+    try:
+        if options.plot is not None:
+            _draw(all_results[0], options.plot)
+        if options.report is not None:
+            write_page(all_results, options.report)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        names = ", ".join(map(str, options.source))
+        parser.error(
+            f"--from {names}: not as this version writes results: {type(error).__name__}: {error}"
+        )
     sys.exit()
 
 

@@ -134,6 +134,8 @@ def parse_options() -> argparse.Namespace:
     options = report.parse(parser)
     if min(options.ranks) < 2:
         parser.error("--ranks are at least 2: one rank does not communicate")
+    if min(options.caps) <= 0:
+        parser.error("--caps are sizes in MB, above 0")
     try:
         options.machine = machines.read(options.machine)
     except ValueError as error:

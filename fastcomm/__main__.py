@@ -60,10 +60,14 @@ examples:
 
 
 def main() -> int:
-    if not {"-h", "--help", "--version"}.isdisjoint(sys.argv) and not launchers.is_first_rank():
+    # What follows the name of a script is the script's.
+    asked = sys.argv[1:3] if sys.argv[1:2] == ["run"] else sys.argv[1:]
+    if not {"-h", "--help", "--version"}.isdisjoint(asked) and not launchers.is_first_rank():
         return 0  # the first one says it
     parser = make_parser()
     options, rest = parser.parse_known_args(with_name(sys.argv[1:]))
+    if rest and options.command in ("run", "info"):
+        parser.error(f"{options.command} does not take {' '.join(rest)}")
     if options.command == "run":
         return run(options)
     if options.command == "demo":
@@ -72,8 +76,6 @@ def main() -> int:
         become(str(script("bench", options.benchmark)), *rest)
     if options.command == "tune":
         become(str(script("bench", "tune")), *rest)
-    if rest:
-        parser.error(f"info does not take {' '.join(rest)}")
     facts = info()
     if options.json:
         print(json.dumps(facts, indent=1))

@@ -61,7 +61,7 @@ def launcher() -> Launcher:
 def is_first_rank() -> bool:
     """Or not one of several processes that a launcher has started."""
     found = _launcher_or_none()
-    return found is None or os.environ[found.rank] == "0"
+    return found is None or os.environ.get(found.rank, "0") == "0"
 
 
 def local_rank(rank: int | None, world_size: int | None) -> int | None:
@@ -143,9 +143,16 @@ def _tcp(host: str, port: int) -> str:
 
 def _own_folder() -> Path:
     """Where no other user may put a file that ours would read."""
-    folder = Path(tempfile.gettempdir(), f"fastcomm-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    try:
+        folder = Path(tempfile.gettempdir(), f"fastcomm-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise InitError(
+            f"the ranks cannot meet at a file: {error}. Set TMPDIR to a folder that this user can "
+            "write to, or MASTER_ADDR to the name of this host, in the environment of every rank"
+        ) from error
+    if owner != os.getuid():
         raise InitError(f"{folder} belongs to another user: set TMPDIR, or MASTER_ADDR")
     return folder
 

@@ -149,6 +149,17 @@ def test_other_ranks_than_the_first_leave_the_help_to_it(
     assert console.prints(*command, "--help") == ""
 
 
+def test_what_a_script_is_told_is_no_question_for_help(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else -h of a script would do nothing on all ranks but the first, and report success."""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    ran = []
+    monkeypatch.setattr(command_line.runner, "run", lambda *arguments: ran.append(arguments))
+    status, _, _ = console("run", "train.py", "-h", "128")
+    assert status == 0 and ran == [(["train.py", "-h", "128"], None, None)]
+
+
 def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert console.prints("--help").count("usage:") == 1
@@ -161,6 +172,7 @@ def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.Mo
         (("bench",), "NAME"),
         (("bench", "everything"), "choose from"),
         (("info", "--yaml"), "--yaml"),
+        (("run", "--thread=2", "train.py"), "run does not take --thread=2"),
         (("demo", "--steps", "many"), "invalid int value: 'many'"),
     ],
 )
@@ -221,6 +233,26 @@ def test_json_that_no_benchmark_wrote_is_refused(
     arguments = ("--from", str(tmp_path / "x.json"), "--report", str(tmp_path / "x.html"))
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and "not the results of a benchmark" in err
+
+
+@pytest.mark.parametrize("option, name", [("--report", "x.html"), ("--plot", "x.png")])
+def test_results_that_lack_something_are_refused(
+    console: Console, bench: dict[str, ModuleType], tmp_path: Path, option: str, name: str
+) -> None:
+    found = {"benchmark": "step", "machine": {"date": "2026-01-01"}}
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    arguments = ("--from", str(tmp_path / "x.json"), option, str(tmp_path / name))
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and "x.json: not as this version writes results: KeyError: " in err
+    assert not (tmp_path / name).exists()
+
+
+def test_a_folder_in_the_place_of_results_is_refused_before_anything_is_measured(
+    console: Console, bench: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "x.html").mkdir()
+    status, out, err = console("--report", str(tmp_path / "x.html"), of=bench["step"])
+    assert status == 2 and "x.html is there, and is not a file" in err and out == ""
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,9 @@ def test_what_tune_cannot_do_is_refused(
     with pytest.raises(SystemExit):
         run("tune", *arguments)
     assert words in capsys.readouterr().err
+
+
+def test_buckets_of_no_size_are_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("simulate", "--caps", "5", "0")
+    assert "--caps are sizes in MB, above 0" in capsys.readouterr().err

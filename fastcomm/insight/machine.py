@@ -55,7 +55,7 @@ class Machine:
             raise ValueError('algorithm "direct" is for ranks of one host: leave the network out')
         for name in ("ranks_per_host", "links", "cores"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1 on; got {value!r}")
 
     def local_ranks(self, ranks: int) -> int:
@@ -159,12 +159,16 @@ def _link(name: str, table: Mapping[str, Any]) -> Link:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:  # a NaN is not
         raise ValueError(f"{name} must be a number that is not negative; got {value!r}")
     return float(value)
 
 
-def _refuse_unknown(where: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _refuse_unknown(where: str, table: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(table, Mapping):
+        name = where.removesuffix(".")
+        raise ValueError(f"{name} must be a table, [{name}]; got {table!r}")
     for name in table:
         if name not in known:
             raise ValueError(f"{where}{name} is unknown; known are {', '.join(known)}")

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.communicator import Communicator
+from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.errors import FastcommError
 from fastcomm.insight import plot, summary, trace
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
@@ -97,6 +98,11 @@ class Timeline:
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._record()
 
+    def let_go(self) -> None:
+        """For reducers: the model is not attached any more. What was recorded stays."""
+        self._model = None
+        self._record()
+
     def _record(self) -> None:
         """Hangs the recorder in, or takes it out."""
         for handle in self._handles:
@@ -129,24 +135,41 @@ class Timeline:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes all ranks' steps as JSON, which ui.perfetto.dev and chrome://tracing open. Every
-        rank calls it; rank 0 writes.
+        rank calls it; rank 0 writes. Where it cannot, it raises what has gone wrong, the other
+        ranks FastcommError.
         """
         joined = self._join()
-        if self._comm.rank == 0:
+
+        def write() -> None:
             with open(path, "w") as file:
                 json.dump(trace.trace(joined), file)
 
+        self._on_rank_0(write, path)
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the newest round that all ranks have recorded; path: .png, .svg or another format
-        of matplotlib. Every rank calls it; rank 0 writes. Raises ValueError, on every rank, where
-        there is no such round. Needs matplotlib.
+        of matplotlib. Every rank calls it; rank 0 writes, and raises as save_trace(). Raises
+        ValueError, on every rank, where there is no such round. Needs matplotlib.
         """
         joined = self._join()
         rounds = joined.rounds()
         if not rounds:
             raise ValueError("there is nothing to plot: no step yet that all ranks have recorded")
+        self._on_rank_0(lambda: plot.plot(joined, rounds[-1], path), path)
+
+    def _on_rank_0(self, write: Callable[[], None], path: str | os.PathLike[str]) -> None:
+        """Lets the other ranks know whether it has come to an end. Collective."""
+        problem: Exception | None = None
         if self._comm.rank == 0:
-            plot.plot(joined, rounds[-1], path)
+            try:
+                write()
+            except Exception as error:
+                problem = error
+        told = gather_objects(self._comm, problem and f"{type(problem).__name__}: {problem}")[0]
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise FastcommError(f"rank 0 could not write {os.fspath(path)}: {told}")
 
     def _join(self) -> Joined:
         """Collective."""

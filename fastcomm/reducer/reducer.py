@@ -225,6 +225,8 @@ class Reducer(UnevenData):
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._timeline is not None:
+            self._timeline.let_go()
         for bucket in self._buckets:
             bucket.release()
         let_go(self._buckets)
@@ -330,9 +332,7 @@ class Reducer(UnevenData):
         if node is not None:
             call_when_outer_goes_on(node, self._go_on_with_outer)
         elif not is_inside or ending is None or ending.is_full:
-            self.synchronize()
-            if not self._tuning.is_over:
-                self._tuning.after_backward(self, can_replan=not (is_inside or self.skipped))
+            self._synchronize(is_between_steps=not is_inside)
 
     def _go_on_with_outer(self) -> None:
         """The backward around the one that has ended gives gradients to the same round."""
@@ -352,6 +352,10 @@ class Reducer(UnevenData):
         is under way already: the other ranks will have this step's gradients, and so has this one.
         What it raises a second time aborts the communicator.
         """
+        self._synchronize(is_between_steps=False)
+
+    def _synchronize(self, *, is_between_steps: bool) -> None:
+        """is_between_steps: no other backward is under way, and no step of an optimizer."""
         self._raise_deferred()
         if self._round is None and self._skipping.vote is not None:
             self._open().count_all()  # no backward has taken this rank's part
@@ -366,6 +370,8 @@ class Reducer(UnevenData):
                 "backward() and not in a hook inside it"
             )
         end(self, ending)
+        if not self._tuning.is_over:  # however the round has ended here: it has on all ranks
+            self._tuning.after_round(self, can_replan=is_between_steps and not self.skipped)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next
@@ -397,7 +403,7 @@ class Reducer(UnevenData):
         if self._round is not None:
             self.synchronize()
         self._open().count_all()
-        self.synchronize()
+        self._synchronize(is_between_steps=True)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from fastcomm.runner import cores
 
 WARM_UP_ROUNDS = 2  # with new buckets: memory is touched for the first time
 MEASURED_ROUNDS = 5
+_PATIENCE_ROUNDS = 20  # that a decision is put off at most, where no round ends between two steps
 _LEAST_ROUNDS = 3  # that tell when gradients are ready; with fewer the default stays
 # Of the step, on a GPU: the host does not see how long the device takes for the backward, which
 # takes about twice what the forward does.
@@ -68,7 +69,7 @@ class Tunable(Protocol):
 class _Seen(NamedTuple):
     """What one rank tells the others. period_s: of its steps. step: of a step without
     communication, its gradients in the parameters' order; None if too little was seen. can_replan:
-    no other backward is under way.
+    no backward is under way, no step of an optimizer. overlap: an option that ranks need not share.
     """
 
     period_s: float
@@ -76,6 +77,7 @@ class _Seen(NamedTuple):
     cores: int
     local_rank: int
     can_replan: bool
+    overlap: bool
 
 
 class Tuning:
@@ -109,9 +111,10 @@ class Tuning:
         so_far = "" if self.is_over else " so far"
         return f", bucket_cap_mb auto: {self.options.bucket_cap_mb:g}{so_far}"
 
-    def after_backward(self, reducer: Tunable, can_replan: bool) -> None:
-        """A round has ended, and with it a backward. Collective in the rounds that decide; all
-        ranks end the same rounds. can_replan: no other backward is under way around this one.
+    def after_round(self, reducer: Tunable, can_replan: bool) -> None:
+        """A round has ended. Collective in the rounds that decide; all ranks end the same rounds,
+        one by a backward, another without, as after skip_step(). can_replan: no backward is under
+        way, and no step of an optimizer.
         """
         if self.is_over:
             return
@@ -119,11 +122,14 @@ class Tuning:
             self._stop(reducer)  # a graph will go on using the buckets there are
             return
         self._note_round(reducer)
-        if reducer.n_rounds - self._began_at >= WARM_UP_ROUNDS + MEASURED_ROUNDS:
+        n_late = reducer.n_rounds - self._began_at - WARM_UP_ROUNDS - MEASURED_ROUNDS
+        if n_late >= 0:
             seen = gather_objects(reducer.comm, self._seen(reducer, can_replan))
-            if all(one.can_replan for one in seen):  # else in a later round
+            if all(one.can_replan for one in seen):
                 decide = self._propose if self._default_s is None else self._judge
                 decide(reducer, seen)
+            elif n_late >= _PATIENCE_ROUNDS:
+                self._stop(reducer)
         self._ended_s = time.perf_counter()
 
     def _note_round(self, reducer: Tunable) -> None:
@@ -143,7 +149,8 @@ class Tuning:
             steps = [s for s in read_steps(reducer.recorder) if s.kind == "reduced"]
             if len(steps) >= _LEAST_ROUNDS:
                 step = self._local_step(reducer, steps[-MEASURED_ROUNDS:], period_s)
-        return _Seen(period_s, step, cores(), reducer.comm.local_rank, can_replan)
+        local_rank = reducer.comm.local_rank
+        return _Seen(period_s, step, cores(), local_rank, can_replan, reducer._overlap)
 
     def _local_step(self, reducer: Tunable, steps: Sequence[Step], period_s: float) -> LocalStep:
         """What the steps would be without communication."""
@@ -178,8 +185,8 @@ class Tuning:
         delays = not reducer.comm.has_streams and (
             not reducer.comm.progresses_itself or local_ranks >= min(one.cores for one in seen)
         )
-        step = _median_step(steps)
-        choice = choose_cap(predict_caps(step, planner, costs, delays, reducer._overlap))
+        step, overlap = _median_step(steps), all(one.overlap for one in seen)
+        choice = choose_cap(predict_caps(step, planner, costs, delays, overlap))
         if choice.cap_mb == DEFAULT_CAP_MB:
             self._stop(reducer)
         else:

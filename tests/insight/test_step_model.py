@@ -229,6 +229,11 @@ HOST = {"latency_us": 1, "gbytes_per_s": 10}
         ({"host": HOST | {"gbytes_per_s": 0}}, "host.gbytes_per_s must be more than 0"),
         ({"host": HOST, "algorithm": "star"}, "algorithm must be one of direct, ring"),
         ({"host": HOST, "cores": 0}, "cores must be a whole number"),
+        ({"host": HOST, "links": True}, "links must be a whole number"),
+        ({"host": HOST | {"gbytes_per_s": math.nan}}, "host.gbytes_per_s must be a number"),
+        ({"host": HOST, "step": {"forward_ms": math.inf}}, "step.forward_ms must be a number"),
+        ({"host": 3}, "host must be a table, [host]; got 3"),
+        ({"host": HOST, "step": [1]}, "step must be a table, [step]; got [1]"),
         ({"host": HOST, "network": HOST, "algorithm": "direct"}, "leave the network out"),
     ],
 )

@@ -206,6 +206,31 @@ def test_refresh_begins_a_timeline_anew(comm):
 
 @on_cpu
 @on_ranks(2)
+def test_a_model_that_is_detached_has_no_hook_of_the_timeline(comm):
+    model, reducer, _, timeline = _train(comm)
+    reducer.detach()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert "rounds 1 to 1" in timeline.summary()
+    timeline.stop()
+    timeline.start()
+    assert not model._forward_hooks
+
+
+@on_cpu
+@on_ranks(2)
+def test_where_rank_0_cannot_write_all_ranks_learn_of_it(comm):
+    _, _, _, timeline = _train(comm)
+    error = FileNotFoundError if comm.rank == 0 else FastcommError
+    for write in (timeline.save_trace, timeline.plot):
+        with pytest.raises(error, match="/nowhere/x.png") as raised:
+            write("/nowhere/x.png")
+        if comm.rank == 1:
+            told = "rank 0 could not write /nowhere/x.png: FileNotFoundError: "
+            assert str(raised.value).startswith(told)
+
+
+@on_cpu
+@on_ranks(2)
 def test_a_timeline_keeps_no_model_alive(comm):
     model, reducer, optimizer, timeline = _train(comm)
     gone = weakref.ref(model)

@@ -24,6 +24,7 @@ from tests.mutations import (
     shares,
     shm,
     skips,
+    starting_and_showing,
     weights,
 )
 
@@ -46,5 +47,6 @@ AREAS = (
     compiled,
     skips,
     counts,
+    starting_and_showing,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

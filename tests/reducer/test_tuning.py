@@ -116,8 +116,55 @@ def test_a_backward_inside_another_leaves_the_buckets_alone(comm):
             for step in range(ROUNDS // 2 - 1):
                 backward(model, comm.rank, step)
             before = reducer._buckets
-            watched.after_backward(reducer, can_replan=False)
+            watched.after_round(reducer, can_replan=False)
             assert reducer._buckets is before
+
+
+@pytest.mark.parametrize("votes", [False, True], ids=["by hand", "vote"])
+@on_ranks(2)
+def test_a_rank_without_a_backward_takes_part_in_what_the_round_decides(comm, votes):
+    """Where it votes to drop the step, the round decides nothing: the next one does."""
+    decides = (ROUNDS // 2, ROUNDS + votes)
+    with _choosing(TINY_MB):
+        _, (model, reducer) = _models(comm, skip_nonfinite=votes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(1, ROUNDS + 2 * votes + 1):
+            assert "so far" in repr(reducer)
+            optimizer.zero_grad()
+            is_without = comm.rank == 1 and step in decides
+            if votes:
+                reducer.skip_step() if is_without else backward(model, comm.rank, step)
+            else:
+                reducer.set_weight(int(not is_without))
+                reducer.reduce() if is_without else backward(model, comm.rank, step)
+            optimizer.step()
+    assert f"auto: {TINY_MB:g};" in repr(reducer)
+    reducer.check_in_sync(optimizer)
+
+
+@on_ranks(2)
+def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
+    with _choosing(TINY_MB):
+        _, (model, reducer) = _models(comm, skip_nonfinite=True)
+        with mock.patch.object(tuning, "_PATIENCE_ROUNDS", 1):
+            for step in range(ROUNDS // 2 + 1):
+                assert "auto: 25 so far" in repr(reducer)
+                reducer.skip_step()
+                backward(model, comm.rank, step)
+    assert "auto: 25;" in repr(reducer)
+
+
+@on_ranks(2)
+def test_ranks_with_another_overlap_come_to_one_choice(comm):
+    def promise(step, planner, costs, delays, overlap):
+        return {DEFAULT_CAP_MB: 1.0, TINY_MB: 0.5 if overlap else 1.5}
+
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", overlap=comm.rank == 0).attach(model)
+    with mock.patch.object(tuning, "predict_caps", promise):
+        for step in range(ROUNDS // 2 + 1):
+            backward(model, comm.rank, step)
+    assert "auto: 25;" in repr(reducer)
 
 
 def _attach_with_different_sizes(comm):

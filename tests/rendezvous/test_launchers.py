@@ -252,6 +252,21 @@ def test_a_launcher_that_is_hidden_asks_for_an_address(bare):
         fastcomm.init()
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(bare, tmp_path):
+    put_up(bare, MPICH)
+    bare.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"fastcomm-{os.getuid()}").touch()
+    with pytest.raises(InitError, match="cannot meet at a file: .*File exists.*Set TMPDIR"):
+        fastcomm.init()
+
+
+def test_a_rank_that_its_launcher_does_not_tell_is_asked_for(bare):
+    bare.setenv("MPI_LOCALRANKID", "0")
+    assert launchers.is_first_rank()
+    with pytest.raises(InitError, match="PMI_RANK is not set"):
+        fastcomm.init()
+
+
 def test_the_folder_of_another_user_is_refused(bare, tmp_path):
     put_up(bare, MPICH)
     bare.setattr("tempfile.gettempdir", lambda: str(tmp_path))

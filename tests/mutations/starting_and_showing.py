@@ -1,0 +1,62 @@
+"""How ranks are started and end, how they choose the size of their buckets, and timelines."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+REDUCER = "fastcomm/reducer/reducer.py"
+TUNING = "tests/reducer/test_tuning.py"
+TIMELINE = "tests/insight/test_timeline.py"
+RUNNER = "tests/test_runner.py"
+
+MUTATIONS = (
+    Mutation(
+        name="run: ranks outlive a launcher that is killed",
+        file="fastcomm/rank_process.py",
+        old="    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        new="",
+        tests=(f"{RUNNER}::test_ranks_end_with_a_launcher_that_is_killed",),
+    ),
+    Mutation(
+        name="launch: a rank that has returned nothing counts as one that returns None",
+        file="fastcomm/runner.py",
+        old="    if not answer.exists():\n        raise FastcommError(",
+        new="    if not answer.exists():\n        return FastcommError(",
+        tests=(f"{RUNNER}::test_a_rank_that_returns_nothing_of_use_is_named",),
+    ),
+    Mutation(
+        name="auto: buckets change after gradients were dropped",
+        file=REDUCER,
+        old="can_replan=is_between_steps and not self.skipped",
+        new="can_replan=is_between_steps",
+        tests=(f"{TUNING}::test_a_decision_that_is_put_off_for_long_is_given_up",),
+    ),
+    Mutation(
+        name="auto: reduce() puts decisions off",
+        file=REDUCER,
+        old="        self._open().count_all()\n        self._synchronize(is_between_steps=True)\n",
+        new="        self._open().count_all()\n        self._synchronize(is_between_steps=False)\n",
+        tests=(f"{TUNING}::test_a_rank_without_a_backward_takes_part_in_what_the_round_decides",),
+    ),
+    Mutation(
+        name="auto: each rank predicts by its own overlap",
+        file="fastcomm/reducer/tuning.py",
+        old="all(one.overlap for one in seen)",
+        new="reducer._overlap",
+        tests=(f"{TUNING}::test_ranks_with_another_overlap_come_to_one_choice",),
+    ),
+    Mutation(
+        name="timeline: its hooks stay on a model that is detached",
+        file="fastcomm/insight/timeline.py",
+        old="        self._model = None\n        self._record()\n",
+        new="        self._record()\n",
+        tests=(f"{TIMELINE}::test_a_model_that_is_detached_has_no_hook_of_the_timeline",),
+    ),
+    Mutation(
+        name="timeline: rank 0 keeps to itself that it cannot write",
+        file="fastcomm/insight/timeline.py",
+        old="        if told is not None:\n",
+        new="        if False:\n",
+        tests=(f"{TIMELINE}::test_where_rank_0_cannot_write_all_ranks_learn_of_it",),
+    ),
+)
