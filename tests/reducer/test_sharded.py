@@ -79,6 +79,7 @@ def test_an_elementwise_optimizer_of_the_users_own_may_be_cut(comm, buckets):
     Pair(comm, mlp(), Lion, {"lr": 0.01}, sharding={"elementwise": True}, **buckets).train()
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="comes with torch 2.9")
 @on_ranks(2)
 def test_muon_steps_matrices_whole(comm):
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
