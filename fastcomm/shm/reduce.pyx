@@ -11,7 +11,7 @@ cdef extern from "shm/reduce_16bit.c":
     pass
 
 cdef extern from "shm/reduce.c":
-    void shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
+    bint shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
                     void *const *outputs, int n_outputs) nogil
 
 
@@ -20,10 +20,12 @@ def reduce_shards(list buffers, str op="sum"):
     every one of them.
 
     One pass that reads n and writes n tensors, in this process alone: the arithmetic of all_reduce
-    without its flags. The benchmarks use it as the streaming bound of the machine. Raises
-    ValueError or TypeError for tensors that do not fit together.
+    without its flags. The benchmarks use it as the streaming bound of the machine. Returns whether
+    an element of the result is infinite or NaN; of one tensor that is not known, and the answer
+    True. Raises ValueError or TypeError for tensors that do not fit together.
     """
     cdef const void *inputs[SHM_MAX_RANKS]
+    cdef bint has_nonfinite
     cdef int code = OPS.index(canonical_op(op)), n = len(buffers)
     if not 1 <= n <= SHM_MAX_RANKS:
         raise ValueError(f"expected 1 to {SHM_MAX_RANKS} tensors; got {n}")
@@ -39,4 +41,7 @@ def reduce_shards(list buffers, str op="sum"):
     cdef int dtype = CPU_DTYPES.index(first.dtype)
     cdef size_t numel = first.numel()
     with nogil:
-        shm_reduce(dtype, code, numel, inputs, n, <void *const *>inputs, n)
+        has_nonfinite = shm_reduce(
+            dtype, code, numel, inputs, n, <void *const *>inputs, n
+        )
+    return has_nonfinite

@@ -14,15 +14,14 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
            (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
 }
 
-/* Reduces all ranks' inputs by the collective's op. */
-static void reduce_inputs(const struct shm_comm *comm, const struct shm_descriptor *d, size_t numel,
+/* Reduces all ranks' inputs by the collective's op. Returns false if the result is finite. */
+static bool reduce_inputs(const struct shm_comm *comm, const struct shm_descriptor *d, size_t numel,
                           const void *const *inputs, void *const *outputs, int n_outputs) {
     if (comm->has_factors) {
-        shm_reduce_weighted(d->dtype, numel, inputs, comm->factors, comm->world_size, outputs,
-                            n_outputs);
-    } else {
-        shm_reduce(d->dtype, d->op, numel, inputs, comm->world_size, outputs, n_outputs);
+        return shm_reduce_weighted(d->dtype, numel, inputs, comm->factors, comm->world_size,
+                                   outputs, n_outputs);
     }
+    return shm_reduce(d->dtype, d->op, numel, inputs, comm->world_size, outputs, n_outputs);
 }
 
 /* Reduces elements [begin, begin + numel) of the tensor, and counts what is asked for in the
@@ -34,8 +33,12 @@ static void reduce_elements(const struct shm_comm *comm, struct collective *c, u
     uint64_t end = shm_is_tallied(d->dtype) ? c->counting.numel : 0;
     while (begin < end && numel > 0) {
         uint64_t length = min64(min64(numel, end - begin), COUNTED_BYTES / itemsize);
-        reduce_inputs(comm, d, length, inputs, outputs, n_outputs);
-        shm_add_to_tally(&c->tally, d->dtype, length, outputs[0], c->counting.adds_squares);
+        if (reduce_inputs(comm, d, length, inputs, outputs, n_outputs)) {
+            c->tally.n_nonfinite += shm_count_nonfinite(d->dtype, length, outputs[0]);
+        }
+        if (c->counting.adds_squares) {
+            c->tally.square_sum += shm_add_squares(d->dtype, length, outputs[0]);
+        }
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] = (const char *)inputs[r] + length * itemsize;
         }

@@ -130,9 +130,9 @@ static bool run_head(struct shm_comm *comm) {
         }
     }
     if (c->counting.numel > 0) {
-        /* A rank cannot know there whether the others add squares, and norms that ranks take in
-         * different ways may differ in the last bit. */
-        if (c->path == INLINE) {
+        /* On the inline path a rank cannot know whether the others add squares, and norms that
+         * ranks take in different ways may differ in the last bit. */
+        if (!c->counting.adds_squares || c->tally.n_nonfinite > 0 || c->path == INLINE) {
             c->tally.square_sum = (double)NAN;
         }
         control_of(comm, comm->rank)->counted[seq % SHM_RING] =

@@ -68,21 +68,48 @@ INLINE uint16_t narrow_bfloat16(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
-#define REDUCTION(NAME, ELEMENT, WIDE, WIDEN, COMBINE, SCALE, NARROW)                              \
-    CLONES static void NAME(const struct reduction *job) {                                         \
+/* What is infinite or NaN has all ones in its exponent: with one more they carry into the place of
+ * the sign. Zero of integers. */
+INLINE uint32_t carry_float32(float result) {
+    return (bits_of_float(result) & 0x7fffffffu) + (1u << 23);
+}
+
+INLINE uint64_t carry_float64(double result) {
+    uint64_t bits;
+    memcpy(&bits, &result, sizeof bits);
+    return (bits & 0x7fffffffffffffffu) + (1ull << 52);
+}
+
+INLINE uint16_t carry_float16(uint16_t result) {
+    return (uint16_t)((result & 0x7fffu) + (1u << 10));
+}
+
+INLINE uint16_t carry_bfloat16(uint16_t result) {
+    return (uint16_t)((result & 0x7fffu) + (1u << 7));
+}
+
+#define NO_CARRY(result) ((uint8_t)0)
+#define IS_CARRIED(carries) (((carries) >> (8 * sizeof(carries) - 1) & 1) != 0)
+
+#define REDUCTION(NAME, ELEMENT, WIDE, WIDEN, COMBINE, SCALE, NARROW, CARRY)                       \
+    CLONES static bool NAME(const struct reduction *job) {                                         \
         const size_t numel = job->numel; /* a copy, which no store through an output can change */ \
         const int last = job->n_inputs - 1;                                                        \
+        __typeof__(CARRY((ELEMENT)0)) carries = 0;                                                 \
         const WIDE count = (WIDE)job->n_inputs, reciprocal = (WIDE)1 / count;                      \
         (void)count, (void)reciprocal; /* only a mean looks at them */                             \
         if (last == 1) {                                                                           \
             const ELEMENT *const a = job->inputs[0], *const b = job->inputs[1];                    \
             ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];       \
             INDEPENDENT_ITERATIONS                                                                 \
-            for (size_t i = 0; i < numel; i++)                                                     \
-                x[i] = y[i] = NARROW(SCALE(COMBINE(WIDEN(a[i]), WIDEN(b[i]))));                    \
+            for (size_t i = 0; i < numel; i++) {                                                   \
+                const ELEMENT result = NARROW(SCALE(COMBINE(WIDEN(a[i]), WIDEN(b[i]))));           \
+                x[i] = y[i] = result;                                                              \
+                carries |= CARRY(result);                                                          \
+            }                                                                                      \
             for (int j = 2; j < job->n_outputs; j++)                                               \
                 memcpy(job->outputs[j], x, numel * sizeof(ELEMENT));                               \
-            return;                                                                                \
+            return IS_CARRIED(carries);                                                            \
         }                                                                                          \
         for (size_t start = 0; start < numel; start += BLOCK) {                                    \
             const size_t length = numel - start < BLOCK ? numel - start : BLOCK;                   \
@@ -101,28 +128,36 @@ INLINE uint16_t narrow_bfloat16(float value) {
             ELEMENT *const x = (ELEMENT *)job->outputs[0] + start,                                 \
                            *const y = (ELEMENT *)job->outputs[job->n_outputs > 1] + start;         \
             INDEPENDENT_ITERATIONS                                                                 \
-            for (size_t i = 0; i < length; i++)                                                    \
-                x[i] = y[i] = NARROW(SCALE(COMBINE(wide[i], WIDEN(b[i]))));                        \
+            for (size_t i = 0; i < length; i++) {                                                  \
+                const ELEMENT result = NARROW(SCALE(COMBINE(wide[i], WIDEN(b[i]))));               \
+                x[i] = y[i] = result;                                                              \
+                carries |= CARRY(result);                                                          \
+            }                                                                                      \
             for (int j = 2; j < job->n_outputs; j++)                                               \
                 memcpy((ELEMENT *)job->outputs[j] + start, x, length * sizeof(ELEMENT));           \
         }                                                                                          \
+        return IS_CARRIED(carries);                                                                \
     }
 
 /* As REDUCTION, for one input and more, each times its factor. */
-#define WEIGHTED_REDUCTION(NAME, ELEMENT, WIDE, WIDEN, NARROW)                                     \
-    CLONES static void NAME(const struct reduction *job) {                                         \
+#define WEIGHTED_REDUCTION(NAME, ELEMENT, WIDE, WIDEN, NARROW, CARRY)                              \
+    CLONES static bool NAME(const struct reduction *job) {                                         \
         const size_t numel = job->numel;                                                           \
         const int last = job->n_inputs - 1;                                                        \
+        __typeof__(CARRY((ELEMENT)0)) carries = 0;                                                 \
         const WIDE of_first = (WIDE)job->factors[0], of_last = (WIDE)job->factors[last];           \
         if (last == 1) {                                                                           \
             const ELEMENT *const a = job->inputs[0], *const b = job->inputs[1];                    \
             ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];       \
             INDEPENDENT_ITERATIONS                                                                 \
-            for (size_t i = 0; i < numel; i++)                                                     \
-                x[i] = y[i] = NARROW(WIDEN(a[i]) * of_first + WIDEN(b[i]) * of_last);              \
+            for (size_t i = 0; i < numel; i++) {                                                   \
+                const ELEMENT result = NARROW(WIDEN(a[i]) * of_first + WIDEN(b[i]) * of_last);     \
+                x[i] = y[i] = result;                                                              \
+                carries |= CARRY(result);                                                          \
+            }                                                                                      \
             for (int j = 2; j < job->n_outputs; j++)                                               \
                 memcpy(job->outputs[j], x, numel * sizeof(ELEMENT));                               \
-            return;                                                                                \
+            return IS_CARRIED(carries);                                                            \
         }                                                                                          \
         for (size_t start = 0; start < numel; start += BLOCK) {                                    \
             const size_t length = numel - start < BLOCK ? numel - start : BLOCK;                   \
@@ -140,11 +175,15 @@ INLINE uint16_t narrow_bfloat16(float value) {
             ELEMENT *const x = (ELEMENT *)job->outputs[0] + start,                                 \
                            *const y = (ELEMENT *)job->outputs[job->n_outputs > 1] + start;         \
             INDEPENDENT_ITERATIONS                                                                 \
-            for (size_t i = 0; i < length; i++)                                                    \
-                x[i] = y[i] = NARROW(wide[i]);                                                     \
+            for (size_t i = 0; i < length; i++) {                                                  \
+                const ELEMENT result = NARROW(wide[i]);                                            \
+                x[i] = y[i] = result;                                                              \
+                carries |= CARRY(result);                                                          \
+            }                                                                                      \
             for (int j = 2; j < job->n_outputs; j++)                                               \
                 memcpy((ELEMENT *)job->outputs[j] + start, x, length * sizeof(ELEMENT));           \
         }                                                                                          \
+        return IS_CARRIED(carries);                                                                \
     }
 
 #define SAME(a) (a)
@@ -161,22 +200,23 @@ INLINE uint16_t narrow_bfloat16(float value) {
 /* A mean over a power of two ranks multiplies by the reciprocal, which is exact then and faster
  * than a division. */
 #define FLOAT_REDUCTIONS(DTYPE, ELEMENT, WIDE, WIDEN, NARROW)                                      \
-    REDUCTION(DTYPE##_sum, ELEMENT, WIDE, WIDEN, ADD, SAME, NARROW)                                \
-    REDUCTION(DTYPE##_mean_of_2k, ELEMENT, WIDE, WIDEN, ADD, TIMES_RECIPROCAL, NARROW)             \
-    REDUCTION(DTYPE##_mean, ELEMENT, WIDE, WIDEN, ADD, OVER_COUNT, NARROW)                         \
-    REDUCTION(DTYPE##_min, ELEMENT, WIDE, WIDEN, LEAST_OR_NAN, SAME, NARROW)                       \
-    REDUCTION(DTYPE##_max, ELEMENT, WIDE, WIDEN, GREATEST_OR_NAN, SAME, NARROW)                    \
-    REDUCTION(DTYPE##_prod, ELEMENT, WIDE, WIDEN, MULTIPLY, SAME, NARROW)                          \
-    WEIGHTED_REDUCTION(DTYPE##_weighted, ELEMENT, WIDE, WIDEN, NARROW)
+    REDUCTION(DTYPE##_sum, ELEMENT, WIDE, WIDEN, ADD, SAME, NARROW, carry_##DTYPE)                 \
+    REDUCTION(DTYPE##_mean_of_2k, ELEMENT, WIDE, WIDEN, ADD, TIMES_RECIPROCAL, NARROW,             \
+              carry_##DTYPE)                                                                       \
+    REDUCTION(DTYPE##_mean, ELEMENT, WIDE, WIDEN, ADD, OVER_COUNT, NARROW, carry_##DTYPE)          \
+    REDUCTION(DTYPE##_min, ELEMENT, WIDE, WIDEN, LEAST_OR_NAN, SAME, NARROW, carry_##DTYPE)        \
+    REDUCTION(DTYPE##_max, ELEMENT, WIDE, WIDEN, GREATEST_OR_NAN, SAME, NARROW, carry_##DTYPE)     \
+    REDUCTION(DTYPE##_prod, ELEMENT, WIDE, WIDEN, MULTIPLY, SAME, NARROW, carry_##DTYPE)           \
+    WEIGHTED_REDUCTION(DTYPE##_weighted, ELEMENT, WIDE, WIDEN, NARROW, carry_##DTYPE)
 
 /* Sums and products are unsigned, as they wrap around. TOTAL is wide enough for the sum that a mean
  * divides. */
 #define INTEGER_REDUCTIONS(DTYPE, ELEMENT, UNSIGNED, TOTAL)                                        \
-    REDUCTION(DTYPE##_sum, UNSIGNED, UNSIGNED, SAME, ADD, SAME, (UNSIGNED))                        \
-    REDUCTION(DTYPE##_mean, ELEMENT, TOTAL, (TOTAL), ADD, OVER_COUNT, (ELEMENT))                   \
-    REDUCTION(DTYPE##_min, ELEMENT, ELEMENT, SAME, LEAST, SAME, SAME)                              \
-    REDUCTION(DTYPE##_max, ELEMENT, ELEMENT, SAME, GREATEST, SAME, SAME)                           \
-    REDUCTION(DTYPE##_prod, UNSIGNED, UNSIGNED, SAME, MULTIPLY, SAME, (UNSIGNED))
+    REDUCTION(DTYPE##_sum, UNSIGNED, UNSIGNED, SAME, ADD, SAME, (UNSIGNED), NO_CARRY)              \
+    REDUCTION(DTYPE##_mean, ELEMENT, TOTAL, (TOTAL), ADD, OVER_COUNT, (ELEMENT), NO_CARRY)         \
+    REDUCTION(DTYPE##_min, ELEMENT, ELEMENT, SAME, LEAST, SAME, SAME, NO_CARRY)                    \
+    REDUCTION(DTYPE##_max, ELEMENT, ELEMENT, SAME, GREATEST, SAME, SAME, NO_CARRY)                 \
+    REDUCTION(DTYPE##_prod, UNSIGNED, UNSIGNED, SAME, MULTIPLY, SAME, (UNSIGNED), NO_CARRY)
 
 FLOAT_REDUCTIONS(float32, float, float, SAME, SAME)
 FLOAT_REDUCTIONS(float64, double, double, SAME, SAME)
@@ -193,7 +233,7 @@ INTEGER_REDUCTIONS(uint8, uint8_t, uint8_t, int64_t)
         [WEIGHTED] = OF_WEIGHTS,                                                                   \
     }
 
-static void (*const kernels[SHM_DTYPES][KERNELS])(const struct reduction *) = {
+static bool (*const kernels[SHM_DTYPES][KERNELS])(const struct reduction *) = {
     [SHM_FLOAT32] = KERNELS_OF(float32, float32_mean_of_2k, float32_weighted),
     [SHM_FLOAT64] = KERNELS_OF(float64, float64_mean_of_2k, float64_weighted),
     [SHM_FLOAT16] = KERNELS_OF(float16, float16_mean_of_2k, float16_weighted),
@@ -211,26 +251,29 @@ size_t shm_dtype_size(enum shm_dtype dtype) {
     return sizes[dtype];
 }
 
-void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
+static bool run_kernel(enum shm_dtype dtype, int kernel, const struct reduction *job) {
+    bool has_nonfinite;
+    return shm_reduce_16bit(dtype, kernel, job, &has_nonfinite) ? has_nonfinite
+                                                                : kernels[dtype][kernel](job);
+}
+
+bool shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
                 int n_inputs, void *const *outputs, int n_outputs) {
     const struct reduction job = {numel, inputs, outputs, n_inputs, n_outputs, NULL};
     const int power_of_two = (n_inputs & (n_inputs - 1)) == 0;
     if (numel == 0) {
-        return;
+        return false;
     }
     if (n_inputs == 1) { /* the input is the result, whatever the operation */
         for (int j = 0; j < n_outputs; j++) {
             memmove(outputs[j], inputs[0], numel * shm_dtype_size(dtype));
         }
-        return;
+        return true;
     }
-    const int kernel = op == SHM_MEAN && power_of_two ? MEAN_OF_2K : (int)op;
-    if (!shm_reduce_16bit(dtype, kernel, &job)) {
-        kernels[dtype][kernel](&job);
-    }
+    return run_kernel(dtype, op == SHM_MEAN && power_of_two ? MEAN_OF_2K : (int)op, &job);
 }
 
-void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
+bool shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
                          const double *factors, int n_inputs, void *const *outputs, int n_outputs) {
     const void *counting[SHM_MAX_INPUTS];
     double of_counting[SHM_MAX_INPUTS];
@@ -247,12 +290,10 @@ void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *
         }
     }
     if (n == 0 || numel == 0) {
-        return;
+        return false;
     }
     const struct reduction job = {numel, counting, outputs, n, n_outputs, of_counting};
-    if (!shm_reduce_16bit(dtype, WEIGHTED, &job)) {
-        kernels[dtype][WEIGHTED](&job);
-    }
+    return run_kernel(dtype, WEIGHTED, &job);
 }
 
 #if defined(__SSE2__)

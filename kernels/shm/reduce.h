@@ -3,6 +3,7 @@
 #ifndef FASTCOMM_SHM_REDUCE_H
 #define FASTCOMM_SHM_REDUCE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -37,14 +38,17 @@ size_t shm_dtype_size(enum shm_dtype dtype);
 /* outputs[j][i] = reduce over r of inputs[r][i], for i < numel and every j. An output may be one of
  * the inputs (same address), or overlap none of them. float16 and bfloat16 accumulate in float32
  * and are rounded once; integer sums and products wrap around; an integer mean is the exact one
- * truncated towards zero; min and max propagate NaN. */
-void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
+ * truncated towards zero; min and max propagate NaN.
+ *
+ * Returns false if no element of the result is infinite or NaN. Of one input it always returns
+ * true: nobody looks at it. */
+bool shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
                 int n_inputs, void *const *outputs, int n_outputs);
 
 /* As shm_reduce, of floats: outputs[j][i] = sum over r of factors[r] * inputs[r][i]. What is added
  * is rounded once for each product and each addition, in float32 or, for float64, in float64. An
  * input whose factor is 0 is not read. */
-void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
+bool shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
                          const double *factors, int n_inputs, void *const *outputs, int n_outputs);
 
 /* memcpy for data that another core reads next: large copies do not pull the destination into this

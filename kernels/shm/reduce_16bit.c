@@ -73,15 +73,30 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
     _mm_storeu_si128((__m128i *)((uint16_t *)array + index), elements);
 }
 
+/* What is infinite or NaN has all ones in its exponent: with one more they carry into the place of
+ * the sign. */
+INLINE_AVX2 __m128i carry_halves(__m128i result) {
+    return _mm_add_epi16(_mm_and_si128(result, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(1 << 10));
+}
+
+INLINE_AVX2 __m128i carry_brains(__m128i result) {
+    return _mm_add_epi16(_mm_and_si128(result, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(1 << 7));
+}
+
+INLINE_AVX2 bool is_carried(__m128i carries) {
+    return (_mm_movemask_epi8(carries) & 0xaaaa) != 0; /* the upper bytes */
+}
+
 #define UNSCALED(total) (total)
 #define BY_RECIPROCAL(total) _mm256_mul_ps(total, reciprocal)
 #define BY_COUNT(total) _mm256_div_ps(total, count)
 
 /* numel is a multiple of LANES. As the kernels of reduce.c: a block is accumulated input by input,
  * and the last input is added while the result is written. */
-#define AVX2_REDUCTION(NAME, WIDEN, COMBINE, SCALE, NARROW)                                        \
-    AVX2 static void NAME(const struct reduction *job) {                                           \
+#define AVX2_REDUCTION(NAME, WIDEN, COMBINE, SCALE, NARROW, CARRY)                                 \
+    AVX2 static bool NAME(const struct reduction *job) {                                           \
         const int last = job->n_inputs - 1;                                                        \
+        __m128i carries = _mm_setzero_si128();                                                     \
         const size_t numel = job->numel;                                                           \
         const __m256 count = _mm256_set1_ps((float)job->n_inputs),                                 \
                      reciprocal = _mm256_div_ps(_mm256_set1_ps(1), count);                         \
@@ -93,6 +108,7 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
             const __m128i result = NARROW(SCALE(total));                                           \
             store(x, i, result);                                                                   \
             store(y, i, result);                                                                   \
+            carries = _mm_or_si128(carries, CARRY(result));                                        \
         }                                                                                          \
         for (size_t begin = 0; last > 1 && begin < numel; begin += AT_A_TIME) {                    \
             const size_t end = numel - begin < AT_A_TIME ? numel : begin + AT_A_TIME;              \
@@ -109,6 +125,7 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
                 const __m128i result = NARROW(SCALE(COMBINE(*at++, WIDEN(load(b, i)))));           \
                 store(x, i, result);                                                               \
                 store(y, i, result);                                                               \
+                carries = _mm_or_si128(carries, CARRY(result));                                    \
             }                                                                                      \
             for (int j = 2; j < job->n_outputs; j++)                                               \
                 memcpy((uint16_t *)job->outputs[j] + begin, (uint16_t *)x + begin,                 \
@@ -116,12 +133,14 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
         }                                                                                          \
         for (int j = 2; last == 1 && j < job->n_outputs; j++)                                      \
             memcpy(job->outputs[j], x, numel * sizeof(uint16_t));                                  \
+        return is_carried(carries);                                                                \
     }
 
 /* As above, for one input and more, each times its factor. */
-#define AVX2_WEIGHTED(NAME, WIDEN, NARROW)                                                         \
-    AVX2 static void NAME(const struct reduction *job) {                                           \
+#define AVX2_WEIGHTED(NAME, WIDEN, NARROW, CARRY)                                                  \
+    AVX2 static bool NAME(const struct reduction *job) {                                           \
         const int last = job->n_inputs - 1;                                                        \
+        __m128i carries = _mm_setzero_si128();                                                     \
         const void *const a = job->inputs[0], *const b = job->inputs[last];                        \
         void *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];              \
         const __m256 of_first = _mm256_set1_ps((float)job->factors[0]),                            \
@@ -131,6 +150,7 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
                 add(multiply(WIDEN(load(a, i)), of_first), multiply(WIDEN(load(b, i)), of_last))); \
             store(x, i, result);                                                                   \
             store(y, i, result);                                                                   \
+            carries = _mm_or_si128(carries, CARRY(result));                                        \
         }                                                                                          \
         for (int j = 2; last == 1 && j < job->n_outputs; j++)                                      \
             memcpy(job->outputs[j], x, job->numel * sizeof(uint16_t));                             \
@@ -147,20 +167,23 @@ INLINE_AVX2 void store(void *array, size_t index, __m128i elements) {
             }                                                                                      \
             for (size_t i = 0; i < end; i += LANES) {                                              \
                 const __m128i result = NARROW(wide[i / LANES]);                                    \
+                carries = _mm_or_si128(carries, CARRY(result));                                    \
                 for (int j = 0; j < job->n_outputs; j++)                                           \
                     store(job->outputs[j], begin + i, result);                                     \
             }                                                                                      \
         }                                                                                          \
+        return is_carried(carries);                                                                \
     }
 
 #define AVX2_REDUCTIONS(KIND)                                                                      \
-    AVX2_REDUCTION(KIND##_sum, widen_##KIND, add, UNSCALED, narrow_##KIND)                         \
-    AVX2_REDUCTION(KIND##_mean_of_2k, widen_##KIND, add, BY_RECIPROCAL, narrow_##KIND)             \
-    AVX2_REDUCTION(KIND##_mean, widen_##KIND, add, BY_COUNT, narrow_##KIND)                        \
-    AVX2_REDUCTION(KIND##_min, widen_##KIND, least, UNSCALED, narrow_##KIND)                       \
-    AVX2_REDUCTION(KIND##_max, widen_##KIND, greatest, UNSCALED, narrow_##KIND)                    \
-    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, UNSCALED, narrow_##KIND)                   \
-    AVX2_WEIGHTED(KIND##_weighted, widen_##KIND, narrow_##KIND)
+    AVX2_REDUCTION(KIND##_sum, widen_##KIND, add, UNSCALED, narrow_##KIND, carry_##KIND)           \
+    AVX2_REDUCTION(KIND##_mean_of_2k, widen_##KIND, add, BY_RECIPROCAL, narrow_##KIND,             \
+                   carry_##KIND)                                                                   \
+    AVX2_REDUCTION(KIND##_mean, widen_##KIND, add, BY_COUNT, narrow_##KIND, carry_##KIND)          \
+    AVX2_REDUCTION(KIND##_min, widen_##KIND, least, UNSCALED, narrow_##KIND, carry_##KIND)         \
+    AVX2_REDUCTION(KIND##_max, widen_##KIND, greatest, UNSCALED, narrow_##KIND, carry_##KIND)      \
+    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, UNSCALED, narrow_##KIND, carry_##KIND)     \
+    AVX2_WEIGHTED(KIND##_weighted, widen_##KIND, narrow_##KIND, carry_##KIND)
 
 AVX2_REDUCTIONS(halves)
 AVX2_REDUCTIONS(brains)
@@ -172,7 +195,7 @@ AVX2_REDUCTIONS(brains)
         [WEIGHTED] = KIND##_weighted,                                                              \
     }
 
-static void (*const avx2_kernels[][KERNELS])(const struct reduction *) = {
+static bool (*const avx2_kernels[][KERNELS])(const struct reduction *) = {
     AVX2_KERNELS_OF(halves),
     AVX2_KERNELS_OF(brains),
 };
@@ -188,7 +211,7 @@ __attribute__((constructor)) static void look_at_processor(void) {
 
 /* The elements that fill no vector: from copies that do. What stands behind them counts for
  * nothing. */
-static void reduce_tail(void (*run)(const struct reduction *), const struct reduction *job,
+static bool reduce_tail(bool (*run)(const struct reduction *), const struct reduction *job,
                         size_t begin) {
     uint16_t copies[SHM_MAX_INPUTS][LANES] = {{0}}, result[LANES];
     const void *inputs[SHM_MAX_INPUTS];
@@ -198,30 +221,34 @@ static void reduce_tail(void (*run)(const struct reduction *), const struct redu
         memcpy(copies[r], (const uint16_t *)job->inputs[r] + begin, nbytes);
         inputs[r] = copies[r];
     }
-    run(&(struct reduction){LANES, inputs, outputs, job->n_inputs, 1, job->factors});
+    const bool has_nonfinite =
+        run(&(struct reduction){LANES, inputs, outputs, job->n_inputs, 1, job->factors});
     for (int j = 0; j < job->n_outputs; j++) {
         memcpy((uint16_t *)job->outputs[j] + begin, result, nbytes);
     }
+    return has_nonfinite;
 }
 
-bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job) {
+bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job,
+                      bool *has_nonfinite) {
     if (!has_instructions || (dtype != SHM_FLOAT16 && dtype != SHM_BFLOAT16)) {
         return false;
     }
-    void (*run)(const struct reduction *) = avx2_kernels[dtype == SHM_BFLOAT16][kernel];
+    bool (*run)(const struct reduction *) = avx2_kernels[dtype == SHM_BFLOAT16][kernel];
     struct reduction whole = *job;
     whole.numel = job->numel / LANES * LANES;
-    run(&whole);
+    *has_nonfinite = run(&whole);
     if (whole.numel < job->numel) {
-        reduce_tail(run, job, whole.numel);
+        *has_nonfinite |= reduce_tail(run, job, whole.numel);
     }
     return true;
 }
 
 #else
 
-bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job) {
-    (void)dtype, (void)kernel, (void)job;
+bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job,
+                      bool *has_nonfinite) {
+    (void)dtype, (void)kernel, (void)job, (void)has_nonfinite;
     return false;
 }
 

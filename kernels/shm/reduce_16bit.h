@@ -2,8 +2,6 @@
 #ifndef FASTCOMM_SHM_REDUCE_16BIT_H
 #define FASTCOMM_SHM_REDUCE_16BIT_H
 
-#include <stdbool.h>
-
 #include "reduce.h"
 
 struct reduction {
@@ -19,7 +17,8 @@ enum { MEAN_OF_2K = SHM_PROD + 1, WEIGHTED, KERNELS };
 
 /* Reduces at least two inputs, or one that is weighted, with the bits of the portable kernels in
  * reduce.c. Returns false, and has done nothing, where the processor or the dtype is another
- * one. */
-bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job);
+ * one. *has_nonfinite: as shm_reduce returns it. */
+bool shm_reduce_16bit(enum shm_dtype dtype, int kernel, const struct reduction *job,
+                      bool *has_nonfinite);
 
 #endif

@@ -1,9 +1,7 @@
 /* Counts what is not finite, and adds squares: in double, in LANES sums side by side, whose order
- * is the same for every instruction set. Elements that are not finite are counted only where such a
- * sum is not finite: squares of narrower floats do not overflow a double. */
+ * is the same for every instruction set. */
 #include "tally.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "simd.h"
@@ -35,25 +33,15 @@ INLINE double of_bfloat16(uint16_t brain) {
         return sum;                                                                                \
     }
 
-/* How many elements have all ones in the exponent: they are infinite or NaN. The largest magnitude
- * tells whether there are any, at half of what counting takes. */
+/* How many elements have all ones in the exponent: they are infinite or NaN. */
 #define NONFINITE(NAME, BITS, INFINITY_BITS)                                                       \
-    INLINE BITS NAME##_magnitude(const void *array, size_t i) {                                    \
-        BITS bits;                                                                                 \
-        memcpy(&bits, (const char *)array + i * sizeof bits, sizeof bits);                         \
-        return bits & (BITS)((BITS) ~(BITS)0 >> 1);                                                \
-    }                                                                                              \
     CLONES static uint64_t NAME##_nonfinite(size_t numel, const void *array) {                     \
-        BITS largest = 0;                                                                          \
         uint64_t n = 0;                                                                            \
         for (size_t i = 0; i < numel; i++) {                                                       \
-            BITS magnitude = NAME##_magnitude(array, i);                                           \
-            largest = magnitude > largest ? magnitude : largest;                                   \
+            BITS bits;                                                                             \
+            memcpy(&bits, (const char *)array + i * sizeof bits, sizeof bits);                     \
+            n += (bits & (BITS)((BITS) ~(BITS)0 >> 1)) >= (INFINITY_BITS);                         \
         }                                                                                          \
-        if (largest < (INFINITY_BITS))                                                             \
-            return 0;                                                                              \
-        for (size_t i = 0; i < numel; i++)                                                         \
-            n += NAME##_magnitude(array, i) >= (INFINITY_BITS);                                    \
         return n;                                                                                  \
     }
 
@@ -71,7 +59,7 @@ bool shm_is_tallied(enum shm_dtype dtype) {
            dtype == SHM_BFLOAT16;
 }
 
-static uint64_t count_nonfinite(enum shm_dtype dtype, size_t numel, const void *array) {
+uint64_t shm_count_nonfinite(enum shm_dtype dtype, size_t numel, const void *array) {
     switch (dtype) {
     case SHM_FLOAT32:
         return float32_nonfinite(numel, array);
@@ -84,7 +72,7 @@ static uint64_t count_nonfinite(enum shm_dtype dtype, size_t numel, const void *
     }
 }
 
-static double add_squares(enum shm_dtype dtype, size_t numel, const void *array) {
+double shm_add_squares(enum shm_dtype dtype, size_t numel, const void *array) {
     switch (dtype) {
     case SHM_FLOAT32:
         return float32_square_sum(numel, array);
@@ -95,14 +83,4 @@ static double add_squares(enum shm_dtype dtype, size_t numel, const void *array)
     default:
         return bfloat16_square_sum(numel, array);
     }
-}
-
-void shm_add_to_tally(struct shm_tally *tally, enum shm_dtype dtype, size_t numel,
-                      const void *array, bool adds_squares) {
-    double sum = adds_squares ? add_squares(dtype, numel, array) : (double)NAN;
-    /* scaled_float16 makes finite numbers of infinities, so those of float16 are always counted */
-    bool is_finite = dtype != SHM_FLOAT16 && isfinite(sum);
-    uint64_t n = is_finite ? 0 : count_nonfinite(dtype, numel, array);
-    tally->n_nonfinite += n;
-    tally->square_sum += n > 0 ? (double)NAN : sum;
 }

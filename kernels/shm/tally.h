@@ -2,8 +2,6 @@
 #ifndef FASTCOMM_SHM_TALLY_H
 #define FASTCOMM_SHM_TALLY_H
 
-#include <stdbool.h>
-
 #include "reduce.h"
 
 /* Of floats: how many are infinite or NaN, and the sum of their squares, NaN if it is unknown. */
@@ -15,8 +13,10 @@ struct shm_tally {
 /* Whether arrays of this dtype are tallied. */
 bool shm_is_tallied(enum shm_dtype dtype);
 
-/* Adds an array to the tally. The sum has the same bits whatever the processor. */
-void shm_add_to_tally(struct shm_tally *tally, enum shm_dtype dtype, size_t numel,
-                      const void *array, bool adds_squares);
+/* How many elements are infinite or NaN. */
+uint64_t shm_count_nonfinite(enum shm_dtype dtype, size_t numel, const void *array);
+
+/* The sum of squares of finite elements: the same bits whatever the processor. */
+double shm_add_squares(enum shm_dtype dtype, size_t numel, const void *array);
 
 #endif

@@ -9,6 +9,8 @@ SAMPLE = "fastcomm/reducer/sample.py"
 TALLY = "kernels/shm/tally.c"
 PROTOCOL = "kernels/shm/protocol.c"
 PATHS = "kernels/shm/paths.c"
+REDUCE = "kernels/shm/reduce.c"
+REDUCE_16BIT = "kernels/shm/reduce_16bit.c"
 SHM_BUCKET = "fastcomm/shm/bucket.pyx"
 BUCKET = "fastcomm/reducer/bucket.py"
 
@@ -21,6 +23,8 @@ _NORM = _test("test_a_norm_needs_no_second_look")
 _FOUND = _test("test_what_is_not_finite_is_counted_and_found_on_its_rank")
 _WRITTEN = _test("test_what_is_written_since_is_in_the_norm")
 _INFINITE = _test("test_the_norm_of_infinities_is_infinite")
+_ARITHMETIC = ("tests/shm/test_core.py::test_one_infinity_is_found_wherever_it_stands",)
+_DRIVER = ("tests/shm/test_core.py::test_driver[threads-quick]",)
 
 MUTATIONS = (
     Mutation(
@@ -66,25 +70,81 @@ MUTATIONS = (
         tests=_NORM,
     ),
     Mutation(
-        name="counts: infinities of float16 are numbers",
-        file=TALLY,
-        old="dtype != SHM_FLOAT16 && isfinite(sum)",
-        new="isfinite(sum)",
-        tests=_FOUND,
-    ),
-    Mutation(
         name="counts: NaNs are counted, infinities are not",
         file=TALLY,
-        old="n += NAME##_magnitude(array, i) >= (INFINITY_BITS);",
-        new="n += NAME##_magnitude(array, i) > (INFINITY_BITS);",
+        old=">> 1)) >= (INFINITY_BITS);",
+        new=">> 1)) > (INFINITY_BITS);",
         tests=_FOUND,
     ),
     Mutation(
-        name="counts: an array whose largest element is an infinity counts as finite",
-        file=TALLY,
-        old="if (largest < (INFINITY_BITS))",
-        new="if (largest <= (INFINITY_BITS))",
-        tests=_FOUND,
+        name="counts: infinities of float32 carry nothing",
+        file=REDUCE,
+        old="0x7fffffffu) + (1u << 23)",
+        new="0x7fffffffu) + (1u << 22)",
+        tests=_ARITHMETIC,
+    ),
+    Mutation(
+        name="counts: infinities of float64 carry nothing",
+        file=REDUCE,
+        old="+ (1ull << 52)",
+        new="+ (1ull << 51)",
+        tests=_ARITHMETIC,
+    ),
+    Mutation(
+        name="counts: infinities of portable float16 carry nothing",
+        file=REDUCE,
+        old="0x7fffu) + (1u << 10)",
+        new="0x7fffu) + (1u << 9)",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: large numbers of portable bfloat16 carry",
+        file=REDUCE,
+        old="0x7fffu) + (1u << 7)",
+        new="0x7fffu) + (1u << 8)",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: infinities of float16 carry nothing",
+        file=REDUCE_16BIT,
+        old="_mm_set1_epi16(1 << 10)",
+        new="_mm_set1_epi16(1 << 9)",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: large numbers of bfloat16 carry",
+        file=REDUCE_16BIT,
+        old="_mm_set1_epi16(1 << 7)",
+        new="_mm_set1_epi16(1 << 8)",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: what fills no vector is not looked at",
+        file=REDUCE_16BIT,
+        old="*has_nonfinite |= reduce_tail(",
+        new="reduce_tail(",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: only the last 16-bit elements are looked at",
+        file=REDUCE_16BIT,
+        old="*has_nonfinite |= reduce_tail(",
+        new="*has_nonfinite = reduce_tail(",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: only the lower bytes are looked at",
+        file=REDUCE_16BIT,
+        old="(carries) & 0xaaaa)",
+        new="(carries) & 0x5555)",
+        tests=_DRIVER,
+    ),
+    Mutation(
+        name="counts: of one rank nobody looks at the result",
+        file=REDUCE,
+        old="        return true;\n",
+        new="        return false;\n",
+        tests=("tests/reducer/test_counts.py::test_the_norm_of_infinities_is_infinite",),
     ),
     Mutation(
         name="counts: the sign bit is taken for a large exponent",
@@ -123,16 +183,23 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts: infinities of float16 are in the norm as numbers",
-        file=TALLY,
-        old="tally->square_sum += n > 0 ? (double)NAN : sum;",
-        new="tally->square_sum += sum;",
+        file=PROTOCOL,
+        old=" || c->tally.n_nonfinite > 0 ||",
+        new=" ||",
         tests=_INFINITE,
     ),
     Mutation(
-        name="counts: without squares nothing is looked for",
-        file=TALLY,
-        old="add_squares(dtype, numel, array) : (double)NAN;",
-        new="add_squares(dtype, numel, array) : 0;",
+        name="counts: without squares their sum is 0",
+        file=PROTOCOL,
+        old="if (!c->counting.adds_squares ||",
+        new="if (",
+        tests=_test("test_a_norm_that_one_rank_asks_for_changes_no_other"),
+    ),
+    Mutation(
+        name="counts: nothing is counted",
+        file=PATHS,
+        old="            c->tally.n_nonfinite +=",
+        new="            (void)",
         tests=_FOUND,
     ),
     Mutation(

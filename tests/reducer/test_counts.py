@@ -180,6 +180,8 @@ def test_what_is_not_finite_is_counted_and_found_on_its_rank(comm, dtype):
         for i in range(4):
             model.zero_grad()
             gradients = slopes(model, comm.rank, i)
+            if i > 1:  # which other kernels reduce
+                reducer.set_weight(comm.rank + 1)
             mine = places[comm.rank : 4 + comm.rank] if i % 2 else []
             values = (NAN, INF, -INF, NAN) if i == 1 else (-INF,) * 4
             for (k, at), value in zip(mine, values, strict=False):

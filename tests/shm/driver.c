@@ -275,7 +275,7 @@ int main(int argc, char **argv) {
     /* Which has nothing to do with ranks: once is enough. */
     int differences = full ? 0 : compare_16bit_kernels();
     if (differences > 0) {
-        fprintf(stderr, "16-bit kernels: %d elements differ\n", differences);
+        fprintf(stderr, "16-bit kernels: %d differences\n", differences);
         return 1;
     }
     static const int world_sizes[] = {1, 2, 3, 4, 7};

@@ -1,6 +1,6 @@
 /* The portable kernels beside those for AVX2 and F16C: every 16-bit float with others near and far,
- * and with what is special, gives the same bits. Which of two NaNs a sum becomes is the
- * compiler's choice. */
+ * and with what is special, gives the same bits, and both tell whether all are finite. Which of two
+ * NaNs a sum becomes is the compiler's choice. */
 #define FASTCOMM_PORTABLE
 #define shm_reduce portable_reduce
 #define shm_reduce_weighted portable_reduce_weighted
@@ -19,22 +19,27 @@
 
 enum { VALUES = 1 << 16, MOST = 5 };
 
-void shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
+bool shm_reduce(enum shm_dtype dtype, enum shm_op op, size_t numel, const void *const *inputs,
                 int n_inputs, void *const *outputs, int n_outputs);
-void shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
+bool shm_reduce_weighted(enum shm_dtype dtype, size_t numel, const void *const *inputs,
                          const double *factors, int n_inputs, void *const *outputs, int n_outputs);
 
 static const double factors[MOST] = {0.625, 0.1875, 0.1, 0.05, 3};
 
 static uint16_t in[MOST][VALUES + 1], portable[MOST][VALUES + 1], fast[MOST][VALUES + 1];
 
+static int infinity_of(enum shm_dtype dtype) {
+    return dtype == SHM_FLOAT16 ? 0x7c00 : 0x7f80;
+}
+
 static int is_nan(enum shm_dtype dtype, uint16_t bits) {
-    return (bits & 0x7fff) > (dtype == SHM_FLOAT16 ? 0x7c00 : 0x7f80);
+    return (bits & 0x7fff) > infinity_of(dtype);
 }
 
 static int count_differences(enum shm_dtype dtype, enum shm_op op, int n, size_t numel, size_t at) {
     const void *inputs[MOST];
     void *one[MOST], *other[MOST];
+    bool found[2], is_finite = true;
     int differences = 0;
     for (int r = 0; r < n; r++) {
         inputs[r] = in[r] + at;
@@ -42,11 +47,11 @@ static int count_differences(enum shm_dtype dtype, enum shm_op op, int n, size_t
         other[r] = fast[r] + at;
     }
     if (op == SHM_WEIGHTED_MEAN) {
-        portable_reduce_weighted(dtype, numel, inputs, factors, n, one, n);
-        shm_reduce_weighted(dtype, numel, inputs, factors, n, other, n);
+        found[0] = portable_reduce_weighted(dtype, numel, inputs, factors, n, one, n);
+        found[1] = shm_reduce_weighted(dtype, numel, inputs, factors, n, other, n);
     } else {
-        portable_reduce(dtype, op, numel, inputs, n, one, n);
-        shm_reduce(dtype, op, numel, inputs, n, other, n);
+        found[0] = portable_reduce(dtype, op, numel, inputs, n, one, n);
+        found[1] = shm_reduce(dtype, op, numel, inputs, n, other, n);
     }
     for (size_t i = at; i < at + numel; i++) {
         int n_nans = 0;
@@ -58,8 +63,9 @@ static int count_differences(enum shm_dtype dtype, enum shm_op op, int n, size_t
             bool two_nans = n_nans > 1 || n > 2; /* infinities can make one, too */
             differences += a != b && !(two_nans && is_nan(dtype, a) && is_nan(dtype, b));
         }
+        is_finite = is_finite && (portable[0][i] & 0x7fff) < infinity_of(dtype);
     }
-    return differences;
+    return differences + (found[0] == is_finite) + (found[1] == is_finite);
 }
 
 int compare_16bit_kernels(void) {

@@ -55,7 +55,8 @@ def test_driver(driver, ranks_are, sizes):
 
 def check(shards, op):
     expected = reduced(shards, op)
-    reduce_shards(shards, op)
+    found = reduce_shards(shards, op)
+    assert found == (not expected.isfinite().all()) or len(shards) == 1
     for shard in shards:
         assert_same_bits(shard, expected)
 
@@ -99,6 +100,17 @@ def test_a_nan_of_any_shard_reaches_the_result(dtype, op, n):
         shards[position][::7] = float("nan")
         check(shards, op)
         assert shards[0][::7].isnan().all()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_infinity_is_found_wherever_it_stands(dtype, op):
+    for at in (0, 7, 511, 512, 999):  # the last one fills no vector
+        for n in (2, 3):
+            shards = shards_of(dtype, n, 1001, 2)
+            for shard in shards:
+                shard[at] = -float("inf")
+            check(shards, op)
 
 
 @pytest.mark.parametrize("op", OPS)
