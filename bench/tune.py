@@ -66,8 +66,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of measured steps (5)")
     parser.add_argument("--steps", type=int, default=5, help="that are profiled (5)")
     options = report.parse(parser, "nowhere")
-    if options.ranks < 1:
-        parser.error("--ranks is at least 1")
     if options.measure and options.machine is not None:
         parser.error("--measure is for this machine: leave --machine out")
     if options.machine is not None:
