@@ -74,7 +74,9 @@ def n_left_nonfinite(buckets: Sequence[Bucket], comm: Communicator) -> int:
     for the device; collective where ranks have their shares only.
     """
     counts = [bucket.n_left_nonfinite() for bucket in buckets]
-    total = _total([count for count in counts if count is not None], comm.device)
+    known = [count for count in counts if count is not None]
+    # On the CPU calls of torch are what this costs.
+    total = _total(known, comm.device) if comm.has_streams else sum(map(int, known))
     unknown = [b for b, count in zip(buckets, counts, strict=True) if count is None]
     if unknown:
         here = _total([_n_nonfinite_in_part(bucket) for bucket in unknown], comm.device)
