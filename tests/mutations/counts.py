@@ -130,7 +130,7 @@ MUTATIONS = (
         file=REDUCE_16BIT,
         old="*has_nonfinite |= reduce_tail(",
         new="*has_nonfinite = reduce_tail(",
-        tests=_DRIVER,
+        tests=_ARITHMETIC,
     ),
     Mutation(
         name="counts: only the lower bytes are looked at",
@@ -144,7 +144,7 @@ MUTATIONS = (
         file=REDUCE,
         old="        return true;\n",
         new="        return false;\n",
-        tests=("tests/reducer/test_counts.py::test_the_norm_of_infinities_is_infinite",),
+        tests=_INFINITE,
     ),
     Mutation(
         name="counts: the sign bit is taken for a large exponent",

@@ -99,7 +99,7 @@ def test_a_norm_that_one_rank_asks_for_changes_no_other(comm, size):
             assert len(set(gather_objects(comm, norm.item()))) == 1
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_the_norm_of_infinities_is_infinite(comm):
     for dtype in DTYPES:
         model = Weights(dtype=dtype)
