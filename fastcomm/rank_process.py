@@ -12,6 +12,7 @@ import sys
 from multiprocessing import spawn
 from pathlib import Path
 
+is_importing = False  # the launcher's main module, where launch() is not to be called
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +32,10 @@ def answer(folder: Path) -> None:
     a process of multiprocessing's.
     """
     preparation, packed = pickle.loads((folder / "call").read_bytes())
+    global is_importing
+    is_importing = True
     spawn.prepare(preparation)
+    is_importing = False
     from fastcomm import runner
 
     runner.answer(folder, packed)

@@ -13,15 +13,17 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
+import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastcomm.errors import FastcommError
+from fastcomm.errors import FastcommError, PeerLostError
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _BEGINNING = str(Path(__file__).with_name("rank_process.py"))
@@ -43,11 +45,16 @@ def launch(
     ranks are ended, and all of them on KeyboardInterrupt, or when this process is killed. Raises
     ValueError for less than one rank or thread.
     """
+    if getattr(sys.modules["__main__"], "is_importing", False):  # rank_process.py
+        raise FastcommError(
+            "launch() is called where this script is imported, as each rank does: call it under "
+            'if __name__ == "__main__":'
+        )
     call = _preparation(), _packed(function, args)
     with tempfile.TemporaryDirectory(prefix="fastcomm-launch-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps(call))
-        n_ranks = _start(ranks, threads, ["call", name])
+        n_ranks = _start(ranks, threads, ["call", name], folder)
         return [_returned(folder, rank) for rank in range(n_ranks)]
 
 
@@ -63,8 +70,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(ranks: int | None, threads: int | None, what: Sequence[str]) -> int:
-    """Returns the number of ranks, when all have ended well. what: see rank_process.py."""
+def _start(
+    ranks: int | None, threads: int | None, what: Sequence[str], calls: Path | None = None
+) -> int:
+    """Returns the number of ranks, when all have ended well. what: see rank_process.py. calls: the
+    folder in which ranks leave what they have raised.
+    """
     # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -92,7 +103,7 @@ def _start(ranks: int | None, threads: int | None, what: Sequence[str]) -> int:
         try:
             elastic_launch(config, sys.executable)("-u", _BEGINNING, str(os.getpid()), *what)
         except ChildFailedError as error:
-            raise FastcommError(_what_failed(*error.get_first_failure())) from None
+            raise FastcommError(_what_failed(error.failures, _raised_in(calls))) from None
         except SignalException as error:  # the ranks have ended
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -153,16 +164,33 @@ def _pickled(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
-def answer(folder: Path, packed: bytes) -> None:
-    """In a rank: makes the call, and leaves what it returns for launch(), which says what it has
-    raised.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import record
+class _Raised(NamedTuple):
+    """What a rank has raised. is_lost: only that it has lost another one, which may say why."""
 
+    at_s: float
+    is_lost: bool
+    text: str
+
+
+def answer(folder: Path, packed: bytes) -> None:
+    """In a rank: makes the call, and leaves for launch() what it returns, or has raised."""
+    rank = os.environ["RANK"]
     try:
-        record(_call)(folder, packed)
-    except Exception:
+        _call(folder, packed)
+    except Exception as error:
+        stack = traceback.format_exc().rstrip()
+        what = f"rank {rank} (pid {os.getpid()}) raised {type(error).__name__}: {error}\n{stack}"
+        raised = _Raised(time.time(), isinstance(error, PeerLostError), what)
+        written = folder / f"writing-{rank}"
+        written.write_bytes(pickle.dumps(raised))
+        written.rename(folder / f"raised-{rank}")  # the other ranks' ends may end this one any time
         sys.exit(1)
+
+
+def _raised_in(folder: Path | None) -> dict[int, _Raised]:
+    """By rank."""
+    paths = [] if folder is None else folder.glob("raised-*")
+    return {int(path.name.partition("-")[2]): pickle.loads(path.read_bytes()) for path in paths}
 
 
 def _call(folder: Path, packed: bytes) -> None:
@@ -197,14 +225,24 @@ def _answer_of(folder: Path, rank: int | str) -> Path:
     return folder / f"answer-{rank}"
 
 
-def _what_failed(rank: int, failure: Any) -> str:
-    """failure: torch's ProcessFailure."""
+def _what_failed(failures: Mapping[int, Any], raised: Mapping[int, _Raised]) -> str:
+    """Of the first rank that has not merely lost another. failures: torch's ProcessFailure by rank,
+    of those that had ended first.
+    """
+    causes = sorted(one for one in raised.values() if not one.is_lost)
+    if causes:
+        return causes[0].text
+    others = [rank for rank in failures if rank not in raised]
+    if not others:
+        return min(raised.values()).text
+    rank = min(others, key=lambda rank: float(failures[rank].timestamp))
+    failure = failures[rank]
     message = failure.error_file_data.get("message")
     how = (
         f"was ended by {failure.signal_name()}"
         if failure.exitcode < 0
         else f"ended with exit code {failure.exitcode}"
     )
-    if isinstance(message, dict):
+    if isinstance(message, dict):  # of a script that calls torch's record()
         how = f"raised {message['message']}\n{message['extraInfo']['py_callstack'].rstrip()}"
     return f"rank {rank} (pid {failure.pid}) {how}"

@@ -36,9 +36,10 @@ def test_a_function_runs_on_ranks_that_meet(monkeypatch):
 
 
 def _raise_on_one():
-    if os.environ["RANK"] == "1":
-        raise ValueError("out of luck")
-    time.sleep(100)
+    with fastcomm.init() as comm:
+        if comm.rank == 1:
+            raise ValueError("out of luck")
+        comm.barrier()  # and so loses rank 1
 
 
 def test_a_rank_that_raises_is_named_and_the_others_are_ended():
@@ -48,6 +49,21 @@ def test_a_rank_that_raises_is_named_and_the_others_are_ended():
     assert re.match(r"rank 1 \(pid \d+\) raised ValueError: out of luck\n", str(error.value))
     assert "in _raise_on_one" in str(error.value)
     assert time.monotonic() - before < 60
+
+
+UNGUARDED = """
+import fastcomm
+def train(): pass
+fastcomm.launch(train, ranks=2)
+"""
+
+
+def test_a_script_that_each_rank_would_launch_again_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    done = python(script)
+    assert done.returncode == 1
+    assert 'call it under if __name__ == "__main__":' in done.stdout + done.stderr
 
 
 def _end_on_one():
