@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -123,8 +124,9 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_ranks(tmp_path, number):
+@contextlib.contextmanager
+def _sleeping(tmp_path):
+    """`fastcomm run`, and the process of the rank that it has started."""
     script = tmp_path / "train.py"
     script.write_text(SLEEP)
     with subprocess.Popen(
@@ -133,22 +135,20 @@ def test_a_signal_ends_the_ranks(tmp_path, number):
         stderr=subprocess.DEVNULL,
         text=True,
     ) as run:
-        pid = int(run.stdout.readline().removeprefix("[rank 0] "))
+        yield run, int(run.stdout.readline().removeprefix("[rank 0] "))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks(tmp_path, number):
+    with _sleeping(tmp_path) as (run, pid):
         run.send_signal(number)
     assert run.returncode == 128 + number
     assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SLEEP)
-    with subprocess.Popen(
-        [sys.executable, "-m", "fastcomm", "run", "--ranks", "1", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as run:
-        rank = os.pidfd_open(int(run.stdout.readline().removeprefix("[rank 0] ")))
+    with _sleeping(tmp_path) as (run, pid):
+        rank = os.pidfd_open(pid)
         run.kill()
     assert select.select([rank], [], [], 60)[0], "the rank goes on without its launcher"
     os.close(rank)

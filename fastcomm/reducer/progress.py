@@ -82,6 +82,11 @@ class Progress(NamedTuple):
             [type(one).__name__ for one in scalers if one is not None and not holds(states, one)],
         )
 
+    def left_behind(self) -> list[str]:
+        """What keeps something from step to step and was not given, by type."""
+        optimizers = [one.name for one in self.optimizers if one.keeps_state and not one.is_given]
+        return optimizers + self.scalers
+
 
 def compare(ranks: Sequence[Progress]) -> None:
     """Raises MismatchError where the ranks mean different things by join()."""
@@ -104,33 +109,29 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
         "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
         "refresh() on every rank and make the optimizer anew"
     )
-    for progress in ranks:
-        behind = [one.name for one in progress.optimizers if one.keeps_state and not one.is_given]
-        for name in (*behind, *progress.scalers):
-            return (
-                f"in join() the ranks have made different numbers of steps ({counts}), and "
-                f"{name} keeps state from step to step, which differs now: {advice}"
-            )
+    behind = [name for progress in ranks for name in progress.left_behind()]
+    if behind:
+        return (
+            f"in join() the ranks have made different numbers of steps ({counts}), and "
+            f"{behind[0]} keeps state from step to step, which differs now: {advice}"
+        )
     may_agree = ranks[0].has_schedule and not is_loaded
-    if not may_agree and _have_other_options([progress.optimizers for progress in ranks]):
-        name = max((progress.optimizers for progress in ranks), key=len)[0].name
+    most = max((progress.optimizers for progress in ranks), key=len)
+    if not may_agree and any(_differ(progress.optimizers, most) for progress in ranks):
         return (
             f"in join() the ranks have made different numbers of steps ({counts}), and the options "
-            f"of {name} differ now, as a scheduler's do: {advice}"
+            f"of {most[0].name} differ now, as a scheduler's do: {advice}"
         )
     return None
 
 
-def _have_other_options(ranks: Sequence[Sequence[Stepped]]) -> bool:
-    """Whether the optimizers' options differ. A rank that has made no step may not know its own
-    optimizers, which are behind if they are scheduled.
+def _differ(known: Sequence[Stepped], most: Sequence[Stepped]) -> bool:
+    """Whether the options differ of the optimizers that a rank knows, and another. One that has
+    made no step may not know its own optimizers, which are behind if they are scheduled.
     """
-    most = max(ranks, key=len)
-    return any(
-        any(ours[:2] != theirs[:2] for ours, theirs in zip(known, most, strict=False))
-        or any(one.is_scheduled() for one in most[len(known) :])
-        for known in ranks
-    )
+    pairs = zip(known, most, strict=False)
+    is_behind = any(one.is_scheduled() for one in most[len(known) :])
+    return is_behind or any(ours[:2] != theirs[:2] for ours, theirs in pairs)
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:

@@ -140,8 +140,8 @@ MUTATIONS = (
     Mutation(
         name="join: options that differ are not looked at",
         file=PROGRESS,
-        old="    if not may_agree and _have",
-        new="    if False and _have",
+        old="    if not may_agree and any(",
+        new="    if False and any(",
         tests=_test("test_options_that_a_scheduler_has_moved_apart_are_found"),
     ),
     Mutation(
@@ -161,15 +161,15 @@ MUTATIONS = (
     Mutation(
         name="join: an optimizer that a rank does not know is not asked for",
         file=PROGRESS,
-        old="        or any(one.is_scheduled() for one in most[len(known) :])\n",
-        new="",
+        old="any(one.is_scheduled() for one in most[len(known) :])",
+        new="False",
         tests=_BEHIND,
     ),
     Mutation(
         name="join: a scaler that fell behind scales on",
         file=PROGRESS,
-        old="        for name in (*behind, *progress.scalers):\n",
-        new="        for name in behind:\n",
+        old="        return optimizers + self.scalers\n",
+        new="        return optimizers\n",
         tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
     ),
     Mutation(
@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         name="join: a rank that has made no step has other optimizers",
         file=PROGRESS,
-        old="for ours, theirs in zip(known, most, strict=False))",
-        new="for ours, theirs in zip(known, most)) or len(known) != len(most)",
+        old="    return is_behind or any(ours",
+        new="    return len(known) != len(most) or any(ours",
         tests=_TRAINING,
     ),
     Mutation(
