@@ -38,4 +38,14 @@ for source in flatten unflatten; do
             }
         }' "$log" | sort
 done
+
+# What the page says of this nvcc.
+page=docs/gpu.md
+release=$(nvcc --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
+used=$(grep -ho 'Used [0-9]* registers' "$folder"/{flatten,unflatten}.log | sort -n -k 2)
+range="$(head -n 1 <<<"$used" | cut -d ' ' -f 2) to $(tail -n 1 <<<"$used" | cut -d ' ' -f 2,3)"
+if grep -q "What nvcc $release makes of the kernels" "$page" && ! grep -q "$range" "$page"; then
+    echo "$page: with nvcc $release it is $range" >&2
+    exit 1
+fi
 python3 ci/sass.py "$folder"

@@ -34,3 +34,6 @@ cdef class Lane:
     cdef object ending  # the call that aborts it, until that is over, else None
 
     cdef bint is_in_use(self)
+
+
+cdef list errors_of(list calls, double timeout_s)

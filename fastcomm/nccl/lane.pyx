@@ -80,20 +80,22 @@ cdef class Lane:
         self.comm = call.comm
 
     def close(self, double timeout_s, forget, memory):
-        """Ends the communicator when all that was launched is done. After an error, or when the
-        time is up, aborts it and raises NcclError or TimeoutError. Before the end another thread
-        calls `forget(comm)`, to deregister memory. memory: as in begin_abort.
+        """Ends the communicator when all that was launched is done, and begins to free it. Returns
+        the call that does: see `errors_of`. After an error, or when the time is up, aborts it and
+        raises NcclError or TimeoutError. Before the end another thread calls `forget(comm)`, to
+        deregister memory. memory: as in begin_abort.
         """
-        cdef _Close call = _Close(self.device)
-        cdef ncclComm_t comm = self.comm
-        if comm == NULL:
-            return
-        call.lane, call.comm, call.forget = self, comm, forget
+        cdef _Finalize call = _Finalize(self.device)
+        cdef _Destroy freeing = _Destroy(self.device)
+        if self.comm == NULL:
+            return None
+        call.lane, call.comm, call.forget = self, self.comm, forget
         call.start()
         in_time = call.over.wait(timeout_s)
         if in_time and call.code == ncclSuccess:
-            self.comm = NULL
-            return
+            freeing.comm, self.comm = self.comm, NULL
+            freeing.start()
+            return freeing
         call.is_given_up = True
         has_ended = self.begin_abort(memory, None).over.wait(timeout_s)
         raise call.error if in_time else TimeoutError(
@@ -122,6 +124,13 @@ cdef class Lane:
     cdef bint is_in_use(self):
         """Whether another thread is inside NCCL with this communicator."""
         return self.calling is not None or self.n_inside > 0
+
+
+cdef list errors_of(list calls, double timeout_s):
+    """What has gone wrong in those that are over by then; the others go on by themselves."""
+    deadline = time.monotonic() + timeout_s
+    over = [call for call in calls if call.over.wait(max(0.0, deadline - time.monotonic()))]
+    return [call.error for call in over if call.error is not None]
 
 
 def _wait_for(_Call call, str what, double timeout_s, look):
@@ -204,7 +213,7 @@ cdef class _End(_Call):
     cdef ncclComm_t comm
 
 
-cdef class _Close(_End):
+cdef class _Finalize(_End):
     cdef Lane lane
     cdef object forget
     cdef bint is_given_up  # the communicator is being aborted, and may be gone
@@ -215,20 +224,28 @@ cdef class _Close(_End):
         if not self.is_given_up:
             self.lane.n_inside += 1
             try:
-                self._end()
+                self._finalize()
             finally:
                 self.lane.n_inside -= 1
 
-    cdef _end(self):
+    cdef _finalize(self):
         cdef int code
         self.forget(<size_t>self.comm)
         with nogil:
             code = nccl.finalize(self.comm)
         self.note_result(code, b"ncclCommFinalize")
-        if code == ncclSuccess:
-            with nogil:
-                code = nccl.destroy(self.comm)
-            self.note_result(code, b"ncclCommDestroy")
+
+
+cdef class _Destroy(_End):
+    """Frees a communicator that has nothing left to do. Nothing ends this call: NCCL waits in it
+    until the host's other ranks have left the communicator, too, and an abort would free it twice.
+    """
+
+    def make(self):
+        cdef int code
+        with nogil:
+            code = nccl.destroy(self.comm)
+        self.note_result(code, b"ncclCommDestroy")
 
 
 cdef class _Abort(_End):

@@ -25,6 +25,7 @@ from posix.unistd cimport usleep
 
 from fastcomm.cuda.driver cimport CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, check, driver
 from fastcomm.nccl.calls cimport MEETING, REGISTRATION
+from fastcomm.nccl.lane cimport errors_of
 from fastcomm.nccl.library cimport (
     ctas_of, error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
 )
@@ -33,6 +34,7 @@ from fastcomm.nccl.memory cimport pool_of
 
 cdef unsigned int POLL_US = 50
 ABORT_S = 10.0  # how long to wait for NCCL to abort all lanes, which may hang
+FREE_S = 5.0  # how long close() waits for NCCL to free all lanes, once nothing is under way
 
 
 @cython.no_gc_clear
@@ -171,12 +173,13 @@ cdef class Link:
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):  # as in _leave_note
             leave_closing(self.bootstrap, self.rank, self.epoch, self.launches.number)
-        errors = []
+        errors, freeing = [], []
         for lane in reversed(self.lanes):
             try:
-                (<Lane>lane).close(timeout, self._forget_memory, self.pool)
+                freeing.append((<Lane>lane).close(timeout, self._forget_memory, self.pool))
             except FastcommError as error:
                 errors.append(error)
+        errors += errors_of([call for call in freeing if call is not None], min(timeout, FREE_S))
         self.launches.forget_tensors()
         if errors:
             raise errors[0]

@@ -16,6 +16,7 @@ GRAPHS = "fastcomm/cuda/graphs.pyx"
 
 LAUNCH_TESTS = "tests/nccl/test_launches.py"
 ABANDON_TESTS = "tests/nccl/test_abandon.py"
+ENDING_TESTS = "tests/nccl/test_ending.py"
 
 MUTATIONS = (
     Mutation(
@@ -192,5 +193,21 @@ MUTATIONS = (
             "tests/nccl/test_launches.py::"
             "test_a_work_that_the_garbage_collector_finds_leaves_a_good_ticket",
         ),
+    ),
+    Mutation(
+        name="nccl: a close waits for what the other ranks have yet to leave",
+        file=LINK,
+        old="min(timeout, FREE_S))",
+        new="timeout)",
+        tests=(
+            f"{ENDING_TESTS}::test_a_close_leaves_what_nccl_frees_when_the_other_ranks_have_closed",
+        ),
+    ),
+    Mutation(
+        name="nccl: nobody hears that a communicator could not be freed",
+        file=LANE,
+        old="return [call.error for call in over if call.error is not None]",
+        new="return []",
+        tests=(ENDING_TESTS,),
     ),
 )

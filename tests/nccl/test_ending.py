@@ -18,7 +18,7 @@ from fastcomm import (
 )
 from fastcomm.nccl import link as nccl_link
 from tests.nccl import SOON, communicator, outcomes_of
-from tests.support.bodies import raised
+from tests.support.bodies import note, raised, wait_for_note
 from tests.support.models import SMALL_BUCKETS, mlp
 from tests.support.outcomes import values_of
 from tests.support.stand_ins import (
@@ -36,7 +36,10 @@ def _fail_to_end(place, function):
     with failing(function, 3):
         message, seconds = raised(NcclError, comm.close)
     assert seconds < SOON
-    assert_all_ended()
+    if function == "ncclCommDestroy":  # NCCL may have freed some of it: it is not touched again
+        assert _calls("ncclCommAbort") == 0
+    else:
+        assert_all_ended()
     comm.close()
     kept.zero_()
     return message
@@ -76,6 +79,27 @@ def _abort_for_ever(place):
 
 def test_an_abort_that_hangs_is_left_behind():
     values_of(outcomes_of(1, _abort_for_ever))
+
+
+def _close_before_the_others(place):
+    nccl_link.FREE_S = 0.3
+    comm = communicator(place)
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
+    loaded("nccl").stand_in_end_together(1)
+    if place.rank == 1:
+        wait_for_note(place, "closed")
+    before = time.monotonic()
+    comm.close()
+    assert time.monotonic() - before < SOON
+    if place.rank == 0:
+        assert loaded("nccl").stand_in_live_comms() == 2
+        note(place, closed=True)
+    assert_all_ended()
+    return _calls("ncclCommAbort"), loaded("nccl").stand_in_overtaken()
+
+
+def test_a_close_leaves_what_nccl_frees_when_the_other_ranks_have_closed():
+    assert values_of(outcomes_of(2, _close_before_the_others)) == [(0, 0)] * 2
 
 
 # Revocations that do not return at once: NCCL waits in them for its kernels to leave the device,

@@ -58,6 +58,9 @@ uint32_t time_of_stream(size_t stream) {
 /* What is put into a stream comes after all that the thread knows to be over. */
 static struct clock *submit(size_t stream) {
     struct clock *own = &streams[stream % CLOCKS];
+    if (is_unchecked) {
+        return own;
+    }
     join(own, &thread);
     join(own, &everyone);
     own->times[stream % CLOCKS]++;

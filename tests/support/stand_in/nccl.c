@@ -271,8 +271,10 @@ SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncc
  *   ncclInvalidArgument.
  * - All four return ncclSuccess for NULL.
  *
- * What is not as with NCCL: the end of a communicator does not wait until the other ranks of the
- * host are no longer connected to its proxy, and a revoked one cannot be split. */
+ * - Destroy, and before 2.23 Abort, too, wait until the other ranks of the host that are connected
+ *   to the communicator's proxy thread have left theirs: here, with stand_in_end_together().
+ *
+ * What is not as with NCCL: a revoked communicator cannot be split. */
 
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     const char *function = "ncclCommFinalize";
@@ -311,6 +313,7 @@ EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
         wait_for_graphs(comm);
     }
     leave(comm);
+    wait_as_destroyed(comm);
     return is_over && dispose(comm) ? ncclSuccess : fail(ncclInternalError, function, "aborted");
 }
 
@@ -349,6 +352,7 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
             wait_for_graphs(comm);
         }
         leave(comm);
+        wait_as_destroyed(comm);
         dispose(comm);
     }
     return result;

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "nccl_calls.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,7 @@ static char last_error[TEXT_BYTES];
 static char hanging[NAME_BYTES], in_progress[NAME_BYTES];
 static ncclResult_t async_error;
 static pthread_cond_t revocations_go_on = PTHREAD_COND_INITIALIZER;
+static atomic_bool ends_together;
 static int n_revocations, revocations_needed, n_overtaken, n_freed_under_graphs;
 
 /* ---- what tests order and ask ---- */
@@ -45,6 +47,10 @@ void stand_in_hold_revocations(int until) {
     revocations_needed = until;
     pthread_cond_broadcast(&revocations_go_on);
     pthread_mutex_unlock(&nccl_mutex);
+}
+
+void stand_in_end_together(int on) {
+    ends_together = on != 0;
 }
 
 int stand_in_overtaken(void) {
@@ -222,9 +228,19 @@ void wait_as_revoked(ncclComm_t comm) {
     pthread_mutex_unlock(&nccl_mutex);
 }
 
+void wait_as_destroyed(ncclComm_t comm) {
+    pthread_mutex_lock(&nccl_mutex);
+    comm->is_being_destroyed = true;
+    pthread_mutex_unlock(&nccl_mutex);
+    world_begin_leaving(comm->world);
+    while (ends_together && !world_is_left(comm->world)) {
+        usleep(1000);
+    }
+}
+
 void note_abort(ncclComm_t comm) {
     pthread_mutex_lock(&nccl_mutex);
-    n_overtaken += comm->is_being_revoked;
+    n_overtaken += comm->is_being_revoked || comm->is_being_destroyed;
     pthread_mutex_unlock(&nccl_mutex);
 }
 

@@ -55,7 +55,12 @@ EXPORT int stand_in_live_comms(void);
  * one ends. 0 lets all of them go. */
 EXPORT void stand_in_hold_revocations(int until);
 
-/* How often a communicator was aborted while it was being revoked: with NCCL a use after free. */
+/* From now on Destroy and Abort return only when the other ranks have left the communicator, too:
+ * so does NCCL where these are connected to its proxy thread. 0 ends it. */
+EXPORT void stand_in_end_together(int on);
+
+/* How often a communicator was aborted while it was being revoked, or being destroyed: with NCCL a
+ * use after free. */
 EXPORT int stand_in_overtaken(void);
 
 /* How many communicators were freed while a graph that had captured their collectives was alive:
@@ -79,7 +84,7 @@ struct ncclComm {
     bool is_forming; /* it does not block, and not all ranks were there when it was last asked */
     bool is_in_round;
     bool is_stuck; /* by stand_in_in_progress */
-    bool is_being_revoked;
+    bool is_being_revoked, is_being_destroyed;
     bool is_finalized, is_revoked;
     bool is_captured; /* some of its collectives, */
     int graphs_then;  /* when so many times the graphs had been destroyed */
@@ -123,7 +128,9 @@ bool end_use(ncclComm_t comm, bool *flag);
 
 /* A revocation waits for the kernels to leave the device. */
 void wait_as_revoked(ncclComm_t comm);
-/* Counts an abort that comes before the end of a revocation. */
+/* What frees the communicator may wait for the other ranks. */
+void wait_as_destroyed(ncclComm_t comm);
+/* Counts an abort that comes before the end of a revocation or of a destruction. */
 void note_abort(ncclComm_t comm);
 
 #define OTHER_DEVICE "the memory is on another device than the communicator"

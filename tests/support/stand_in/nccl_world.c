@@ -30,6 +30,7 @@ enum {
 struct place {
     alignas(64) _Atomic uint32_t round; /* the last one that this rank has begun */
     _Atomic uint32_t taken;
+    atomic_bool is_leaving;
 };
 
 struct arena {
@@ -130,6 +131,19 @@ void world_leave(struct world *world) {
     close_descriptor(world);
     munmap(world->arena, sizeof *world->arena);
     free(world);
+}
+
+void world_begin_leaving(struct world *world) {
+    world->arena->places[world->rank].is_leaving = true;
+}
+
+bool world_is_left(const struct world *world) {
+    for (int r = 0; r < world->n_ranks; r++) {
+        if (!world->arena->places[r].is_leaving) {
+            return false;
+        }
+    }
+    return true;
 }
 
 uint64_t world_key(const struct world *world) {

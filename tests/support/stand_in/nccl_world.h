@@ -36,6 +36,10 @@ void world_discard(const struct address *address);
 /* NULL if there is no such world (any more), or if it has that rank already. */
 struct world *world_join(const struct address *address, int rank, int n_ranks);
 void world_leave(struct world *world);
+/* This rank is about to leave. */
+void world_begin_leaving(struct world *world);
+/* Whether all ranks are, or have left. */
+bool world_is_left(const struct world *world);
 
 /* A round: say what you do and lend `nbytes`, at most SLOT_BYTES; wait until all have; read. What
  * was lent can be read until this rank begins its next round. */

@@ -34,6 +34,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char log_text[LOG_BYTES];
 static size_t log_length;
 static struct fault faults[MAX_FAULTS];
+static bool has_faults; /* or has had some: most processes never do */
 static struct allocation *allocations;
 static _Atomic bool is_at_once;
 
@@ -112,13 +113,14 @@ int stand_in_fail(const char *function, int code, int after) {
         snprintf(fault->function, sizeof fault->function, "%s", function);
         fault->code = code;
         fault->calls_left = after;
+        has_faults = true;
     }
     pthread_mutex_unlock(&mutex);
     return fault != NULL ? 0 : -1;
 }
 
 static int code_of(const char *function) {
-    for (int i = 0; i < MAX_FAULTS; i++) {
+    for (int i = 0; i < MAX_FAULTS && has_faults; i++) {
         if (faults[i].code != 0 && strcmp(faults[i].function, function) == 0) {
             return faults[i].calls_left-- > 0 ? 0 : (faults[i].calls_left = 0, faults[i].code);
         }
@@ -127,12 +129,14 @@ static int code_of(const char *function) {
 }
 
 int stand_in_called(const char *call, ...) {
-    char function[NAME_BYTES];
-    snprintf(function, sizeof function, "%.*s", (int)strcspn(call, " "), call);
+    char function[NAME_BYTES] = "";
     va_list arguments;
     va_start(arguments, call);
     pthread_mutex_lock(&mutex);
     append(call, arguments);
+    if (has_faults) {
+        snprintf(function, sizeof function, "%.*s", (int)strcspn(call, " "), call);
+    }
     int code = code_of(function);
     pthread_mutex_unlock(&mutex);
     va_end(arguments);
