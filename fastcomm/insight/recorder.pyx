@@ -69,7 +69,7 @@ cdef class Recorder:
             self.open = NULL
         if self.open == NULL:
             self.forward_began = now()
-            if not self.forward_began_first:
+            if not self.forward_ns:  # one that had begun before this has raised
                 self.forward_began_first = self.forward_began
 
     def end_forward(self):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import time
 import weakref
 
 import pytest
@@ -164,6 +165,23 @@ def test_a_forward_of_an_evaluation_belongs_to_no_step(comm):
         model(torch.zeros(1, 8))
     reducer.reduce()
     assert timeline.steps()[-1].forward_ns == 0
+
+
+@on_cpu
+@on_ranks(2)
+def test_a_forward_that_raises_belongs_to_no_step(comm):
+    model, reducer, optimizer, timeline = _train(comm)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.zeros(1, 9))
+    after = time.monotonic_ns()
+    _step(comm, model, optimizer)
+    assert timeline.steps()[-1].forward_begin > after
+    model(torch.zeros(1, 8))  # a step's first forward is its begin, though another one raises
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.zeros(1, 9))
+    before = time.monotonic_ns()
+    _step(comm, model, optimizer)
+    assert after < timeline.steps()[-1].forward_begin < before
 
 
 @on_cpu
