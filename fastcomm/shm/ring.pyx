@@ -14,7 +14,7 @@ import torch
 from fastcomm import collective
 from fastcomm.collective import CPU_DTYPES, presence_values
 from fastcomm.errors import (
-    CLOSED, AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
+    CLOSED, DROPPED, AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
 )
 from fastcomm.lifetime import again
 
@@ -125,7 +125,7 @@ cdef class Ring:
     def __dealloc__(self):
         # not in a forked child: the segment is the parent's to close
         if self.handle != NULL and not self.life.is_forked():
-            shm_set_state(self.handle, SHM_CLOSED, -1)
+            shm_set_state(self.handle, SHM_DROPPED, -1)
         shm_free_comm(self.handle)
 
     # -- the end --
@@ -447,8 +447,8 @@ cdef class Ring:
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
         dead = ()
-        if state == SHM_CLOSED:
-            what = CLOSED
+        if state == SHM_CLOSED or state == SHM_DROPPED:
+            what = CLOSED if state == SHM_CLOSED else DROPPED
         elif state == SHM_ABORTED:
             what = "aborted its communicator"
             if blamed >= 0:

@@ -66,7 +66,7 @@ enum shm_kind {
     SHM_SHADOW,
 };
 
-enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2 };
+enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2, SHM_DROPPED = 3 };
 
 /* What one rank asks for in a collective. `where`, `weight` and `scale` may differ between ranks;
  * all else must agree. A weighted op adds scale * tensor over the ranks, and divides by the sum of
@@ -160,8 +160,8 @@ int shm_state_of(const struct shm_comm *comm, int rank);
 /* The rank that an aborted rank gave up on, or -1. */
 int shm_blamed_by(const struct shm_comm *comm, int rank);
 
-/* Tells the peers that this rank will post nothing more (SHM_CLOSED), or that it gave up
- * (SHM_ABORTED), on rank `blames` or by its own decision (-1). */
+/* Tells the peers that this rank will post nothing more: it has closed (SHM_CLOSED), or has ended
+ * without (SHM_DROPPED), or gave up (SHM_ABORTED), on rank `blames` or by its own decision (-1). */
 void shm_set_state(struct shm_comm *comm, enum shm_state state, int blames);
 
 #endif

@@ -54,11 +54,11 @@ def _lose_a_peer(place, collective, how):
 
 WORDS = {
     "killed": "died",
-    "exits": "closed",
+    "exits": "ended without close()",
     "exits at once": "died",
     "closes": "closed",
     "aborts": "aborted",
-    "raises": "closed",
+    "raises": "ended without close()",
 }
 
 
