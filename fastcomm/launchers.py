@@ -99,7 +99,7 @@ def meeting_point(started_by: Launcher, world_size: int) -> str:
         by_job = _FIRST_SLURM_PORT + number("SLURM_JOB_ID") % 10_000
         return _tcp(first_host(hosts), _port(by_job))
     if started_by.local_size in os.environ and number(started_by.local_size) == world_size:
-        return f"file://{_own_folder()}/{_id_of_launcher(started_by)}"
+        return f"file://{own_folder()}/{_id_of_launcher(started_by)}"
     raise InitError(
         f"rank {os.environ[started_by.rank]} of {world_size}: {started_by.name} does not say where "
         "ranks of several hosts meet, nor that all run on this one: set MASTER_ADDR to the name of "
@@ -141,7 +141,7 @@ def _tcp(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _own_folder() -> Path:
+def own_folder() -> Path:
     """Where no other user may put a file that ours would read."""
     try:
         folder = Path(tempfile.gettempdir(), f"fastcomm-{os.getuid()}")

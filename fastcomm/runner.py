@@ -12,17 +12,18 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any
 
 import torch
 
+from fastcomm.call_folder import CallFolder, Raised, new_folder
 from fastcomm.errors import FastcommError, PeerLostError
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -43,24 +44,29 @@ def launch(
 
     Raises FastcommError when a rank fails: it names the rank and what it has raised. The other
     ranks are ended, and all of them on KeyboardInterrupt, or when this process is killed. Raises
-    ValueError for less than one rank or thread.
+    FastcommError, too, when the function or its arguments cannot be pickled; TypeError for ranks or
+    threads that are no int, ValueError for less than one.
     """
     if getattr(sys.modules["__main__"], "is_importing", False):  # rank_process.py
         raise FastcommError(
             "launch() is called where this script is imported, as each rank does: call it under "
             'if __name__ == "__main__":'
         )
-    call = _preparation(), _packed(function, args)
-    with tempfile.TemporaryDirectory(prefix="fastcomm-launch-") as name:
-        folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps(call))
-        n_ranks = _start(ranks, threads, ["call", name], folder)
-        return [_returned(folder, rank) for rank in range(n_ranks)]
+    ranks, threads = _numbers(ranks, threads)
+    packed = _packed(function, args)
+    with new_folder() as folder:
+        folder.write_call(_preparation(), packed)
+        _start(ranks, threads, ["call", str(folder.path)], folder)
+        return [_returned(folder, rank) for rank in range(ranks)]
 
 
 def run(command: Sequence[str], ranks: int | None = None, threads: int | None = None) -> None:
     """Runs a Python script, with its arguments, as launch() runs a function."""
-    _start(ranks, threads, ["script", *command])
+    ranks, threads = _numbers(ranks, threads)
+    if not Path(command[0]).exists():
+        raise FastcommError(f"there is no script {command[0]} in {os.getcwd()}")
+    with new_folder() as folder:
+        _start(ranks, threads, ["script", *command], folder)
 
 
 def cores() -> int:
@@ -70,24 +76,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(
-    ranks: int | None, threads: int | None, what: Sequence[str], calls: Path | None = None
-) -> int:
-    """Returns the number of ranks, when all have ended well. what: see rank_process.py. calls: the
-    folder in which ranks leave what they have raised.
-    """
-    # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
+    """Of ranks, and of threads in each; None: what suits the machine."""
+    for name, given in (("ranks", ranks), ("threads", threads)):
+        if not isinstance(given, (int, NoneType)):
+            raise TypeError(f"{name} must be an int; got {given!r}")
     if ranks is None:
         ranks = torch.cuda.device_count() or cores()
     if threads is None:
         threads = max(1, cores() // ranks) if ranks > 0 else 1
     if ranks < 1 or threads < 1:
         raise ValueError(f"ranks and threads must be at least 1; got {ranks} and {threads}")
-    with tempfile.TemporaryDirectory(prefix="fastcomm-run-") as folder, _surroundings(threads):
+    return ranks, threads
+
+
+def _start(ranks: int, threads: int, what: Sequence[str], folder: CallFolder) -> None:
+    """Returns when all have ended well. what: see rank_process.py."""
+    # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with _surroundings(threads):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -97,18 +107,17 @@ def _start(
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ALL),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder.logs), tee=Std.ALL),
             log_line_prefix_template="[rank ${rank}] ",
         )
         try:
             elastic_launch(config, sys.executable)("-u", _BEGINNING, str(os.getpid()), *what)
         except ChildFailedError as error:
-            raise FastcommError(_what_failed(error.failures, _raised_in(calls))) from None
+            raise FastcommError(_what_failed(error.failures, folder.raised())) from None
         except SignalException as error:  # the ranks have ended
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
-    return ranks
 
 
 @contextlib.contextmanager
@@ -153,7 +162,15 @@ def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             f"{function.__qualname__} was defined in a notebook or a shell, from where new "
             "processes cannot import it: pip install cloudpickle, or define it in a module"
         )
-    return _pickled((function, args))
+    try:
+        return _pickled((function, args))
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise FastcommError(
+            f"{name} and its arguments cannot be sent to new processes: {type(error).__name__}: "
+            f"{error}. Define it at the top of a module, or pip install cloudpickle; files, locks "
+            "and the like are to be opened inside of it"
+        ) from error
 
 
 def _pickled(value: Any) -> bytes:
@@ -164,36 +181,19 @@ def _pickled(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
-class _Raised(NamedTuple):
-    """What a rank has raised. is_lost: only that it has lost another one, which may say why."""
-
-    at_s: float
-    is_lost: bool
-    text: str
-
-
-def answer(folder: Path, packed: bytes) -> None:
+def answer(path: Path, packed: bytes) -> None:
     """In a rank: makes the call, and leaves for launch() what it returns, or has raised."""
-    rank = os.environ["RANK"]
+    folder, rank = CallFolder(path), os.environ["RANK"]
     try:
         _call(folder, packed)
     except Exception as error:
         stack = traceback.format_exc().rstrip()
         what = f"rank {rank} (pid {os.getpid()}) raised {type(error).__name__}: {error}\n{stack}"
-        raised = _Raised(time.time(), isinstance(error, PeerLostError), what)
-        written = folder / f"writing-{rank}"
-        written.write_bytes(pickle.dumps(raised))
-        written.rename(folder / f"raised-{rank}")  # the other ranks' ends may end this one any time
+        folder.write_raised(rank, Raised(time.time(), isinstance(error, PeerLostError), what))
         sys.exit(1)
 
 
-def _raised_in(folder: Path | None) -> dict[int, _Raised]:
-    """By rank."""
-    paths = [] if folder is None else folder.glob("raised-*")
-    return {int(path.name.partition("-")[2]): pickle.loads(path.read_bytes()) for path in paths}
-
-
-def _call(folder: Path, packed: bytes) -> None:
+def _call(folder: CallFolder, packed: bytes) -> None:
     function, args = pickle.loads(packed)
     try:
         value = function(*args)
@@ -208,24 +208,20 @@ def _call(folder: Path, packed: bytes) -> None:
             "what the function returns cannot be sent to the process that has called launch(): "
             f"{type(error).__name__}: {error}"
         ) from error
-    _answer_of(folder, os.environ["RANK"]).write_bytes(returned)
+    folder.write_answer(os.environ["RANK"], returned)
 
 
-def _returned(folder: Path, rank: int) -> Any:
-    answer = _answer_of(folder, rank)
-    if not answer.exists():
+def _returned(folder: CallFolder, rank: int) -> Any:
+    answer = folder.answer(rank)
+    if answer is None:
         raise FastcommError(
             f"rank {rank} ended with exit code 0 before the function had returned: by os._exit(), "
             "or by exit() in a library"
         )
-    return pickle.loads(answer.read_bytes())
+    return pickle.loads(answer)
 
 
-def _answer_of(folder: Path, rank: int | str) -> Path:
-    return folder / f"answer-{rank}"
-
-
-def _what_failed(failures: Mapping[int, Any], raised: Mapping[int, _Raised]) -> str:
+def _what_failed(failures: Mapping[int, Any], raised: Mapping[int, Raised]) -> str:
     """Of the first rank that has not merely lost another. failures: torch's ProcessFailure by rank,
     of those that had ended first.
     """

@@ -16,7 +16,7 @@ FLOORS = (
     ("errors", "autograd_stack", "collective", "flat_buffers", "lifetime"),
     ("communicator", "cuda", "watchdog"),
     ("shm", "nccl", "group"),
-    ("bootstrap", "launchers", "rendezvous", "runner", "rank_process"),
+    ("bootstrap", "launchers", "rendezvous", "call_folder", "runner", "rank_process"),
     ("insight",),
     ("reducer",),
     ("torch_backend",),
@@ -29,6 +29,8 @@ NEIGHBOURS = {
     "group.hierarchical": {"shm"},
     "bootstrap": {"launchers"},
     "rendezvous": {"bootstrap", "launchers"},
+    "call_folder": {"launchers"},
+    "runner": {"call_folder"},
     "rank_process": {"runner"},
     "__main__": {"__init__"},
 }

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -18,7 +19,8 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import FastcommError
+from fastcomm import FastcommError, runner
+from fastcomm.call_folder import new_folder
 from tests.support.forked_python import python
 
 
@@ -104,7 +106,7 @@ def _run(tmp_path, *arguments):
 def test_a_script_runs_on_ranks_with_its_own_arguments(tmp_path):
     done = _run(tmp_path, "train", "--help", "--ranks=7")
     assert done.returncode == 0, done.stderr
-    threads = max(1, fastcomm.runner.cores() // 2)
+    threads = max(1, runner.cores() // 2)
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {rank}] {rank} 2 {threads} ['train', '--help', '--ranks=7']" for rank in range(2)
     ]
@@ -146,17 +148,48 @@ def test_a_signal_ends_the_ranks(tmp_path, number):
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+def test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     with _sleeping(tmp_path) as (run, pid):
         rank = os.pidfd_open(pid)
+        with new_folder() as other:
+            assert len(list(other.path.parent.iterdir())) == 2, "the folder of one that runs"
         run.kill()
     assert select.select([rank], [], [], 60)[0], "the rank goes on without its launcher"
     os.close(rank)
+    with new_folder() as ours:
+        assert list(ours.path.parent.iterdir()) == [ours.path]
+    assert not ours.path.exists()
 
 
-def test_less_than_a_rank_is_refused():
-    with pytest.raises(ValueError, match="at least 1; got 0 and 1"):
-        fastcomm.launch(_sum, 5, ranks=0)
+@pytest.mark.parametrize(
+    "numbers, error, words",
+    [
+        ({"ranks": 0}, ValueError, "at least 1; got 0 and 1"),
+        ({"ranks": "2"}, TypeError, "ranks must be an int; got '2'"),
+        ({"threads": 1.5}, TypeError, "threads must be an int; got 1.5"),
+    ],
+)
+def test_what_is_no_number_of_processes_is_refused(numbers, error, words):
+    with pytest.raises(error, match=words):
+        fastcomm.launch(_sum, 5, **numbers)
+
+
+def test_a_script_that_is_not_there_starts_no_ranks(monkeypatch):
+    monkeypatch.setattr(runner, "_start", pytest.fail)
+    with pytest.raises(FastcommError, match=f"there is no script nosuch.py in {os.getcwd()}"):
+        runner.run(["nosuch.py"], ranks=2)
+
+
+def test_what_cannot_be_sent_to_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr(util, "find_spec", lambda name: None)  # no cloudpickle
+    with pytest.raises(FastcommError, match=r"<lambda> and its arguments cannot be sent to new pr"):
+        fastcomm.launch(lambda: 1, ranks=2)
+    with pytest.raises(FastcommError, match=r"_sum and its .* cannot pickle '_thread.lock' object"):
+        fastcomm.launch(_sum, threading.Lock(), ranks=2)
 
 
 def test_a_function_of_a_notebook_takes_cloudpickle(monkeypatch):

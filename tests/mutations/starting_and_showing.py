@@ -9,19 +9,27 @@ TUNING = "tests/reducer/test_tuning.py"
 TIMELINE = "tests/insight/test_timeline.py"
 RUNNER = "tests/test_runner.py"
 
+KILLED = "test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder"
 MUTATIONS = (
     Mutation(
         name="run: ranks outlive a launcher that is killed",
         file="fastcomm/rank_process.py",
         old="    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
         new="",
-        tests=(f"{RUNNER}::test_ranks_end_with_a_launcher_that_is_killed",),
+        tests=(f"{RUNNER}::{KILLED}",),
+    ),
+    Mutation(
+        name="run: a folder whose launcher runs is taken for one left behind",
+        file="fastcomm/call_folder.py",
+        old="            _lock(Path(name), fcntl.LOCK_EX, ours)\n",
+        new="",
+        tests=(f"{RUNNER}::{KILLED}",),
     ),
     Mutation(
         name="launch: a rank that has returned nothing counts as one that returns None",
         file="fastcomm/runner.py",
-        old="    if not answer.exists():\n        raise FastcommError(",
-        new="    if not answer.exists():\n        return FastcommError(",
+        old="    if answer is None:\n        raise FastcommError(",
+        new="    if answer is None:\n        return FastcommError(",
         tests=(f"{RUNNER}::test_a_rank_that_returns_nothing_of_use_is_named",),
     ),
     Mutation(

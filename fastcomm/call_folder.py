@@ -1,0 +1,102 @@
+"""CallFolder: what a launcher and the ranks that it has started leave each other: the call, what
+each rank has returned or raised, and the files in which torch keeps their output.
+
+A launcher removes its folder in the end. That of one that was killed goes when the next launcher
+starts: each holds a lock on its own, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastcomm import launchers
+
+_PREFIX = "launch-"
+
+
+class Raised(NamedTuple):
+    """What a rank has raised. is_lost: only that it has lost another one, which may say why."""
+
+    at_s: float
+    is_lost: bool
+    text: str
+
+
+class CallFolder:
+    """Of one launch() or `fastcomm run`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    # -- in the launcher ---------------------------------------------------------------------------
+
+    def write_call(self, preparation: dict[str, Any], packed: bytes) -> None:
+        """For rank_process.py, which reads it before it has fastcomm."""
+        (self.path / "call").write_bytes(pickle.dumps((preparation, packed)))
+
+    def answer(self, rank: int) -> bytes | None:
+        """What the rank has returned, as it has written it."""
+        path = self.path / f"answer-{rank}"
+        return path.read_bytes() if path.exists() else None
+
+    def raised(self) -> dict[int, Raised]:
+        """By rank."""
+        paths = self.path.glob("raised-*")
+        return {int(path.name.partition("-")[2]): pickle.loads(path.read_bytes()) for path in paths}
+
+    # -- in a rank ---------------------------------------------------------------------------------
+
+    def write_answer(self, rank: str, value: bytes) -> None:
+        (self.path / f"answer-{rank}").write_bytes(value)
+
+    def write_raised(self, rank: str, raised: Raised) -> None:
+        """At once: the other ranks' ends may end this one any time."""
+        written = self.path / f"writing-{rank}"
+        written.write_bytes(pickle.dumps(raised))
+        written.rename(self.path / f"raised-{rank}")
+
+
+@contextlib.contextmanager
+def new_folder() -> Iterator[CallFolder]:
+    """Within the block. Removes what launchers that were killed have left. Raises InitError where
+    there is no place for it.
+    """
+    home = launchers.own_folder()
+    with contextlib.ExitStack() as ours:
+        with contextlib.ExitStack() as starting:
+            # Between its making and its lock, a folder looks as one that was left.
+            _lock(home, fcntl.LOCK_EX, starting)
+            _remove_left(home)
+            name = ours.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=home))
+            _lock(Path(name), fcntl.LOCK_EX, ours)
+        yield CallFolder(Path(name))
+
+
+def _remove_left(home: Path) -> None:
+    for path in home.glob(f"{_PREFIX}*"):
+        with contextlib.ExitStack() as looking, contextlib.suppress(FileNotFoundError):
+            if _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, looking):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(folder: Path, how: int, until: contextlib.ExitStack) -> bool:
+    """False if another process holds the lock, or the file system has none."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    until.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True
