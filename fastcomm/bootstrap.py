@@ -30,7 +30,7 @@ from fastcomm.errors import FastcommError, InitError, PeerLostError
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 # Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
 _FEW = 16
-_KNOCK_S = 0.1
+_KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
 
 # How often this process has used each meeting point. The number keeps the communicators apart that
 # the same ranks make there.
@@ -260,7 +260,8 @@ def meet(
         raise InitError(
             f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
         )
-    is_server = rank == 0 and not is_served
+    # Else the variable is left from another launcher: torchrun's store is there before its ranks.
+    is_server = rank == 0 and not (is_served and _listens(place))
     try:
         store = HashStore() if is_alone else _open_store(place, world_size, timeout, is_server)
     except (RuntimeError, OSError) as error:
@@ -311,6 +312,15 @@ def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_serv
         wait_for_workers=False,
         multi_tenant=True,
     )
+
+
+def _listens(place: ParseResult) -> bool:
+    """Whether somebody does at this host and port."""
+    try:
+        socket.create_connection((place.hostname, place.port or 0), _LONGEST_KNOCK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:

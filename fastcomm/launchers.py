@@ -203,8 +203,8 @@ def _value(name: str) -> str:
 
 def _not_set(name: str) -> InitError:
     return InitError(
-        f"{name} is not set: start the script with `torchrun --nproc-per-node=2 "
-        f"{os.path.basename(sys.argv[0]) or 'train.py'}`, or under mpirun or srun, "
+        f"{name} is not set: start the script with `python -m fastcomm run "
+        f"{os.path.basename(sys.argv[0]) or 'train.py'}`, or under torchrun, mpirun or srun, "
         "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as docs/launching.md says, or "
         "pass init_method='tcp://host:port' with rank= and world_size=, or, for one rank "
         "alone, world_size=1"

@@ -179,6 +179,11 @@ def test_a_rank_may_be_told_where_the_environment_says_the_rest():
     assert values_of(fresh_ranks(2, _describe_told_its_rank, env=env)) == [(0, 2), (1, 2)]
 
 
+def test_a_variable_that_torchrun_has_left_promises_no_store():
+    env = [{**its, "TORCHELASTIC_USE_AGENT_STORE": "True"} for its in torchrun_env(2)]
+    assert values_of(fresh_ranks(2, _describe, env=env)) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
+
+
 def test_an_address_of_version_6_is_put_in_brackets(bare):
     put_up(bare, MPICH, MASTER_ADDR="::1", MASTER_PORT="4321")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://[::1]:4321"
@@ -187,7 +192,7 @@ def test_an_address_of_version_6_is_put_in_brackets(bare):
 @pytest.mark.parametrize("job", ["bash", "interactive"])
 def test_a_shell_that_srun_has_started_is_no_rank(bare, job):
     put_up(bare, SLURM, SLURM_JOB_NAME=job)
-    with pytest.raises(InitError, match="RANK is not set.*torchrun.*mpirun"):
+    with pytest.raises(InitError, match="RANK is not set.*-m fastcomm run.*torchrun.*mpirun"):
         fastcomm.init()
 
 

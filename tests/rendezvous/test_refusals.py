@@ -38,7 +38,8 @@ def test_without_torchrun_init_says_what_to_do():
     assert_all_refused(
         fresh_ranks(1, _init_from_environment),
         "RANK is not set",
-        "torchrun --nproc-per-node",
+        "python -m fastcomm run",
+        "under torchrun",
         "init_method=",
     )
 
