@@ -9,6 +9,7 @@ if that is not less.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.communicator import Communicator, gather_objects, note_abandoned
+from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
 from fastcomm.insight.recorder import Recorder
@@ -29,6 +31,7 @@ from fastcomm.reducer.geometry import kind_of
 from fastcomm.reducer.layout import plan_buckets
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.options import AUTO, Options
+from fastcomm.reducer.putting_off import putting_off_signals
 from fastcomm.runner import cores
 
 WARM_UP_ROUNDS = 2  # with new buckets: memory is touched for the first time
@@ -124,13 +127,26 @@ class Tuning:
         self._note_round(reducer)
         n_late = reducer.n_rounds - self._began_at - WARM_UP_ROUNDS - MEASURED_ROUNDS
         if n_late >= 0:
+            with putting_off_signals():
+                self._decide(reducer, can_replan, is_last=n_late >= _PATIENCE_ROUNDS)
+        self._ended_s = time.perf_counter()
+
+    def _decide(self, reducer: Tunable, can_replan: bool, is_last: bool) -> None:
+        """is_last: it is put off no longer."""
+        try:
             seen = gather_objects(reducer.comm, self._seen(reducer, can_replan))
             if all(one.can_replan for one in seen):
                 decide = self._propose if self._default_s is None else self._judge
                 decide(reducer, seen)
-            elif n_late >= _PATIENCE_ROUNDS:
+            elif is_last:
                 self._stop(reducer)
-        self._ended_s = time.perf_counter()
+        except BaseException as error:
+            # All ranks keep the buckets they have: the others are not to wait for this one.
+            self._stop(reducer)
+            with contextlib.suppress(FastcommError):
+                reducer.comm.abandon()
+            note_abandoned(error)
+            raise
 
     def _note_round(self, reducer: Tunable) -> None:
         now = time.perf_counter()

@@ -6,10 +6,11 @@ from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
 TUNING = "tests/reducer/test_tuning.py"
+INTERRUPTED = "test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none"
 TIMELINE = "tests/insight/test_timeline.py"
 RUNNER = "tests/test_runner.py"
-
 KILLED = "test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder"
+
 MUTATIONS = (
     Mutation(
         name="run: ranks outlive a launcher that is killed",
@@ -52,6 +53,27 @@ MUTATIONS = (
         old="all(one.overlap for one in seen)",
         new="reducer._overlap",
         tests=(f"{TUNING}::test_ranks_with_another_overlap_come_to_one_choice",),
+    ),
+    Mutation(
+        name="auto: a signal ends a decision that the other ranks make",
+        file="fastcomm/reducer/tuning.py",
+        old="            with putting_off_signals():\n",
+        new="            with contextlib.nullcontext():\n",
+        tests=(f"{TUNING}::{INTERRUPTED}",),
+    ),
+    Mutation(
+        name="auto: the others wait for a rank that has left a decision",
+        file="fastcomm/reducer/tuning.py",
+        old="                reducer.comm.abandon()\n",
+        new="                pass\n",
+        tests=(f"{TUNING}::{INTERRUPTED}",),
+    ),
+    Mutation(
+        name="timeline: a step begins with a forward that has raised",
+        file="fastcomm/insight/recorder.pyx",
+        old="            if not self.forward_ns:",
+        new="            if not self.forward_began_first:",
+        tests=(f"{TIMELINE}::test_a_forward_that_raises_belongs_to_no_step",),
     ),
     Mutation(
         name="timeline: its hooks stay on a model that is detached",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import signal
 from unittest import mock
 
 import pytest
@@ -152,6 +154,55 @@ def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
                 reducer.skip_step()
                 backward(model, comm.rank, step)
     assert "auto: 25;" in repr(reducer)
+
+
+class Interrupted(Exception):
+    """What a handler raises."""
+
+
+@contextlib.contextmanager
+def _interrupted_while_measuring(times):
+    """So many signals, in the deciding round."""
+
+    def handle(*_):
+        raise Interrupted
+
+    def measure(comm):
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return measure_costs(comm)
+
+    measure_costs, before = tuning.measure_costs, signal.signal(signal.SIGUSR2, handle)
+    try:
+        with mock.patch.object(tuning, "measure_costs", measure):
+            yield
+    finally:
+        assert signal.signal(signal.SIGUSR2, before) is handle
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@on_ranks(2)
+def test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none(comm, times):
+    """The first signal waits until it is made."""
+    raised = None
+    with _choosing(TINY_MB):
+        _, (model, reducer) = _models(comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(ROUNDS + 1):
+            optimizer.zero_grad()
+            with _interrupted_while_measuring(times if comm.rank == 1 else 0):
+                try:
+                    backward(model, comm.rank, step)
+                except (Interrupted, fastcomm.AbandonedError) as error:
+                    assert step == ROUNDS // 2 - 1 and raised is None
+                    raised = type(error)
+                    if times == 2:
+                        comm.abandon()  # does nothing: it has been
+            optimizer.step()
+    victim = None if times == 1 else fastcomm.AbandonedError
+    assert raised is (Interrupted if comm.rank == 1 else victim)
+    assert f"auto: {TINY_MB if times == 1 else 25:g};" in repr(reducer)
+    reducer.check_in_sync(optimizer)
 
 
 @on_ranks(2)
