@@ -118,6 +118,16 @@ def test_launching_is_not_taken_for_a_backward():
     assert ADVICE in summary.table(replace(joined, ranks=launching))
 
 
+def test_gradients_between_long_launches_do_not_come_at_once():
+    """As where a hook reduces in its launch: 4.6 of 5 ms, and 0.2 of the rest between gradients."""
+    long = BucketTimes(4 * MS, 8_600_000, 0, 6 * MS, 7 * MS, 8 * MS, 8 * MS)
+    step = replace(
+        _step(), ready=(4 * MS, 4 * MS, 8_800_000), backward_end=9 * MS, buckets=(long,) * 2
+    )
+    rounds = (step, replace(step.shifted(100 * MS), number=2))
+    assert ADVICE not in summary.table(Joined("reducer 0", PLAN, (rounds, rounds)))
+
+
 def _shifted(times):
     return BucketTimes(*(ns + 100 * MS if ns else 0 for ns in astuple(times)))
 

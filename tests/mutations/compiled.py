@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 SPLIT = "fastcomm/reducer/graph_split.py"
 COMPILED = "fastcomm/reducer/compiled.py"
 TESTS = "tests/reducer/test_compiled.py"
+SHOWING = "tests/insight/test_showing.py"
 
 
 def _test(name: str) -> tuple[str, ...]:
@@ -124,18 +125,23 @@ MUTATIONS = (
     Mutation(
         name="compiled: launching is taken for a part of the backward",
         file="fastcomm/insight/steps.py",
-        old=" - length(launching)) / whole",
-        new=") / whole",
-        tests=("tests/insight/test_showing.py::test_launching_is_not_taken_for_a_backward",),
+        old="end - begin - length(launching)",
+        new="end - begin",
+        tests=(f"{SHOWING}::test_launching_is_not_taken_for_a_backward",),
+    ),
+    Mutation(
+        name="timeline: gradients come at once where launching takes most of the backward",
+        file="fastcomm/insight/steps.py",
+        old="whole = computing(begin, step.backward_end)",
+        new="whole = step.backward_end - begin",
+        tests=(f"{SHOWING}::test_gradients_between_long_launches_do_not_come_at_once",),
     ),
     Mutation(
         name="compiled: a step without a forward has no backward to compare with",
         file="fastcomm/insight/steps.py",
-        old="step.backward_ns if step.forward_ns else step.backward_end - before.backward_end",
-        new="step.backward_ns",
-        tests=(
-            "tests/insight/test_showing.py::test_gradients_that_come_at_once_are_told_with_advice",
-        ),
+        old="step.backward_begin if step.forward_ns else before.finished",
+        new="step.backward_begin",
+        tests=(f"{SHOWING}::test_gradients_that_come_at_once_are_told_with_advice",),
     ),
     Mutation(
         name="compiled: a graph with the parameters of one bucket is told to be whole",
