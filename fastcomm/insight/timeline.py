@@ -194,10 +194,11 @@ class Timeline:
     def __repr__(self) -> str:
         recorder = self._recorder
         state = "on" if self.is_on else "off"
-        kept = min(recorder.n_begun, recorder.n_steps)
+        kept, n_buckets = min(recorder.n_begun, recorder.n_steps), len(self._plan)
         return (
             f"<Timeline of {self._describe()}: {state}, {kept} of the newest {recorder.n_steps} "
-            f"steps, {len(self._plan)} buckets; {recorder.nbytes / 1e6:.1f} MB>"
+            f"steps, {n_buckets} bucket{'' if n_buckets == 1 else 's'}; "
+            f"{recorder.nbytes / 1e3:,.1f} kB>"
         )
 
 

@@ -93,6 +93,7 @@ def test_only_the_newest_steps_are_kept(comm):
     for step in range(5):
         backward(model, comm.rank, step)
     assert [step.number for step in timeline.steps()] == [4, 5]
+    assert repr(timeline).endswith(": on, 2 of the newest 2 steps, 1 bucket; 0.4 kB>")
     assert reducer.timeline() is reducer.timeline(steps=2) is timeline
     with pytest.raises(ValueError, match="keeps 2 steps, as was asked at first; got 50"):
         reducer.timeline(steps=50)
