@@ -9,6 +9,7 @@ import html
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import chart
 import sections
@@ -60,7 +61,7 @@ pre { background: var(--tint); border-radius: .35rem; padding: .75rem 1rem; marg
 
 def write(all_results: Sequence[Results]) -> str:
     """The page of these results, in their order."""
-    made = [(results, sections.of(results)) for results in all_results]
+    made = _told_apart([(results, sections.of(results)) for results in all_results])
     parts = [_section(number, *pair) for number, pair in enumerate(made)]
     dates = sorted({results["machine"]["date"][:10] for results in all_results})
     commands = "\n".join(dict.fromkeys(sections.command(results) for results in all_results))
@@ -100,6 +101,26 @@ def _where(all_results: Sequence[Results]) -> str:
     facts = all_results[0]["machine"]
     gpu = f"{facts['gpus']} x {facts['gpu']} and " if "gpu" in facts else ""
     return f"On one machine with {gpu}{facts['cores']} cores of {facts['cpu']}."
+
+
+def _told_apart(made: Sequence[tuple[Results, Section]]) -> list[tuple[Results, Section]]:
+    """Sections that would have one title get the options by which they differ."""
+    together: dict[str, list[set[str]]] = {}
+    for results, section in made:
+        together.setdefault(section.title, []).append(set(_options(results)))
+    named = []
+    for results, section in made:
+        others = together[section.title]
+        own = [one for one in _options(results) if one not in set.intersection(*others)]
+        title = f"{section.title} ({' '.join(own)})" if own else section.title
+        named.append((results, replace(section, title=title)))
+    return named
+
+
+def _options(results: Results) -> list[str]:
+    """Of its command, each with its values, but for those that say how long it measures."""
+    _, *options = sections.command(results).split(" -")
+    return [f"-{one}" for one in options if one.split()[0] not in ("m", "-rounds", "-steps")]
 
 
 def _glance(made: Sequence[Section]) -> str:

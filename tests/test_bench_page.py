@@ -94,6 +94,18 @@ def test_results_of_every_benchmark_have_a_section(
         assert ratio.spread.low <= ratio.spread.middle <= ratio.spread.high
 
 
+def test_results_of_one_benchmark_are_told_apart(modules: dict[str, ModuleType]) -> None:
+    names = ("step-weighted", "step-joined", "paper-fig7-shm")
+    written = modules["page"].write([results_of(name) for name in names])
+    titles = re.findall(r"<h2>([^<]*)</h2>", written)
+    assert titles[1:4] == [
+        "A training step, 2 ranks (--ways local fastcomm weighted)",
+        "A training step, 2 ranks (--ways local fastcomm joined)",
+        "The paper&#x27;s fig7: latency by bucket size",
+    ]
+    assert f">{titles[1]}</td>" in written
+
+
 def test_ratios_are_the_peers_time_over_fastcomms(modules: dict[str, ModuleType]) -> None:
     results = results_of("allreduce-2ranks-comm")
     ratios = {(r.what, r.peer): r.spread for r in modules["sections"].of(results).ratios}
