@@ -117,7 +117,12 @@ def parse_options() -> argparse.Namespace:
         metavar="MODEL",
         help="the figure's own, or of bench/models.py (the figure's own)",
     )
-    parser.add_argument("--rounds", type=int, help="rounds, in each of which every way has a turn")
+    parser.add_argument(
+        "--rounds",
+        type=report.several,
+        metavar="N",
+        help="rounds, in each of which every way has its turn (the figure's own)",
+    )
     options = report.parse(parser)
     if options.figure is None:
         parser.error(f"which figure? one of {', '.join(FIGURES)}")
@@ -127,8 +132,6 @@ def parse_options() -> argparse.Namespace:
     unknown = set(options.models) - set(CASES) - set(figure.models)
     if unknown:
         parser.error(f"{options.figure} has no model {', '.join(sorted(unknown))}")
-    if options.rounds < 2:
-        parser.error("--rounds must be at least 2: quartiles need more than one")
     if options.device == "cuda" and options.figure != "fig12":
         parser.error("--device cuda is for fig12")
     if options.figure == "fig12":

@@ -121,7 +121,7 @@ def parse(
     if rounds is not None:
         parser.add_argument(
             "--rounds",
-            type=int,
+            type=several,
             default=rounds,
             metavar="N",
             help=f"rounds, in each of which every contender has its turn ({rounds})",
@@ -130,8 +130,6 @@ def parse(
     if parser.prog == Path(sys.argv[0]).name:  # else the script has named its command
         parser.prog = f"python -m fastcomm bench {Path(sys.argv[0]).stem}"
     options = parser.parse_args()
-    if rounds is not None and options.rounds < 2:
-        parser.error("--rounds is at least 2: quartiles need more than one")
     problem = _find_problem(options)
     if problem is not None:
         parser.error(problem)
@@ -142,6 +140,13 @@ def parse(
     if options.json == STDOUT:
         sys.stdout = sys.stderr
     return options
+
+
+def several(text: str) -> int:
+    """A number of rounds, as argparse converts it."""
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"quartiles need at least 2; got {number}")
+    return number
 
 
 def _add_options_of_results(parser: argparse.ArgumentParser, default: str) -> None:

@@ -78,7 +78,7 @@ def main() -> int:
         become(str(script("bench", "tune")), *rest)
     facts = info()
     if options.json:
-        print(json.dumps(facts, indent=1))
+        print(json.dumps({"version": fastcomm.__version__, **facts}, indent=1))
     else:
         print("\n".join(f"{name:<10}{fact}" for name, fact in facts.items()))
     return 0

@@ -89,6 +89,7 @@ def test_version_is_the_packages(console: Console) -> None:
 
 def test_info_as_json_holds_what_info_prints(console: Console) -> None:
     facts = json.loads(console.prints("info", "--json"))
+    assert facts.pop("version") == fastcomm.__version__
     assert facts["fastcomm"].startswith(fastcomm.__version__)
     lines = [f"{name:<10}{fact}" for name, fact in facts.items()]
     assert console.prints("info").splitlines() == lines
@@ -214,7 +215,7 @@ def test_a_missing_folder_is_refused_before_anything_is_measured(
         (("--from", "missing.json", "--plot", "x.png"), "there is no such file"),
         (("--from", __file__, "--plot", "x.png"), "not JSON"),
         (("--from", __file__, __file__, "--plot", "x.png"), "of one file, and --from names 2"),
-        (("--rounds", "1"), "--rounds is at least 2"),
+        (("--rounds", "1"), "--rounds: quartiles need at least 2; got 1"),
         (("--ranks", "0"), "--ranks is at least 1"),
         (("--steps", "-1"), "--steps is at least 1"),
     ],
