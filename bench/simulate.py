@@ -320,7 +320,7 @@ def scale(on: Machine) -> Row:
         sizes = [parameter.numel() for parameter in resnet50().parameters()]
     profile = spread_over_tensors(sizes, parts)
     step, plan = profile.step(), profile.plan(25)
-    print(f"\nResNet-50 on {on.name}: seconds of a step, buckets of 25 MB")
+    print(f"\nResNet-50 on {on.name}: a step in ms, buckets of 25 MB")
     names = ("ring", "tree", "hierarchical", "sharded", "published")
     table = Table([Column(7, ("ranks",)), *(Column(14, (name,)) for name in names)])
     table.print_head()
@@ -336,8 +336,8 @@ def scale(on: Machine) -> Row:
         table.print_row(
             [
                 str(ranks),
-                *(f"{seconds[name]:.4f}" for name in names[:4]),
-                f"{published:.3f}" if published else "",
+                *(f"{1e3 * seconds[name]:.1f}" for name in names[:4]),
+                f"{1e3 * published:.0f}" if published else "",
             ]
         )
         row = {name: round(value, 6) for name, value in seconds.items()}

@@ -28,7 +28,16 @@ from simulate_rank import CALIBRATED_RANKS, SCRIPT, costs_of
 from step_profile import Profile
 
 from fastcomm.insight import machine as machines
-from fastcomm.insight.advice import CHEAP, choose_cap, sweep, sync_every, wire_gain
+from fastcomm.insight.advice import (
+    CHEAP,
+    DEFAULT_CAP_MB,
+    WORTHWHILE,
+    Choice,
+    choose_cap,
+    sweep,
+    sync_every,
+    wire_gain,
+)
 from fastcomm.insight.machine import Machine
 from fastcomm.insight.step_model import LocalStep, Prediction, predict_on
 from fastcomm.insight.transport import link_of
@@ -128,14 +137,26 @@ def advise(
     plan = profile.plan(choice.cap_mb)
     every = sync_every(predict_on(on, ranks, step, plan), step.crowded(on.crowding(ranks)))
     gain = wire_gain(on, ranks, step, plan)
-    wire = "bfloat16" if gain >= WIRE_PAYS else "the gradients' own dtype"
     print(
-        f"\nbucket_cap_mb={choice.cap_mb:g}: {choice.gain:.1%} less than with the default\n"
+        f"\nbucket_cap_mb={choice.cap_mb:g}: {why_size(choice)}\n"
         f"synchronise every {every} backward{'s' if every > 1 else ''}: communication then takes "
         f"at most {CHEAP:.0%}{'' if every < 32 else ', or is as rare as is sensible'}\n"
-        f"wire: {wire}; 16 bits save {gain:.1%} of the step"
+        f"wire: {why_wire(on, gain)}"
     )
     return {"cap_mb": choice.cap_mb, "every": every, "wire_gain": round(gain, 4)}
+
+
+def why_size(choice: Choice) -> str:
+    if choice.cap_mb == DEFAULT_CAP_MB:
+        return f"the default; no other size saves {WORTHWHILE:.0%}"
+    return f"{choice.gain:.1%} less than with the default"
+
+
+def why_wire(on: Machine, gain: float) -> str:
+    if on.algorithm == "direct":
+        return "the gradients' own dtype; in shared memory fewer bits save nothing"
+    wire = "bfloat16" if gain >= WIRE_PAYS else "the gradients' own dtype"
+    return f"{wire}; 16 bits save {gain:.1%} of the step"
 
 
 def figures(
