@@ -76,6 +76,10 @@ class Call:
         return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], src, label, step, weight, scale)
 
     @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
     def admits_shadows(self) -> bool:
         """Whether ranks without data can take part: see Communicator.shadow."""
         is_bucket = self.kind == "all_reduce" and self.label != 0

@@ -6,7 +6,8 @@ then each rank sends its reduced shard to all. The arithmetic is done here, in r
 the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
 and any backend will do. Large tensors go in chunks, one after the other. Before each collective the
 ranks announce it to each other. Small tensors travel with the announcement: then there is no other
-exchange.
+exchange. All-reductions that wait behind one like them are announced with it, and reduced with it,
+as far as all ranks have come to them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ from fastcomm.group.wire import Wire
 
 # largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
+# All-reductions that wait go together up to here: beyond, the calls cost little beside the data.
+# Several of hierarchical's chunks, so that one travels while another is reduced.
+TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # All ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
 CHUNK_NBYTES = 16 * 2**20
-_HEAD_NBYTES = 8 * len(Call("barrier").numbers())
+_HEAD = len(Call("barrier").numbers())  # and after it, how many numels follow
+_HEAD_NBYTES = 8 * (_HEAD + 1)
+MOST_TOGETHER = CARRIED_NBYTES // 8  # how many may follow
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
 _NEVER_SENT = 2**30  # a tag
@@ -135,28 +141,43 @@ class Exchange:
         return reduce
 
     def announce(
-        self, call: Call, payload: Tensor | None = None
-    ) -> tuple[list[Call], Tensor | None]:
+        self, call: Call, payload: Tensor | None = None, numels: Sequence[int] = ()
+    ) -> tuple[list[Call], Tensor | None, int]:
         """Returns every rank's call, and all ranks' payloads, a row each. Equal calls have payloads
         of the same size and dtype. Waits until all ranks have come.
 
         payload: flat, of up to CARRIED_NBYTES.
+        numels: in place of a payload, of what could be reduced together with this. Returns how many
+            of them, from the first on, are the same on all ranks, too.
         """
         frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8)
-        frame[:_HEAD_NBYTES].view(torch.int64).copy_(torch.tensor(call.numbers()))
+        numbers = [*call.numbers(), len(numels), *numels]
+        frame[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
         if payload is not None:
             frame[_HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes] = as_bytes(payload)
         frames = frame.new_empty(self._world_size, frame.numel())
         self.all_gather(frames, frame)
-        calls = [
-            Call.of(numbers)
-            for numbers in frames[:, :_HEAD_NBYTES].contiguous().view(torch.int64).tolist()
-        ]
-        if payload is None:
-            return calls, None
-        return calls, frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous().view(
-            payload.dtype
-        )
+        rows = frames.view(torch.int64)
+        heads = rows[:, : _HEAD + 1].tolist()
+        calls = [Call.of(numbers) for *numbers, _ in heads]
+        if payload is not None:
+            carried = frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous()
+            return calls, carried.view(payload.dtype), 0
+        n = min(n_following for *_, n_following in heads)
+        if n == 0 or any(theirs != call for theirs in calls):
+            return calls, None, 0
+        following = rows[:, _HEAD + 1 : _HEAD + 1 + n]
+        is_same = (following == following[0]).all(dim=0)
+        return calls, None, int(is_same.cumprod(0).sum())
+
+    def all_reduce_together(self, flats: Sequence[Tensor], op: str) -> None:
+        """As all_reduce of each, in one exchange."""
+        numels = [flat.numel() for flat in flats]
+        together = self.empty(sum(numels), flats[0].dtype)
+        torch.cat(list(flats), out=together)
+        self.all_reduce(together, op)
+        for flat, part in zip(flats, together.split(numels), strict=True):
+            flat.copy_(part)
 
     # rows, in each of these: the payloads that came with the announcement, or None. factors: of the
     # ranks' tensors, where they have weights.

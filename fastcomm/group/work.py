@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from fastcomm.communicator import (
 from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import FlatBuffer
 from fastcomm.group.call import Call
-from fastcomm.group.exchange import CARRIED_NBYTES
+from fastcomm.group.exchange import CARRIED_NBYTES, MOST_TOGETHER, TOGETHER_NBYTES
 from fastcomm.lifetime import again
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
@@ -93,6 +94,9 @@ class GroupWork(BucketWork):
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
         self.move = move
         self.payload = payload if is_small else None
+        # What is reduced as it is, and so may be together with others.
+        is_plain = call.kind == "all_reduce" and call.label == 0
+        self.plain = payload if is_plain and not is_small else None
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
         self._waiter = waiter
@@ -104,6 +108,18 @@ class GroupWork(BucketWork):
         # Holds something once the work is over. Not an Event: an exception inside its Python code
         # would leave its lock locked.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def followers(self, works: list[GroupWork]) -> list[GroupWork]:
+        """Those behind this one, which is plain, that can be reduced together with it."""
+        alike, found, nbytes = replace(self.call, numel=0), [], self.call.nbytes
+        first = works.index(self) + 1
+        for other in works[first : first + MOST_TOGETHER]:
+            nbytes += other.call.nbytes
+            is_alike = other.plain is not None and replace(other.call, numel=0) == alike
+            if not is_alike or nbytes > TOGETHER_NBYTES:
+                break
+            found.append(other)
+        return found
 
     @property
     def is_posted(self) -> bool:
@@ -191,7 +207,7 @@ class GroupWork(BucketWork):
     def resolve(self, error: FastcommError | None) -> None:
         """Sets the outcome. The first one counts."""
         if not self._is_over:
-            self.error, self.move, self.payload = error, None, None
+            self.error, self.move, self.payload, self.plain = error, None, None, None
             self._is_over = True
             self._bell.put(None)
 

@@ -81,6 +81,7 @@ class WorkQueue:
         self.rank, self.world_size, self.pids = rank, len(pids), pids
         self.n_abandoned = 0
         self.number = 0  # of the newest collective this rank has announced
+        self._announced = 0, 0  # its number then, in the last announcement but one and in the last
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
@@ -279,8 +280,9 @@ class WorkQueue:
             self._resolve_before(work)
             self._current, self._since = work, time.monotonic()
         error: FastcommError | None = None
+        works = [work]
         try:
-            self._perform(work)
+            works += self._perform(work)
         except MismatchError as mismatch:
             error = mismatch
         # torch raises nothing more specific; a PeerLostError from shared memory is one, too
@@ -294,7 +296,8 @@ class WorkQueue:
             return
         with self._lock:
             self._current = None
-            self._resolve([work], error)
+            self.number += len(works) - 1
+            self._resolve(works, error)
 
     def _own_abandonment(self) -> GroupWork | None:
         """This rank's abandonment, if it is posted. Works before it are not begun any more. Under
@@ -308,13 +311,18 @@ class WorkQueue:
         if older:
             self._resolve(older, FastcommError(own_abandonment(self.rank)))
 
-    def _perform(self, work: GroupWork) -> None:
-        """Raises MismatchError when the ranks call different collectives."""
-        calls, payloads = self._announce(work.call, work.payload)
+    def _perform(self, work: GroupWork) -> list[GroupWork]:
+        """Returns the works that have been reduced together with it. Raises MismatchError when the
+        ranks call different collectives.
+        """
+        waiting = self._that_go_with(work)
+        numels = [one.call.numel for one in waiting]
+        calls, payloads, n_together = self._announce(work.call, work.payload, numels)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
         if abandoning:
             self._meet_anew(calls, abandoning)
-            return
+            return []
+        together = [work, *waiting[:n_together]]
         move, wanted = work.move, self._wanted(calls)
         if wanted is not None and work.call == WITHOUT_DATA:
             work.has_followed = True
@@ -324,9 +332,20 @@ class WorkQueue:
         elif move is not None:
             began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
             factors = factors_of(calls)
-            move(payloads) if factors is None else move(payloads, factors)
+            if n_together:
+                plain = [one.plain for one in together if one.plain is not None]
+                self._exchange.all_reduce_together(plain, work.call.op)
+            else:
+                move(payloads) if factors is None else move(payloads, factors)
             if began_ns:
-                work.note_times(began_ns, time.monotonic_ns())
+                for one in together:
+                    one.note_times(began_ns, time.monotonic_ns())
+        return together[1:]
+
+    def _that_go_with(self, work: GroupWork) -> list[GroupWork]:
+        """The works behind this one that can be reduced together with it."""
+        with self._lock:
+            return [] if work.plain is None else work.followers(self._works)
 
     def _wanted(self, calls: Sequence[Call]) -> Call | None:
         """What the ranks with data call; None if no rank has any. Raises MismatchError if they call
@@ -342,11 +361,12 @@ class WorkQueue:
         return wanted[0]
 
     def _announce(
-        self, call: Call, payload: Tensor | None = None
-    ) -> tuple[list[Call], Tensor | None]:
+        self, call: Call, payload: Tensor | None = None, numels: Sequence[int] = ()
+    ) -> tuple[list[Call], Tensor | None, int]:
         """See Exchange.announce."""
         self.number += 1
-        return self._exchange.announce(call, payload)
+        self._announced = self._announced[1], self.number
+        return self._exchange.announce(call, payload, numels)
 
     def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
         """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
@@ -363,7 +383,7 @@ class WorkQueue:
             else:
                 self._resolve_before(own)
         while any(call != ABANDON for call in calls):
-            calls, _ = self._announce(ABANDON)
+            calls, *_ = self._announce(ABANDON)
         with self._lock:
             if own is not None:
                 self.n_abandoned = self._n_met
@@ -409,11 +429,11 @@ class WorkQueue:
 
     def _is_silent(self, rank: int) -> bool:
         """Whether the rank has not said lately where it stands. Ranks are never more than one
-        collective apart.
+        announcement apart.
         """
         with contextlib.suppress(RuntimeError):
             position = self._notes.read(f"position/{self.epoch}/{rank}")
-            return position is None or int(json.loads(position)[0]) < self.number - 1
+            return position is None or int(json.loads(position)[0]) < self._announced[0]
         return False
 
     def _fail(self, error: FastcommError) -> None:

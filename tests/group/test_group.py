@@ -4,6 +4,7 @@ after an abandon.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import fastcomm
-from fastcomm import FastcommError, PeerLostError
+from fastcomm import FastcommError, MismatchError, PeerLostError
 from fastcomm.group.call import reduce_rows
 from fastcomm.group.communicator import GroupCommunicator
-from fastcomm.group.exchange import Exchange
+from fastcomm.group.exchange import TOGETHER_NBYTES, Exchange
 from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -63,7 +64,8 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
         time.sleep(0.01)
     time.sleep(0.3 * comm.rank)  # rank 0 waits in abandon(), its thread in the first of the works
     before = comm.number
-    works = [comm.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
+    # none of which goes together with the next
+    works = [comm.all_reduce(torch.ones(5000), op, async_op=True) for op in ("sum", "max", "sum")]
     if comm.rank == 0:
         while comm.number == before:
             time.sleep(0.01)
@@ -73,6 +75,79 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
     for work in works[1:]:
         with pytest.raises(FastcommError, match="rank 0 (has )?abandoned"):
             work.wait()
+    check_all_reduce(comm)
+
+
+# All-reductions that wait are reduced together, as far as all ranks have come to them.
+
+
+def _post_while_the_first_is_announced(comm, tensors_and_ops):
+    """Returns the works, and how many collectives had been announced before each announcement."""
+    announce, numbers, posted = comm._exchange.announce, [], threading.Event()
+
+    def announce_late(*arguments):
+        posted.wait()
+        numbers.append(comm.number - before)
+        return announce(*arguments)
+
+    comm.barrier()
+    before = comm.number
+    comm._exchange.announce = announce_late
+    try:
+        works = [comm.all_reduce(tensor, op, async_op=True) for tensor, op in tensors_and_ops]
+        posted.set()
+        for work in works:
+            with contextlib.suppress(FastcommError):
+                work.wait()
+    finally:
+        comm._exchange.announce = announce
+    return works, numbers
+
+
+@pytest.mark.transports("group", "hierarchical")
+@on_ranks(3)
+def test_what_waits_behind_an_all_reduce_is_reduced_with_it(comm):
+    calls = [
+        (1000, torch.float32, "sum"),  # whatever waits behind it is not known yet
+        (700, torch.float32, "mean"),
+        (5000, torch.float32, "mean"),
+        (3, torch.float32, "mean"),  # travels with its announcement
+        (900, torch.float32, "mean"),
+        (900, torch.float64, "mean"),
+        (900, torch.float64, "max"),
+        (901, torch.float64, "max"),
+        (TOGETHER_NBYTES // 8 + 1, torch.float32, "max"),
+        (TOGETHER_NBYTES // 8, torch.float32, "max"),  # too much for one exchange
+        (1000, torch.float32, "max"),
+    ]
+    tensors = [
+        torch.full((numel,), comm.rank + i, dtype=dtype)
+        for i, (numel, dtype, _) in enumerate(calls)
+    ]
+    ops = [op for *_, op in calls]
+    _, numbers = _post_while_the_first_is_announced(comm, list(zip(tensors, ops, strict=True)))
+    assert numbers == [1, 2, 4, 5, 6, 7, 9, 10]
+    for i, (tensor, op) in enumerate(zip(tensors, ops, strict=True)):
+        expected = {"sum": 3 * i + 3, "mean": i + 1, "max": i + 2}[op]
+        assert_same_bits(tensor, torch.full_like(tensor, expected))
+    check_all_reduce(comm)
+
+
+@on_ranks(2)
+def test_only_what_all_ranks_have_come_to_is_reduced_together(comm):
+    numels = [1000, 1001, 1002, 1003 + comm.rank, 1005, 1006]
+    late = numels.pop() if comm.rank == 1 else 0
+    tensors = [torch.full((numel,), comm.rank + 1.0) for numel in numels]
+    ops = ["max", *["sum"] * (len(numels) - 1)]
+    works, numbers = _post_while_the_first_is_announced(comm, list(zip(tensors, ops, strict=True)))
+    if late:
+        comm.all_reduce(torch.ones(late))
+    assert numbers[:4] == [1, 2, 4, 5]
+    for i, (tensor, work) in enumerate(zip(tensors[:5], works, strict=False)):
+        if i == 3:
+            with pytest.raises(MismatchError, match="of 1003 .* of 1004 "):
+                work.wait()
+        assert tensor.unique().item() == {0: 2, 3: comm.rank + 1}.get(i, 3)
     check_all_reduce(comm)
 
 

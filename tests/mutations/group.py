@@ -13,6 +13,7 @@ WIRE = "fastcomm/group/wire.py"
 BLOCKS = "kernels/wire/blocks.c"
 
 ENDING_TESTS = "tests/group/test_ending.py"
+TOGETHER_TESTS = "tests/group/test_group.py"
 WIRE_TESTS = "tests/group/test_wires.py::test_"
 BLOCK_TESTS = "tests/group/test_blocks.py::test_"
 
@@ -249,5 +250,33 @@ MUTATIONS = (
         old="            gradients.index_fill_(0, gaps, 0)\n",
         new="",
         tests=("tests/reducer/test_wires.py",),
+    ),
+    Mutation(
+        name="group: what is reduced together goes on behind what the ranks do not share",
+        file=EXCHANGE,
+        old="int(is_same.cumprod(0).sum())",
+        new="int(is_same.sum())",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: what is reduced together has the op of the first",
+        file=WORK,
+        old="is_alike = other.plain is not None and replace(other.call, numel=0) == alike",
+        new="is_alike = other.plain is not None and other.call.dtype == alike.dtype",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: what is reduced together has one number",
+        file=QUEUE,
+        old="            self.number += len(works) - 1\n",
+        new="",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: any amount of data is reduced together",
+        file=WORK,
+        old="if not is_alike or nbytes > TOGETHER_NBYTES:",
+        new="if not is_alike:",
+        tests=(TOGETHER_TESTS,),
     ),
 )
