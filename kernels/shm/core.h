@@ -28,8 +28,9 @@ enum {
     SHM_MAX_RANKS = SHM_MAX_INPUTS,
     SHM_RING = 16,               /* collectives that may be under way at once */
     SHM_INLINE_BYTES = 512,      /* largest payload that travels in a mailbox */
-    SHM_ONE_HOP_BYTES = 8192,    /* of two ranks: a staged all_reduce that each does for itself */
+    SHM_ONE_HOP_BYTES = 4096,    /* of two ranks: a staged all_reduce that each does for itself */
     SHM_STAGING_BYTES = 1 << 18, /* one staging slot */
+    SHM_CHUNK_BYTES = 1 << 16,   /* of it, what an all_reduce takes: all slots fit a core's cache */
     SHM_STAGING_SLOTS = 4,
 };
 
@@ -103,8 +104,8 @@ struct shm_comm;
 size_t shm_control_bytes(void);
 
 /* `segments[r]` is where rank r's segment is mapped, `pidfds[r]` a pidfd of rank r (or -1: not
- * watched). Both arrays are copied. `yield_early` is for more ranks than cores. The segment of this
- * rank must be zeroed. Returns NULL when out of memory. */
+ * watched). Both arrays are copied. `yield_early` is for more ranks than cores, and the same on all
+ * ranks. The segment of this rank must be zeroed. Returns NULL when out of memory. */
 struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
                                int yield_early);
 void shm_free_comm(struct shm_comm *comm);

@@ -28,15 +28,14 @@ struct control {
     struct slot slots[SHM_RING];
     _Alignas(CACHE_LINE) struct shm_flag reduced;
     _Alignas(CACHE_LINE) struct shm_flag
-        staged_in; /* chunks copied into staging_in, counted over all staged collectives */
+        staged_in; /* chunks copied into staging, counted over all staged collectives */
     _Alignas(CACHE_LINE) struct shm_flag
-        staged_out; /* chunks whose part of this rank is reduced into staging_out */
+        staged_out; /* chunks whose part of this rank is reduced into the peers' staging */
     _Alignas(CACHE_LINE) _Atomic int32_t state; /* enum shm_state */
     _Atomic int32_t blames;                     /* the rank it gave up on, plus one */
     struct counted counted[SHM_RING];
     _Alignas(CACHE_LINE) char mailbox[SHM_RING][SHM_INLINE_BYTES];
-    _Alignas(4096) char staging_in[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
-    _Alignas(4096) char staging_out[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
+    _Alignas(4096) char staging[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
 };
 
 /* `where` of a rank whose tensor is private and whose first chunk was staged before it arrived. */

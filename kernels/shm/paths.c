@@ -222,15 +222,24 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective
  * all_reduce's results. The stages of neighbouring chunks overlap; a chunk may enter only when the
  * chunk SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read.
  *
+ * In an all_reduce each rank reduces its shard of the peers' slots in place: what it has read it
+ * may write at once, and the peer then reads what it has written itself. Results that went into an
+ * area of their own would be written to lines that the peers' caches still have from an earlier
+ * chunk; where the cores share no cache, that takes longer than all else together.
+ *
  * The first chunk is copied in when the collective is posted, where that is possible: the ranks'
  * arrival then announces it, and a flag round is saved. Of a small all_reduce every rank reduces
  * all, which saves the round before `out`. A slot is free all the same when it is filled again: a
  * rank works on chunk k - 2 before it stages chunk k, and for that all have to have staged k - 2,
- * before which they have worked on k - 4. */
+ * before which they have worked on k - 4.
+ *
+ * Where ranks share cores (yield_early), a flag round takes a turn of the scheduler: there a larger
+ * all_reduce goes in one round, and chunks are longer. */
 
 static bool is_one_hop(const struct shm_comm *comm, const struct shm_descriptor *d) {
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
-    return d->kind == SHM_ALL_REDUCE && nbytes * (size_t)comm->world_size <= 2 * SHM_ONE_HOP_BYTES;
+    size_t limit = comm->yield_early ? 2 * SHM_ONE_HOP_BYTES : SHM_ONE_HOP_BYTES;
+    return d->kind == SHM_ALL_REDUCE && nbytes * (size_t)comm->world_size <= 2 * limit;
 }
 
 /* The part of a chunk of an all_reduce that this rank reduces. */
@@ -242,10 +251,11 @@ static struct range own_share(const struct shm_comm *comm, const struct shm_desc
 }
 
 static uint64_t chunk_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
-    size_t parts = d->kind == SHM_REDUCE_SCATTER
-                       ? (size_t)comm->world_size
-                       : 1; /* one part of every rank's output in a slot */
-    size_t nbytes = SHM_STAGING_BYTES / parts / CACHE_LINE * CACHE_LINE;
+    bool is_short = d->kind == SHM_ALL_REDUCE && !comm->yield_early;
+    size_t nbytes = is_short ? SHM_CHUNK_BYTES : SHM_STAGING_BYTES;
+    if (d->kind == SHM_REDUCE_SCATTER) { /* one part of every rank's output in a slot */
+        nbytes = nbytes / (size_t)comm->world_size / CACHE_LINE * CACHE_LINE;
+    }
     return nbytes / shm_dtype_size(d->dtype);
 }
 
@@ -264,21 +274,31 @@ static struct range chunk_range(const struct shm_comm *comm, const struct shm_de
     return (struct range){begin, min64(begin + chunk_numel(comm, d), staged_numel(comm, d))};
 }
 
+static char *staging_slot(const struct shm_comm *comm, int rank, uint64_t index) {
+    return control_of(comm, rank)->staging[(comm->chunk + (uint32_t)index) % SHM_STAGING_SLOTS];
+}
+
+/* Copies all of a chunk but the shard that this rank reduces, straight from and to its tensor. */
+static void copy_peers_shards(const struct shm_comm *comm, const struct shm_descriptor *d,
+                              uint64_t numel, char *to, const char *from) {
+    size_t itemsize = shm_dtype_size(d->dtype);
+    struct range own = shard_of(numel, itemsize, comm->rank, comm->world_size);
+    size_t begin = own.begin * itemsize, end = own.end * itemsize;
+    memcpy(to, from, begin);
+    memcpy(to + end, from + end, numel * itemsize - end);
+}
+
 static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
     uint64_t numel = chunk.end - chunk.begin;
     const char *input = c->input + chunk.begin * itemsize;
-    char *area =
-        control_of(comm, comm->rank)->staging_in[(comm->chunk + index) % SHM_STAGING_SLOTS];
+    char *area = staging_slot(comm, comm->rank, index);
     if (is_one_hop(comm, d)) {
         memcpy(area, input, numel * itemsize);
-    } else if (d->kind ==
-               SHM_ALL_REDUCE) { /* not our own shard, which we reduce straight from the tensor */
-        struct range own = shard_of(numel, itemsize, comm->rank, comm->world_size);
-        memcpy(area, input, own.begin * itemsize);
-        memcpy(area + own.end * itemsize, input + own.end * itemsize, (numel - own.end) * itemsize);
+    } else if (d->kind == SHM_ALL_REDUCE) {
+        copy_peers_shards(comm, d, numel, area, input);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         size_t stride = staged_numel(comm, d) * itemsize;
         for (int r = 0; r < comm->world_size; r++) {
@@ -323,11 +343,10 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
     uint64_t numel = chunk.end - chunk.begin;
-    uint32_t slot = (comm->chunk + (uint32_t)index) % SHM_STAGING_SLOTS;
     char *output = c->output + chunk.begin * itemsize;
     const void *inputs[SHM_MAX_RANKS];
     for (int r = 0; r < comm->world_size; r++) {
-        inputs[r] = control_of(comm, r)->staging_in[slot];
+        inputs[r] = staging_slot(comm, r, index);
     }
     if (d->kind == SHM_ALL_REDUCE) {
         struct range own = own_share(comm, d, numel);
@@ -335,10 +354,14 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
             inputs[r] = (const char *)inputs[r] + own.begin * itemsize;
         }
         inputs[comm->rank] = output + own.begin * itemsize;
-        void *outputs[2] = {output + own.begin * itemsize,
-                            control_of(comm, comm->rank)->staging_out[slot]};
-        reduce_inputs(comm, d, own.end - own.begin, inputs, outputs,
-                      comm->world_size > 1 && !is_one_hop(comm, d) ? 2 : 1);
+        void *outputs[SHM_MAX_RANKS] = {output + own.begin * itemsize};
+        int n_outputs = 1;
+        for (int r = 0; r < comm->world_size && !is_one_hop(comm, d); r++) {
+            if (r != comm->rank) {
+                outputs[n_outputs++] = (void *)inputs[r];
+            }
+        }
+        reduce_inputs(comm, d, own.end - own.begin, inputs, outputs, n_outputs);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] =
@@ -361,16 +384,10 @@ static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_
     if (d->kind != SHM_ALL_REDUCE || is_one_hop(comm, d)) {
         return;
     }
-    size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
-    uint32_t slot = (comm->chunk + (uint32_t)index) % SHM_STAGING_SLOTS;
-    for (int r = 0; r < comm->world_size; r++) {
-        if (r != comm->rank) {
-            struct range theirs = shard_of(chunk.end - chunk.begin, itemsize, r, comm->world_size);
-            memcpy(c->output + (chunk.begin + theirs.begin) * itemsize,
-                   control_of(comm, r)->staging_out[slot], (theirs.end - theirs.begin) * itemsize);
-        }
-    }
+    copy_peers_shards(comm, d, chunk.end - chunk.begin,
+                      c->output + chunk.begin * shm_dtype_size(d->dtype),
+                      staging_slot(comm, comm->rank, index));
 }
 
 bool shm_run_staged(struct shm_comm *comm, struct collective *c) {

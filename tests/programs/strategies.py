@@ -45,7 +45,7 @@ _OPS = ("sum", "mean", "min", "max", "prod")
 _MEMORY = ("plain", "odd", "shared", "shared odd", "inside")
 # Below and above what goes inline, with an announcement, by one exchange, and through a staging
 # area; from SMALL on, a call costs time.
-_NBYTES = (8, 0, 24, 504, 512, 520, 1024, 1032, 8192, 8200, 16392, 70_000, 262_144, 262_152)
+_NBYTES = (8, 0, 24, 504, 512, 520, 1024, 1032, 4096, 4104, 8192, 8200, 70_000, 262_144, 262_152)
 _MANY_NBYTES = 1_400_000
 
 _bits = st.integers(0, 7)

@@ -32,7 +32,9 @@ static void every_collective(struct rank *me) {
     for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype++) {
         uint64_t itemsize = shm_dtype_size(dtype);
         uint64_t in_mailbox = SHM_INLINE_BYTES / itemsize, in_slot = SHM_STAGING_BYTES / itemsize;
-        uint64_t in_one_hop = 2 * SHM_ONE_HOP_BYTES / itemsize / (uint64_t)me->world_size;
+        uint64_t in_chunk = SHM_CHUNK_BYTES / itemsize;
+        uint64_t limits = me->world_size > 2 ? 4 : 2; /* twice as much where ranks yield early */
+        uint64_t in_one_hop = limits * SHM_ONE_HOP_BYTES / itemsize / (uint64_t)me->world_size;
         uint64_t sizes[] = {
             0,
             1,
@@ -42,6 +44,7 @@ static void every_collective(struct rank *me) {
             in_mailbox + 1,
             in_one_hop,
             in_one_hop + 1,
+            in_chunk + 1,
             in_slot - 1,
             in_slot + 1,
             in_slot,
@@ -53,7 +56,7 @@ static void every_collective(struct rank *me) {
         bool is_large = dtype == SHM_FLOAT32 || dtype == SHM_FLOAT16;
         bool every_size = full && me->world_size <= 3 && is_large;
         size_t n_sizes = every_size ? sizeof sizes / sizeof *sizes
-                         : is_large ? 9 + (dtype == SHM_FLOAT16)
+                         : is_large ? 10 + (dtype == SHM_FLOAT16)
                                     : 8;
         for (size_t i = 0; i < n_sizes; i++) {
             for (int place = 0; place < PLACES; place++) {
