@@ -11,7 +11,11 @@ from tests.support.models import replica_of, seed
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 
 
 class Spectral(nn.Module):

@@ -26,7 +26,11 @@ from tests.support.models import (
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 
 
 # One handler for all exceptions

@@ -26,7 +26,7 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import OPTIMIZERS, STEPS, Lion, Pair
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 every_transport = pytest.mark.transports(*EVERY_TRANSPORT)
 
 

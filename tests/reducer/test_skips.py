@@ -26,7 +26,11 @@ from tests.support.ranks import on_ranks
 from tests.support.skips import INF, NAN, Trainee, logged, spoil
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 only_shm = pytest.mark.transports("shm")
 
 

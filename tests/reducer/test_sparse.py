@@ -17,7 +17,11 @@ from tests.support.process_groups import gloo
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 only_shm = pytest.mark.transports("shm")
 
 ROWS = 40

@@ -17,7 +17,11 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import Pair
 from tests.support.transports import EVERY_TRANSPORT
 
-pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*EVERY_TRANSPORT),
+    pytest.mark.pairwise,
+]
 only_shm = pytest.mark.transports("shm")
 
 # Rows of data by rank, and in each rank by backward.
