@@ -15,9 +15,12 @@ gc.disable()  # which would look through all that has been loaded so far, again 
 for name in (
     "torch._dynamo",
     "torch._dynamo.backends.debugging",  # which looking up any backend imports
+    "torch._inductor.compile_fx",  # which compiling imports
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
+    "matplotlib.backends.backend_agg",  # which most benchmarks draw with
+    "matplotlib.figure",
     "fastcomm",
     "tests.matrix",
     "tests.programs",
