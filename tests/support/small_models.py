@@ -1,4 +1,4 @@
-"""Gives the benchmarks an MLP with hardly any work, which whoever imports this before it runs one
+"""Gives the benchmarks models with hardly any work, which whoever imports this before it runs one
 finds in bench/models.py.
 """
 
@@ -22,6 +22,15 @@ def mlp() -> nn.Module:
 sys.path.insert(0, str(BENCH))
 import models  # noqa: E402
 
+
+class FewParameters(models.TinyParameters):
+    """A tenth of them."""
+
+    def __init__(self, n: int, numel: int = 8) -> None:
+        super().__init__(n // 10, numel)
+
+
 models.CASES["mlp"] = models.Case(
     "a small MLP", mlp, lambda: torch.randn(4, WIDTHS[0]), models.mean_square
 )
+models.TinyParameters = FewParameters
