@@ -241,16 +241,9 @@ def test_wheel_holds_the_cuda_kernels_for_cupy_and_what_nvcc_makes_of_them(
     assert compiled == b"kernels\n"
 
 
-def test_info_of_the_installed_wheel(clean_python: Path, tmp_path: Path) -> None:
-    lines = call(clean_python, "-m", "fastcomm", "info", cwd=tmp_path).splitlines()
-    facts = {name: fact.strip() for name, _, fact in (line.partition(" ") for line in lines)}
-    assert f" in {clean_python.parent.parent}/" in facts["fastcomm"]
-    assert facts["shm"] == "ready"
-    assert facts["NCCL"]
-
-
-FIRST_GROUP = """
-import sys, torch
+# Without an import of fastcomm until the end of the first part.
+INSTALLED = """
+import runpy, sys, torch
 from torch.distributed import Backend, all_reduce, group, init_process_group, is_backend_available
 
 assert is_backend_available("fastcomm") and "fastcomm" not in sys.modules
@@ -260,20 +253,42 @@ all_reduce(torch.ones(3))
 import fastcomm
 assert Backend.backend_list.count("fastcomm") == 1 and type(group.WORLD) is made
 print(made.__module__)
+
+for arguments in (["info"], ["bench", "allreduce", "--help"]):
+    print("-----", flush=True)
+    sys.argv = ["fastcomm", *arguments]
+    try:
+        runpy.run_module("fastcomm", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code
 """
 
 
+@pytest.fixture(scope="module")
+def installed(clean_python: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the installed wheel prints: as torch's backend, of itself, and of a script. In one
+    process, most of which is the import of torch.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    return call(clean_python, "-c", INSTALLED, folder / "store", cwd=folder).split("-----\n")
+
+
 def test_torch_has_the_backend_of_the_installed_wheel_without_an_import(
-    clean_python: Path, tmp_path: Path
+    installed: list[str],
 ) -> None:
-    printed = call(clean_python, "-c", FIRST_GROUP, tmp_path / "store", cwd=tmp_path)
-    assert printed.splitlines()[-1] == "fastcomm.torch_backend.process_group"
+    assert installed[0].splitlines()[-1] == "fastcomm.torch_backend.process_group"
 
 
-def test_scripts_of_the_installed_wheel_are_found(clean_python: Path, tmp_path: Path) -> None:
-    assert "usage" in call(
-        clean_python, "-m", "fastcomm", "bench", "allreduce", "--help", cwd=tmp_path
-    )
+def test_info_of_the_installed_wheel(clean_python: Path, installed: list[str]) -> None:
+    lines = installed[1].splitlines()
+    facts = {name: fact.strip() for name, _, fact in (line.partition(" ") for line in lines)}
+    assert f" in {clean_python.parent.parent}/" in facts["fastcomm"]
+    assert facts["shm"] == "ready"
+    assert facts["NCCL"]
+
+
+def test_scripts_of_the_installed_wheel_are_found(installed: list[str]) -> None:
+    assert "usage" in installed[2]
 
 
 def test_sources_that_are_not_built_say_so(clean_python: Path, tmp_path: Path) -> None:
