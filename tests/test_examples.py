@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.forked_python import python, pythons
+from tests.support.ranks import torchrun_env
 from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def torchrun() -> tuple[str, ...]:
+    """Without --standalone, whose meeting walks the stack of Python at every step: with thousands
+    of modules that takes longer than some of these trainings. test_torchrun.py has it.
+    """
+    port = torchrun_env(2)[0]["MASTER_PORT"]
+    return ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}")
 
 
 def run(example: str, *arguments: str) -> str:
@@ -101,7 +109,7 @@ def test_the_training_script_trains_a_compiled_model(
 ) -> None:
     # Inductor takes a minute of CPU time for this small model, and needs a compiler.
     done = python(
-        *[*TORCHRUN, ROOT / "examples/training_script.py", "--epochs", "1"],
+        *[*torchrun(), ROOT / "examples/training_script.py", "--epochs", "1"],
         *["--compile", "aot_eager"],
         imports=["torch._inductor.compile_fx"],  # which compiling imports
     )
@@ -117,12 +125,12 @@ def both_ways(
     example: str,
     pattern: str,
     *options: str,
-    launchers: Sequence[Sequence[str]] = (TORCHRUN, TORCHRUN),
+    launchers: Sequence[Callable[[], Sequence[str]]] = (torchrun, torchrun),
 ) -> list[float]:
     """The losses that an example prints, alike over the backend and over the hook."""
     script = ROOT / "examples" / example
     commands = [
-        [*launcher, script, "--fastcomm", way, *options]
+        [*launcher(), script, "--fastcomm", way, *options]
         for launcher, way in zip(launchers, ("backend", "hook"), strict=True)
     ]
     both = pythons(commands, env={"GLOO_SOCKET_IFNAME": "lo"}, imports=[script])
@@ -142,11 +150,11 @@ def test_fabric_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("lightning_fabric")
     # Fabric starts ranks itself, if nobody has.
     pattern = r"step \d+: loss ([\d.]+)"
-    losses = both_ways("with_fabric.py", pattern, "--steps", "30", launchers=((), TORCHRUN))
+    losses = both_ways("with_fabric.py", pattern, "--steps", "30", launchers=(tuple, torchrun))
     assert len(losses) == 3 and losses[-1] < 0.8 * losses[0]
 
 
 def test_the_trainer_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("transformers")
-    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "30")
-    assert loss < 4.5
+    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "12")
+    assert loss < 5  # of 256 bytes, of which none is known to be likelier: 5.5
