@@ -203,6 +203,7 @@ def test_a_gradient_with_a_graph_stays_when_a_backward_does_not_use_it(comm):
         optimizer.step()
         assert model.heads[0].bias.grad is kept
         assert torch.equal(kept, before)
+    model.zero_grad()  # or its graph would keep the model, and the reducer, in the next test
 
 
 @on_ranks(2)
