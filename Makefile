@@ -19,7 +19,8 @@ MINUTES ?= 10
 SEED ?= random
 WORKERS ?= 4
 python := $(VENV)/bin/python
-pip_install := $(python) -m pip --disable-pip-version-check install --quiet \
+# Python compiles a module when it is first imported, which most of them never are.
+pip_install := $(python) -m pip --disable-pip-version-check install --quiet --no-compile \
     --constraint $(CONSTRAINTS)
 # Without bytecode each rank would compile what it imports, and each worker rewrite all tests.
 unexport PYTHONDONTWRITEBYTECODE
