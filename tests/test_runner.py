@@ -21,7 +21,26 @@ import torch
 import fastcomm
 from fastcomm import FastcommError, runner
 from fastcomm.call_folder import new_folder
-from tests.support.forked_python import python
+from tests.support.forked_python import fork_python, python
+from tests.support.outcomes import Outcome, values_of
+from tests.support.ranks import fresh_ranks
+
+
+def _launch(place, function, args, options):
+    """What launch() returns, and whether it has left the process as it was."""
+    fork_python()
+    environment, handler = os.environ.copy(), signal.getsignal(signal.SIGTERM)
+    returned = fastcomm.launch(function, *args, **options)
+    is_same = os.environ == environment and signal.getsignal(signal.SIGTERM) is handler
+    return returned, is_same
+
+
+def launch(function, *args, **options) -> list[Outcome]:
+    """How launch() ends that forks its ranks, which would take most of their time for importing
+    torch.
+    """
+    env = {"OMP_NUM_THREADS": "2"}
+    return fresh_ranks(1, _launch, function, args, {"ranks": 2, **options}, env=env)
 
 
 def _sum(number):
@@ -31,11 +50,8 @@ def _sum(number):
         return comm.rank, tensor.item(), torch.get_num_threads()
 
 
-def test_a_function_runs_on_ranks_that_meet(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    environment, handler = os.environ.copy(), signal.getsignal(signal.SIGTERM)
-    assert fastcomm.launch(_sum, 5, ranks=2, threads=1) == [(0, 11, 1), (1, 11, 1)]
-    assert os.environ == environment and signal.getsignal(signal.SIGTERM) is handler
+def test_a_function_runs_on_ranks_that_meet():
+    assert values_of(launch(_sum, 5, threads=1)) == [([(0, 11, 1), (1, 11, 1)], True)]
 
 
 def _raise_on_one():
@@ -47,10 +63,11 @@ def _raise_on_one():
 
 def test_a_rank_that_raises_is_named_and_the_others_are_ended():
     before = time.monotonic()
-    with pytest.raises(FastcommError) as error:
-        fastcomm.launch(_raise_on_one, ranks=2)
-    assert re.match(r"rank 1 \(pid \d+\) raised ValueError: out of luck\n", str(error.value))
-    assert "in _raise_on_one" in str(error.value)
+    (outcome,) = launch(_raise_on_one)
+    assert outcome.is_a(FastcommError)
+    message = outcome.failure.message
+    assert re.match(r"rank 1 \(pid \d+\) raised ValueError: out of luck\n", message)
+    assert "in _raise_on_one" in message
     assert time.monotonic() - before < 60
 
 
@@ -86,8 +103,8 @@ def _return_a_lock():
     ],
 )
 def test_a_rank_that_returns_nothing_of_use_is_named(function, words):
-    with pytest.raises(FastcommError, match=words):
-        fastcomm.launch(function, ranks=2)
+    (outcome,) = launch(function)
+    assert outcome.is_a(FastcommError) and re.search(words, outcome.failure.message)
 
 
 SCRIPT = """
