@@ -28,6 +28,10 @@ LONGEST = (
     "tests.test_torchrun",
     "tests.backend.test_benchmark",
     "tests.test_demo",
+    "tests.shm.test_core",
+    "tests.test_runner",
+    "tests.test_bench_page",
+    "tests.test_troubleshooting",
     "tests.programs.test_programs",
     "tests.matrix.test_matrix",
 )
