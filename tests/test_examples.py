@@ -156,5 +156,5 @@ def test_fabric_trains_alike_over_the_backend_and_the_hook() -> None:
 
 def test_the_trainer_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("transformers")
-    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "12")
-    assert loss < 5  # of 256 bytes, of which none is known to be likelier: 5.5
+    (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "16")
+    assert loss < 4.5
