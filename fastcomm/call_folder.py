@@ -62,7 +62,7 @@ class CallFolder:
         (self.path / f"answer-{rank}").write_bytes(value)
 
     def write_raised(self, rank: str, raised: Raised) -> None:
-        """At once: the other ranks' ends may end this one any time."""
+        """By a rename: a launcher that ends this rank meanwhile reads all of it, or nothing."""
         written = self.path / f"writing-{rank}"
         written.write_bytes(pickle.dumps(raised))
         written.rename(self.path / f"raised-{rank}")
@@ -70,8 +70,8 @@ class CallFolder:
 
 @contextlib.contextmanager
 def new_folder() -> Iterator[CallFolder]:
-    """Within the block. Removes what launchers that were killed have left. Raises InitError where
-    there is no place for it.
+    """A locked folder for one launcher, removed at the end of the block. Removes what killed
+    launchers have left. Raises InitError where there is no place for it.
     """
     home = launchers.own_folder()
     with contextlib.ExitStack() as ours:
@@ -79,9 +79,10 @@ def new_folder() -> Iterator[CallFolder]:
             # Between its making and its lock, a folder looks as one that was left.
             _lock(home, fcntl.LOCK_EX, starting)
             _remove_left(home)
-            name = ours.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=home))
-            _lock(Path(name), fcntl.LOCK_EX, ours)
-        yield CallFolder(Path(name))
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+            _lock(path, fcntl.LOCK_EX, ours)
+            ours.callback(shutil.rmtree, path, ignore_errors=True)  # while it is locked
+        yield CallFolder(path)
 
 
 def _remove_left(home: Path) -> None:

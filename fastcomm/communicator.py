@@ -180,6 +180,7 @@ class Communicator(abc.ABC):
     before any peer is involved. Over NCCL an error may be raised by a later call: the host does not
     wait for the device. With async_op=True a collective returns a Work at once, and else None:
     leave the tensors alone until work.wait() has returned, which then raises what has gone wrong.
+    Another collective on the same memory would touch it: wait first.
     """
 
     rank: int

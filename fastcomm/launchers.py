@@ -149,11 +149,11 @@ def own_folder() -> Path:
         owner = folder.stat().st_uid
     except OSError as error:
         raise InitError(
-            f"the ranks cannot meet at a file: {error}. Set TMPDIR to a folder that this user can "
-            "write to, or MASTER_ADDR to the name of this host, in the environment of every rank"
+            f"there is no folder for what this user's ranks share: {error}. Set TMPDIR to a folder "
+            "that this user can write to, in the environment of every rank"
         ) from error
     if owner != os.getuid():
-        raise InitError(f"{folder} belongs to another user: set TMPDIR, or MASTER_ADDR")
+        raise InitError(f"{folder} belongs to another user: set TMPDIR")
     return folder
 
 

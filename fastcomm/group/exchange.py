@@ -38,9 +38,10 @@ TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # All ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
 CHUNK_NBYTES = 16 * 2**20
-_HEAD = len(Call("barrier").numbers())  # and after it, how many numels follow
+# A frame: the call's numbers, how many numels there are, then these or the payload.
+_HEAD = len(Call("barrier").numbers())
 _HEAD_NBYTES = 8 * (_HEAD + 1)
-MOST_TOGETHER = CARRIED_NBYTES // 8  # how many may follow
+MOST_JOINED = CARRIED_NBYTES // 8  # numels
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
 _NEVER_SENT = 2**30  # a tag
@@ -143,12 +144,12 @@ class Exchange:
     def announce(
         self, call: Call, payload: Tensor | None = None, numels: Sequence[int] = ()
     ) -> tuple[list[Call], Tensor | None, int]:
-        """Returns every rank's call, and all ranks' payloads, a row each. Equal calls have payloads
-        of the same size and dtype. Waits until all ranks have come.
+        """Returns every rank's call; all ranks' payloads, a row each; and how many of the numels,
+        from the first on, all ranks have. Equal calls have payloads of the same size and dtype.
+        Waits until all ranks have come.
 
         payload: flat, of up to CARRIED_NBYTES.
-        numels: in place of a payload, of what could be reduced together with this. Returns how many
-            of them, from the first on, are the same on all ranks, too.
+        numels: in place of a payload, of what could be reduced together with this.
         """
         frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8)
         numbers = [*call.numbers(), len(numels), *numels]

@@ -27,7 +27,7 @@ from fastcomm.communicator import (
 from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import FlatBuffer
 from fastcomm.group.call import Call
-from fastcomm.group.exchange import CARRIED_NBYTES, MOST_TOGETHER, TOGETHER_NBYTES
+from fastcomm.group.exchange import CARRIED_NBYTES, MOST_JOINED, TOGETHER_NBYTES
 from fastcomm.lifetime import again
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
@@ -94,7 +94,8 @@ class GroupWork(BucketWork):
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
         self.move = move
         self.payload = payload if is_small else None
-        # What is reduced as it is, and so may be together with others.
+        # The tensor, if others can be reduced together with it: nothing but its length tells it
+        # from theirs, and it does not travel with its announcement.
         is_plain = call.kind == "all_reduce" and call.label == 0
         self.plain = payload if is_plain and not is_small else None
         self.error: FastcommError | None = None
@@ -109,11 +110,13 @@ class GroupWork(BucketWork):
         # would leave its lock locked.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def followers(self, works: list[GroupWork]) -> list[GroupWork]:
-        """Those behind this one, which is plain, that can be reduced together with it."""
-        alike, found, nbytes = replace(self.call, numel=0), [], self.call.nbytes
+    def joinable(self, works: list[GroupWork]) -> list[GroupWork]:
+        """Those right behind this one, which is plain, that can be reduced together with it."""
+        found: list[GroupWork] = []
+        alike = replace(self.call, numel=0)
+        nbytes = self.call.nbytes
         first = works.index(self) + 1
-        for other in works[first : first + MOST_TOGETHER]:
+        for other in works[first : first + MOST_JOINED]:
             nbytes += other.call.nbytes
             is_alike = other.plain is not None and replace(other.call, numel=0) == alike
             if not is_alike or nbytes > TOGETHER_NBYTES:

@@ -81,7 +81,8 @@ class WorkQueue:
         self.rank, self.world_size, self.pids = rank, len(pids), pids
         self.n_abandoned = 0
         self.number = 0  # of the newest collective this rank has announced
-        self._announced = 0, 0  # its number then, in the last announcement but one and in the last
+        # `number` at the last two announcements: a rank that has answered is at the first at least.
+        self._announced = 0, 0
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
@@ -315,14 +316,14 @@ class WorkQueue:
         """Returns the works that have been reduced together with it. Raises MismatchError when the
         ranks call different collectives.
         """
-        waiting = self._that_go_with(work)
+        waiting, flats = self._joinable_with(work)
         numels = [one.call.numel for one in waiting]
-        calls, payloads, n_together = self._announce(work.call, work.payload, numels)
+        calls, payloads, n_joined = self._announce(work.call, work.payload, numels)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
         if abandoning:
             self._meet_anew(calls, abandoning)
             return []
-        together = [work, *waiting[:n_together]]
+        joined = waiting[:n_joined]
         move, wanted = work.move, self._wanted(calls)
         if wanted is not None and work.call == WITHOUT_DATA:
             work.has_followed = True
@@ -332,20 +333,22 @@ class WorkQueue:
         elif move is not None:
             began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
             factors = factors_of(calls)
-            if n_together:
-                plain = [one.plain for one in together if one.plain is not None]
-                self._exchange.all_reduce_together(plain, work.call.op)
+            if joined:
+                self._exchange.all_reduce_together(flats[: 1 + n_joined], work.call.op)
             else:
                 move(payloads) if factors is None else move(payloads, factors)
             if began_ns:
-                for one in together:
+                for one in (work, *joined):
                     one.note_times(began_ns, time.monotonic_ns())
-        return together[1:]
+        return joined
 
-    def _that_go_with(self, work: GroupWork) -> list[GroupWork]:
-        """The works behind this one that can be reduced together with it."""
+    def _joinable_with(self, work: GroupWork) -> tuple[list[GroupWork], list[Tensor]]:
+        """The works behind this one that can be reduced together with it, and the tensors of all:
+        now, as a failure may make works forget theirs at any time.
+        """
         with self._lock:
-            return [] if work.plain is None else work.followers(self._works)
+            behind = [] if work.plain is None else work.joinable(self._works)
+            return behind, [one.plain for one in (work, *behind) if one.plain is not None]
 
     def _wanted(self, calls: Sequence[Call]) -> Call | None:
         """What the ranks with data call; None if no rank has any. Raises MismatchError if they call

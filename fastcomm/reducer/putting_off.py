@@ -12,8 +12,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def putting_off_signals() -> Iterator[None]:
-    """The first signal that Python handles in the block is handled after it, the second one at
-    once. Handlers run in the main thread only, so elsewhere there is nothing to put off.
+    """The first signal that Python handles in the block, whatever it is, is handled after it, the
+    second one at once. Handlers run in the main thread only: elsewhere there is nothing to put off.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -21,16 +21,15 @@ def putting_off_signals() -> Iterator[None]:
     handlers: dict[int, Any] = {}
     waiting: list[tuple[int, FrameType | None]] = []
 
+    is_over = False
+
     def put_off(number: int, frame: FrameType | None) -> None:
-        if waiting:
+        if waiting or is_over:
             handlers[number](number, frame)
         else:
             waiting.append((number, frame))
 
-    def take_back() -> None:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-
+    error: BaseException | None = None
     try:
         for one in signal.valid_signals():
             handler = signal.getsignal(one)
@@ -38,12 +37,26 @@ def putting_off_signals() -> Iterator[None]:
                 handlers[one] = handler
                 signal.signal(one, put_off)
         yield
-    except BaseException:
-        take_back()
-        for number, frame in waiting:
-            with contextlib.suppress(BaseException):  # what it raises would hide what is raised
-                handlers[number](number, frame)
-        raise
-    take_back()
+    except BaseException as raised:
+        error = raised
+    is_over = True  # whatever interrupts what follows, no signal is swallowed
+    try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    finally:
+        _handle(waiting, handlers, error)
+    if error is not None:
+        raise error
+
+
+def _handle(
+    waiting: list[tuple[int, FrameType | None]],
+    handlers: dict[int, Any],
+    error: BaseException | None,
+) -> None:
+    """What a handler raises comes from the error, as in GroupWork.wait."""
     for number, frame in waiting:
-        handlers[number](number, frame)
+        try:
+            handlers[number](number, frame)
+        except BaseException as late:
+            raise late from error

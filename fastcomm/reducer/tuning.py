@@ -141,7 +141,7 @@ class Tuning:
             elif is_last:
                 self._stop(reducer)
         except BaseException as error:
-            # All ranks keep the buckets they have: the others are not to wait for this one.
+            # The others are not to wait for this one.
             self._stop(reducer)
             with contextlib.suppress(FastcommError):
                 reducer.comm.abandon()

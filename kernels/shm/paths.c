@@ -218,9 +218,10 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective
 
 /* ---- the staged path ---- */
 /* A chunk passes three stages: `in` copies what the peers need into our staging area; `work`, once
- * all ranks have copied in, reads the peers' areas; `out`, once all ranks have worked, collects an
- * all_reduce's results. The stages of neighbouring chunks overlap; a chunk may enter only when the
- * chunk SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read.
+ * all ranks have copied in, reads the peers' areas and, in an all_reduce, writes this rank's
+ * results over what it has read there; `out`, once all ranks have worked, copies the results from
+ * our area. The stages of neighbouring chunks overlap; a chunk may enter only when the chunk
+ * SHM_STAGING_SLOTS before it has left, so no slot is overwritten while it is read.
  *
  * In an all_reduce each rank reduces its shard of the peers' slots in place: what it has read it
  * may write at once, and the peer then reads what it has written itself. Results that went into an
@@ -233,8 +234,8 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective
  * rank works on chunk k - 2 before it stages chunk k, and for that all have to have staged k - 2,
  * before which they have worked on k - 4.
  *
- * Where ranks share cores (yield_early), a flag round takes a turn of the scheduler: there a larger
- * all_reduce goes in one round, and chunks are longer. */
+ * Where ranks share cores (yield_early), a flag round takes a turn of the scheduler: there an
+ * all_reduce of up to twice the size goes in one round, and a chunk fills its slot. */
 
 static bool is_one_hop(const struct shm_comm *comm, const struct shm_descriptor *d) {
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
@@ -278,7 +279,7 @@ static char *staging_slot(const struct shm_comm *comm, int rank, uint64_t index)
     return control_of(comm, rank)->staging[(comm->chunk + (uint32_t)index) % SHM_STAGING_SLOTS];
 }
 
-/* Copies all of a chunk but the shard that this rank reduces, straight from and to its tensor. */
+/* Copies a chunk but for this rank's own shard, which never leaves the tensor. */
 static void copy_peers_shards(const struct shm_comm *comm, const struct shm_descriptor *d,
                               uint64_t numel, char *to, const char *from) {
     size_t itemsize = shm_dtype_size(d->dtype);

@@ -43,6 +43,7 @@ def test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new(
 def test_several_ranks_may_abandon_at_once(comm):
     for abandoning in ((0, 1, 2), (0, 2)):
         work = comm.all_reduce(torch.ones(10), async_op=True)
+        finish_together(comm)
         if comm.rank in abandoning:
             time.sleep(0.05 * comm.rank)
             comm.abandon()

@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         name="run: a folder whose launcher runs is taken for one left behind",
         file="fastcomm/call_folder.py",
-        old="            _lock(Path(name), fcntl.LOCK_EX, ours)\n",
+        old="            _lock(path, fcntl.LOCK_EX, ours)\n",
         new="",
         tests=(f"{RUNNER}::{KILLED}",),
     ),
@@ -67,6 +67,13 @@ MUTATIONS = (
         old="                reducer.comm.abandon()\n",
         new="                pass\n",
         tests=(f"{TUNING}::{INTERRUPTED}",),
+    ),
+    Mutation(
+        name="auto: what a late handler raises hides behind the error",
+        file="fastcomm/reducer/putting_off.py",
+        old="            raise late from error\n",
+        new="            pass\n",
+        tests=("tests/reducer/test_putting_off.py",),
     ),
     Mutation(
         name="timeline: a step begins with a forward that has raised",
