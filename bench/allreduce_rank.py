@@ -3,8 +3,8 @@ their results.
 
 Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo
 (torch.distributed) and of the streaming bound; the name of an MPI, under its mpiexec, makes one of
-that; `cuda` one of fastcomm and of torch.distributed, both over NCCL. Every peer is called from
-Python, on tensors of its own.
+that; `deepspeed` one of DeepSpeed's op; `cuda` one of fastcomm and of torch.distributed, both over
+NCCL. Every peer is called from Python, on tensors of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import allreduce_deepspeed
 import cuda_clock
 import launch
 import torch
@@ -214,6 +216,28 @@ class Mpi:
         return Prepared(inp, out, *calls)
 
 
+class DeepSpeed:
+    """DeepSpeed's op for ranks of one host. It sums, in place. It has no barrier; a sum of one
+    element is one, since no rank has it before all others have come.
+    """
+
+    def __init__(self, settings: Settings, library: Path) -> None:
+        self.settings = settings
+        allreduce_deepspeed.load(library).initialize(settings.world_size, settings.rank)
+        self._all_reduce = torch.ops.deepspeed.inference_all_reduce_.default
+        self.barrier = functools.partial(self._all_reduce, torch.zeros(1))
+
+    def prepare(self, count: int) -> Prepared:
+        inp, out = (torch.empty(count, dtype=self.settings.dtype) for _ in range(2))
+        in_place: Callable[[], object] = functools.partial(self._all_reduce, out)
+        if self.settings.op == "mean":
+            in_place = divided(in_place, out, self.settings.world_size)
+        return Prepared(inp, out, in_place, after_copy(inp, out, in_place))
+
+    def close(self) -> None:
+        pass
+
+
 class Methods:
     """What the parent calls, on all ranks at once."""
 
@@ -351,11 +375,12 @@ def mpi_rank() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("torch", "cuda", *NAMES))
+    parser.add_argument("kind", choices=("torch", "cuda", allreduce_deepspeed.NAME, *NAMES))
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--op", required=True)
     parser.add_argument("--tensors", default="ordinary")
     parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--library", type=Path)
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--unchanged", action="store_true")
     options = parser.parse_args()
@@ -382,6 +407,8 @@ def main() -> None:
     peers: dict[str, Any] = {}
     if options.kind in NAMES:
         peers[options.kind] = Mpi(settings)
+    elif options.kind == allreduce_deepspeed.NAME:
+        peers[options.kind] = DeepSpeed(settings, options.library)
     elif options.kind == "cuda":
         peers["fastcomm"] = Fastcomm(settings, "nccl")
         peers["ordinary"] = Ordinary(peers["fastcomm"])
