@@ -56,10 +56,23 @@ def serve(
             answer = pickle.dumps(("raised", described(error)))
         # What a failed body leaves in reference circles would otherwise hold on to shared memory.
         gc.collect()
+        _detach_what_is_left(comm)
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
     if comm is not None:
         comm.close()
+
+
+def _detach_what_is_left(comm: Any) -> None:
+    """Reducers that a body leaves in circles through C++, which nobody collects, would be taken for
+    the next body's: a join() takes in all of a communicator.
+    """
+    if comm is not None:
+        from fastcomm.reducer.owners import reducers_on
+
+        for reducer in reducers_on(comm):
+            with contextlib.suppress(Exception):
+                reducer.detach()
 
 
 def _settle(place: Place, env: Environment) -> None:
