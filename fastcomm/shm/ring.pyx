@@ -447,10 +447,8 @@ cdef class Ring:
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
         dead = ()
-        if state == SHM_CLOSED:
-            what = CLOSED
-        elif state == SHM_DROPPED:
-            what = DROPPED
+        if state in (SHM_CLOSED, SHM_DROPPED):
+            what = CLOSED if state == SHM_CLOSED else DROPPED
         elif state == SHM_ABORTED:
             what = "aborted its communicator"
             if blamed >= 0:

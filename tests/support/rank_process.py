@@ -46,6 +46,7 @@ def serve(
             body, args = pickle.loads(work)
             if pass_comm and comm is None:
                 comm = _communicator(place)
+            _detach_what_is_left(comm)
             with refusing_races():
                 value = body(place if comm is None else comm, *args)
             answer = pickle.dumps(("returned", value))
@@ -56,7 +57,6 @@ def serve(
             answer = pickle.dumps(("raised", described(error)))
         # What a failed body leaves in reference circles would otherwise hold on to shared memory.
         gc.collect()
-        _detach_what_is_left(comm)
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
     if comm is not None:
@@ -65,7 +65,8 @@ def serve(
 
 def _detach_what_is_left(comm: Any) -> None:
     """Reducers that a body leaves in circles through C++, which nobody collects, would be taken for
-    the next body's: a join() takes in all of a communicator.
+    the next body's: a join() takes in all of a communicator. Not when that body ends: another rank
+    may still be in it, and see its round abandoned.
     """
     if comm is not None:
         from fastcomm.reducer.owners import reducers_on
