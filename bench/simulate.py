@@ -255,6 +255,7 @@ def measure_all(ranks: launch.Ranks, rows: Sequence[Row], options: argparse.Name
             row["overhead_ms"] = round(1e3 * over, 2)
         by_cap = {row["cap_mb"]: way for way, row in enumerate(mine, 1)}
         auto = {"model": model, "ranks": ranks.world_size, "wire": mine[0]["wire"]}
+        auto["chosen_mb"] = ranks.call("chosen")[0]
         for against, way in by_cap.items():
             # paired, as a drift of the machine meets all ways of a round
             ratio = statistics.median(r[-1] / r[way] for r in slowest)
@@ -300,7 +301,8 @@ def print_choices(choices: Sequence[Row]) -> None:
     print("\na step with bucket_cap_mb=auto, as a part of that with a fixed size:")
     for row in choices:
         parts = [f"{name[5:]} MB: {row[name]:.2f}" for name in row if name.startswith("over_")]
-        print(f"  {row['model']}, {row['ranks']} ranks, {row['wire']}: {', '.join(parts)}")
+        setting = f"{row['model']}, {row['ranks']} ranks, {row['wire']}"
+        print(f"  {setting}, chose {row['chosen_mb']:g} MB: {', '.join(parts)}")
 
 
 # ---- scaling -------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Methods:
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
+        self._chosen_mb: float | None = None
 
     def costs(self) -> list[tuple[int, tuple[float, float]]]:
         """Of an all-reduce, by size: seconds and core seconds."""
@@ -89,9 +90,15 @@ class Methods:
 
         ways = {LOCAL: prepare(None)} | {str(cap): prepare(cap) for cap in caps}
         seconds = self._take_turns(ways, rounds, steps)
-        for reducer in reducers:
+        for cap, reducer in zip(caps, reducers, strict=True):
+            if cap == AUTO:
+                self._chosen_mb = float(reducer._tuning.options.bucket_cap_mb)
             reducer.detach()
         return seconds
+
+    def chosen(self) -> float | None:
+        """What the last steps() came to with AUTO, in MiB."""
+        return self._chosen_mb
 
     def _take_turns(
         self, ways: dict[str, Callable[[], None]], rounds: int, steps: int

@@ -4,7 +4,7 @@ The first rounds run with the default. Then every rank tells the others when its
 ready, they measure together what an all-reduce costs, and each computes the same choice from the
 same numbers, by the model of a step (fastcomm.insight). If the model promises enough, the buckets
 are made anew; some rounds later the ranks compare what their steps have really taken, and go back
-if that is not less.
+unless that is as much less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastcomm.communicator import Communicator, gather_objects, note_abandoned
 from fastcomm.errors import FastcommError
-from fastcomm.insight.advice import DEFAULT_CAP_MB, choose_cap, distinct_caps
+from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
@@ -210,7 +210,7 @@ class Tuning:
             self._default_s = max(one.period_s for one in seen)
 
     def _judge(self, reducer: Tunable, seen: Sequence[_Seen]) -> None:
-        """Goes back to the default if the steps take no less than with it."""
+        """Goes back to the default unless the steps take less than with it."""
         if self._default_s is not None and not pays([s.period_s for s in seen], self._default_s):
             self._replan(reducer, DEFAULT_CAP_MB)
         self._stop(reducer)
@@ -239,8 +239,10 @@ class Tuning:
 
 
 def pays(periods_s: Sequence[float], default_s: float) -> bool:
-    """Whether the slowest rank's steps take less than the slowest rank's did with the default."""
-    return max(periods_s) < default_s
+    """Whether the slowest rank's steps take so much less than the slowest rank's did with the
+    default that it is not noise.
+    """
+    return max(periods_s) < (1 - WORTHWHILE) * default_s
 
 
 def _kinds(buckets: Sequence[Bucket]) -> list[tuple[int, torch.dtype, int]]:

@@ -279,3 +279,7 @@ def test_where_communication_takes_the_core_the_size_hardly_matters():
 
 def test_a_trial_must_be_quicker():
     assert tuning.pays([0.9, 0.8], 1.0) and not tuning.pays([0.9, 1.0], 1.0)
+
+
+def test_a_trial_must_be_quicker_by_more_than_noise():
+    assert not tuning.pays([0.985], 1.0)
