@@ -27,6 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fastcomm.collective import (
     BLOCK_DTYPES,
     CPU_DTYPES,
+    OPS,
     WIRE_DTYPES,
     Op,
     as_pairs,
@@ -122,7 +123,7 @@ class GroupCommunicator(Communicator):
         flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
         move = functools.partial(self._exchange.all_reduce, flat, op)
-        return self._begin(call, move, flat, async_op)
+        return self._begin(call, move, flat, async_op, plain=flat)
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -197,6 +198,7 @@ class GroupCommunicator(Communicator):
         else:
             reduce = self._exchange.reduction_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
+        is_plain = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
 
         def work_of(op: str, presence: Tensor, step: int, weight: Weight | None) -> GroupWork:
             self._queue.check_usable()
@@ -208,6 +210,7 @@ class GroupCommunicator(Communicator):
                 functools.partial(reduce, op),
                 payload=presence if is_coded else None,
                 presence=presence,
+                plain=flat if is_plain and op in OPS else None,
             )
 
         bucket = GroupBucket(flat, views, work_of, reduce, is_coded)
@@ -222,10 +225,17 @@ class GroupCommunicator(Communicator):
         return not work.has_followed
 
     def _begin(
-        self, call: Call, move: Move | None, flat: Tensor | None, async_op: bool
+        self,
+        call: Call,
+        move: Move | None,
+        flat: Tensor | None,
+        async_op: bool,
+        plain: Tensor | None = None,
     ) -> GroupWork | None:
-        """flat: what may travel with the announcement."""
-        work = GroupWork(self._queue, call, move, flat)
+        """flat: what may travel with the announcement. plain: what may be reduced together with
+        others.
+        """
+        work = GroupWork(self._queue, call, move, flat, plain=plain)
         if async_op:
             work.post()
             return work

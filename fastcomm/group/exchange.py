@@ -7,7 +7,7 @@ the results have the same bits on all ranks, 16-bit floats are added in float32 
 and any backend will do. Large tensors go in chunks, one after the other. Before each collective the
 ranks announce it to each other. Small tensors travel with the announcement: then there is no other
 exchange. All-reductions that wait behind one like them are announced with it, and reduced with it,
-as far as all ranks have come to them.
+as far as all ranks have come to them: tensors as well as buckets.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from fastcomm.group.wire import Wire
 
 # largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
-# All-reductions that wait go together up to here: beyond, the calls cost little beside the data.
-# Several of hierarchical's chunks, so that one travels while another is reduced.
+# All-reductions that wait go together if each is so small that its calls cost more than a copy, and
+# up to here in all: several of hierarchical's chunks, so that one travels while another is reduced.
+APIECE_NBYTES = 2 * 2**20
 TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # All ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
 CHUNK_NBYTES = 16 * 2**20
-# A frame: the call's numbers, how many numels there are, then these or the payload.
+# A frame: the call's numbers, how many calls wait behind it, then what tells these from it (numel
+# and label), or the payload.
 _HEAD = len(Call("barrier").numbers())
 _HEAD_NBYTES = 8 * (_HEAD + 1)
-MOST_JOINED = CARRIED_NBYTES // 8  # numels
+MOST_JOINED = CARRIED_NBYTES // 16
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
 _NEVER_SENT = 2**30  # a tag
@@ -142,17 +144,20 @@ class Exchange:
         return reduce
 
     def announce(
-        self, call: Call, payload: Tensor | None = None, numels: Sequence[int] = ()
+        self, call: Call, payload: Tensor | None = None, behind: Sequence[Call] = ()
     ) -> tuple[list[Call], Tensor | None, int]:
-        """Returns every rank's call; all ranks' payloads, a row each; and how many of the numels,
-        from the first on, all ranks have. Equal calls have payloads of the same size and dtype.
-        Waits until all ranks have come.
+        """Returns every rank's call; all ranks' payloads, a row each; and how many of the calls
+        behind it, from the first on, all ranks have. Equal calls have payloads of the same size and
+        dtype. Waits until all ranks have come.
 
         payload: flat, of up to CARRIED_NBYTES.
-        numels: in place of a payload, of what could be reduced together with this.
+        behind: in place of a payload, what could be reduced together with this. They differ from
+            it in nothing but numel and label.
         """
         frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8)
-        numbers = [*call.numbers(), len(numels), *numels]
+        numbers = [*call.numbers(), len(behind)]
+        for one in behind:
+            numbers += one.numel, one.label
         frame[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
         if payload is not None:
             frame[_HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes] = as_bytes(payload)
@@ -167,8 +172,8 @@ class Exchange:
         n = min(n_following for *_, n_following in heads)
         if n == 0 or any(theirs != call for theirs in calls):
             return calls, None, 0
-        following = rows[:, _HEAD + 1 : _HEAD + 1 + n]
-        is_same = (following == following[0]).all(dim=0)
+        following = rows[:, _HEAD + 1 : _HEAD + 1 + 2 * n].view(-1, n, 2)
+        is_same = (following == following[0]).all(dim=2).all(dim=0)
         return calls, None, int(is_same.cumprod(0).sum())
 
     def all_reduce_together(self, flats: Sequence[Tensor], op: str) -> None:

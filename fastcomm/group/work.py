@@ -27,7 +27,12 @@ from fastcomm.communicator import (
 from fastcomm.errors import FastcommError
 from fastcomm.flat_buffers import FlatBuffer
 from fastcomm.group.call import Call
-from fastcomm.group.exchange import CARRIED_NBYTES, MOST_JOINED, TOGETHER_NBYTES
+from fastcomm.group.exchange import (
+    APIECE_NBYTES,
+    CARRIED_NBYTES,
+    MOST_JOINED,
+    TOGETHER_NBYTES,
+)
 from fastcomm.lifetime import again
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
@@ -88,16 +93,16 @@ class GroupWork(BucketWork):
         move: Move | None,
         payload: Tensor | None = None,
         presence: Tensor | None = None,
+        plain: Tensor | None = None,
     ) -> None:
         self.call = call
         # `move` and `payload` hold the tensors. A small payload goes with the announcement.
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
         self.move = move
         self.payload = payload if is_small else None
-        # The tensor, if others can be reduced together with it: nothing but its length tells it
-        # from theirs, and it does not travel with its announcement.
-        is_plain = call.kind == "all_reduce" and call.label == 0
-        self.plain = payload if is_plain and not is_small else None
+        # The tensor, if others can be reduced together with it: nothing but its length and label
+        # tells it from theirs, and it does not travel with its announcement.
+        self.plain = None if is_small or call.nbytes > APIECE_NBYTES else plain
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
         self._waiter = waiter
@@ -113,12 +118,12 @@ class GroupWork(BucketWork):
     def joinable(self, works: list[GroupWork]) -> list[GroupWork]:
         """Those right behind this one, which is plain, that can be reduced together with it."""
         found: list[GroupWork] = []
-        alike = replace(self.call, numel=0)
+        alike = replace(self.call, numel=0, label=0)
         nbytes = self.call.nbytes
         first = works.index(self) + 1
         for other in works[first : first + MOST_JOINED]:
             nbytes += other.call.nbytes
-            is_alike = other.plain is not None and replace(other.call, numel=0) == alike
+            is_alike = other.plain is not None and replace(other.call, numel=0, label=0) == alike
             if not is_alike or nbytes > TOGETHER_NBYTES:
                 break
             found.append(other)

@@ -317,8 +317,8 @@ class WorkQueue:
         ranks call different collectives.
         """
         waiting, flats = self._joinable_with(work)
-        numels = [one.call.numel for one in waiting]
-        calls, payloads, n_joined = self._announce(work.call, work.payload, numels)
+        behind = [one.call for one in waiting]
+        calls, payloads, n_joined = self._announce(work.call, work.payload, behind)
         abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
         if abandoning:
             self._meet_anew(calls, abandoning)
@@ -364,12 +364,12 @@ class WorkQueue:
         return wanted[0]
 
     def _announce(
-        self, call: Call, payload: Tensor | None = None, numels: Sequence[int] = ()
+        self, call: Call, payload: Tensor | None = None, behind: Sequence[Call] = ()
     ) -> tuple[list[Call], Tensor | None, int]:
         """See Exchange.announce."""
         self.number += 1
         self._announced = self._announced[1], self.number
-        return self._exchange.announce(call, payload, numels)
+        return self._exchange.announce(call, payload, behind)
 
     def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
         """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under

@@ -5,6 +5,7 @@ after an abandon.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import time
@@ -17,9 +18,10 @@ import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
+from fastcomm.communicator import Weight
 from fastcomm.group.call import reduce_rows
 from fastcomm.group.communicator import GroupCommunicator
-from fastcomm.group.exchange import TOGETHER_NBYTES, Exchange
+from fastcomm.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES, Exchange
 from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -81,8 +83,10 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
 # All-reductions that wait are reduced together, as far as all ranks have come to them.
 
 
-def _post_while_the_first_is_announced(comm, tensors_and_ops):
-    """Returns the works, and how many collectives had been announced before each announcement."""
+def _post_while_the_first_is_announced(comm, calls):
+    """calls: functions that return works. Returns these, and how many collectives had been
+    announced before each announcement.
+    """
     announce, numbers, posted = comm._exchange.announce, [], threading.Event()
 
     def announce_late(*arguments):
@@ -94,7 +98,7 @@ def _post_while_the_first_is_announced(comm, tensors_and_ops):
     before = comm.number
     comm._exchange.announce = announce_late
     try:
-        works = [comm.all_reduce(tensor, op, async_op=True) for tensor, op in tensors_and_ops]
+        works = [call() for call in calls]
         posted.set()
         for work in works:
             with contextlib.suppress(FastcommError):
@@ -102,6 +106,13 @@ def _post_while_the_first_is_announced(comm, tensors_and_ops):
     finally:
         comm._exchange.announce = announce
     return works, numbers
+
+
+def _reductions(comm, tensors, ops):
+    return [
+        functools.partial(comm.all_reduce, tensor, op, async_op=True)
+        for tensor, op in zip(tensors, ops, strict=True)
+    ]
 
 
 @pytest.mark.transports("group", "hierarchical")
@@ -116,17 +127,18 @@ def test_what_waits_behind_an_all_reduce_is_reduced_with_it(comm):
         (900, torch.float64, "mean"),
         (900, torch.float64, "max"),
         (901, torch.float64, "max"),
-        (TOGETHER_NBYTES // 8 + 1, torch.float32, "max"),
-        (TOGETHER_NBYTES // 8, torch.float32, "max"),  # too much for one exchange
+        (APIECE_NBYTES // 4, torch.float32, "max"),
+        (APIECE_NBYTES // 4 + 1, torch.float32, "max"),  # goes alone
         (1000, torch.float32, "max"),
+        *[(APIECE_NBYTES // 4, torch.float32, "max")] * (TOGETHER_NBYTES // APIECE_NBYTES),
     ]
     tensors = [
         torch.full((numel,), comm.rank + i, dtype=dtype)
         for i, (numel, dtype, _) in enumerate(calls)
     ]
     ops = [op for *_, op in calls]
-    _, numbers = _post_while_the_first_is_announced(comm, list(zip(tensors, ops, strict=True)))
-    assert numbers == [1, 2, 4, 5, 6, 7, 9, 10]
+    _, numbers = _post_while_the_first_is_announced(comm, _reductions(comm, tensors, ops))
+    assert numbers == [1, 2, 4, 5, 6, 7, 9, 10, 11, 19]
     for i, (tensor, op) in enumerate(zip(tensors, ops, strict=True)):
         expected = {"sum": 3 * i + 3, "mean": i + 1, "max": i + 2}[op]
         assert_same_bits(tensor, torch.full_like(tensor, expected))
@@ -139,7 +151,7 @@ def test_only_what_all_ranks_have_come_to_is_reduced_together(comm):
     late = numels.pop() if comm.rank == 1 else 0
     tensors = [torch.full((numel,), comm.rank + 1.0) for numel in numels]
     ops = ["max", *["sum"] * (len(numels) - 1)]
-    works, numbers = _post_while_the_first_is_announced(comm, list(zip(tensors, ops, strict=True)))
+    works, numbers = _post_while_the_first_is_announced(comm, _reductions(comm, tensors, ops))
     if late:
         comm.all_reduce(torch.ones(late))
     assert numbers[:4] == [1, 2, 4, 5]
@@ -148,6 +160,45 @@ def test_only_what_all_ranks_have_come_to_is_reduced_together(comm):
             with pytest.raises(MismatchError, match="of 1003 .* of 1004 "):
                 work.wait()
         assert tensor.unique().item() == {0: 2, 3: comm.rank + 1}.get(i, 3)
+    check_all_reduce(comm)
+
+
+@pytest.mark.transports("group", "hierarchical")
+@on_ranks(2)
+def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
+    weight = Weight(3.0 - 2 * comm.rank, 3.0 - 2 * comm.rank)  # 3 and 1
+    launches = [
+        ("sum", 1, None, ()),
+        ("mean", 2, None, ()),
+        ("mean", 3, None, ()),
+        ("mean", 4, torch.bfloat16, ()),
+        ("mean", 5, torch.bfloat16, ()),
+        ("weighted mean", 6, None, (weight,)),
+        ("weighted mean", 7, None, (weight,)),
+        ("mean", 8, None, ()),
+        ("mean", 9 + comm.rank, None, ()),
+        ("mean", 11, None, ()),
+    ]
+    flats = [torch.full((300 + i,), comm.rank + i + 1.0) for i in range(len(launches))]
+    buckets = [
+        comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=wire_dtype, label=label)
+        for flat, (_, label, wire_dtype, _) in zip(flats, launches, strict=True)
+    ]
+    works, numbers = _post_while_the_first_is_announced(
+        comm,
+        [
+            functools.partial(bucket.launch, op, [], 0, *weights)
+            for bucket, (op, _, _, weights) in zip(buckets, launches, strict=True)
+        ],
+    )
+    assert numbers == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+    with pytest.raises(MismatchError, match="bucket"):
+        works[8].wait()
+    for i, (flat, (op, *_)) in enumerate(zip(flats, launches, strict=True)):
+        if i != 8:
+            expected = {"sum": 2 * i + 3, "mean": i + 1.5, "weighted mean": i + 1.25}[op]
+            assert_same_bits(flat[:-1], torch.full_like(flat[:-1], expected))
+            assert works[i].present() == [True]
     check_all_reduce(comm)
 
 

@@ -261,7 +261,7 @@ MUTATIONS = (
     Mutation(
         name="group: what is reduced together has the op of the first",
         file=WORK,
-        old="is_alike = other.plain is not None and replace(other.call, numel=0) == alike",
+        old="is_alike = other.plain is not None and replace(other.call, numel=0, label=0) == alike",
         new="is_alike = other.plain is not None and other.call.dtype == alike.dtype",
         tests=(TOGETHER_TESTS,),
     ),
@@ -270,6 +270,34 @@ MUTATIONS = (
         file=QUEUE,
         old="            self.number += len(works) - 1\n",
         new="",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: buckets are reduced together whatever their ranks count",
+        file="fastcomm/group/communicator.py",
+        old="plain=flat if is_plain and op in OPS else None",
+        new="plain=flat if is_plain else None",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: buckets are reduced together whatever their wire",
+        file="fastcomm/group/communicator.py",
+        old="plain=flat if is_plain and op in OPS else None",
+        new="plain=flat if op in OPS else None",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: buckets are reduced together whichever they are",
+        file=EXCHANGE,
+        old="            numbers += one.numel, one.label\n",
+        new="            numbers += one.numel, 0\n",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: what is large is copied to be reduced together",
+        file=WORK,
+        old="None if is_small or call.nbytes > APIECE_NBYTES else plain",
+        new="None if is_small else plain",
         tests=(TOGETHER_TESTS,),
     ),
     Mutation(
