@@ -45,7 +45,9 @@ class PeerLostError(FastcommError):
 
 # What PeerLostError says of a rank that waits for no other any more.
 CLOSED = "closed its communicator (has its data ended earlier?)"
-DROPPED = "ended without close() (has its script raised? see what it has printed)"
+DROPPED = (
+    "dropped its communicator without close() (has its script raised? see what it has printed)"
+)
 
 
 class TimeoutError(FastcommError, builtins.TimeoutError):

@@ -54,11 +54,11 @@ def _lose_a_peer(place, collective, how):
 
 WORDS = {
     "killed": "died",
-    "exits": "ended without close()",
+    "exits": "dropped its communicator",
     "exits at once": "died",
     "closes": "closed",
     "aborts": "aborted",
-    "raises": "ended without close()",
+    "raises": "dropped its communicator",
 }
 
 
