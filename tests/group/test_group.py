@@ -202,6 +202,57 @@ def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
     check_all_reduce(comm)
 
 
+@pytest.mark.parametrize("moment", ["announced", "reduced"])
+@pytest.mark.transports("group", "hierarchical")
+@on_ranks(3)
+def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, moment):
+    """Rank 1 does, while the second to fourth of its calls are announced, or reduced."""
+    exchange, posted, may_abandon = comm._exchange, threading.Event(), threading.Event()
+    announce, together = exchange.announce, exchange.all_reduce_together
+
+    def see_it_abandon():
+        may_abandon.set()
+        while comm.rank == 1 and comm._queue._own_abandonment() is None:
+            time.sleep(0.001)
+
+    def announce_late(*arguments):
+        posted.wait()
+        if moment == "announced" and comm.number == before + 2:
+            see_it_abandon()
+        return announce(*arguments)
+
+    def reduce_late(*arguments):
+        if moment == "reduced":
+            see_it_abandon()
+        return together(*arguments)
+
+    comm.barrier()
+    before = comm.number
+    exchange.announce, exchange.all_reduce_together = announce_late, reduce_late
+    try:
+        ops = ["max", "sum", "sum", "sum", "max", "max"]
+        tensors = [torch.full((1000,), comm.rank + 1.0) for _ in ops]
+        calls = zip(tensors, ops, strict=True)
+        works = [comm.all_reduce(tensor, op, async_op=True) for tensor, op in calls]
+        posted.set()
+        if comm.rank == 1:
+            may_abandon.wait()
+            comm.abandon()
+        for work in works[:4]:
+            work.wait()
+        for work in works[4:]:
+            with pytest.raises(FastcommError, match="rank 1 (has )?abandoned"):
+                work.wait()
+        comm.barrier()  # they have met
+    finally:
+        exchange.announce, exchange.all_reduce_together = announce, together
+    assert [tensor.unique().item() for tensor in tensors[:4]] == [3, 6, 6, 6]
+    numbers = torch.empty(3, dtype=torch.int64)
+    comm.all_gather_single(numbers, torch.tensor([comm.number]))
+    assert numbers.unique().numel() == 1
+    check_all_reduce(comm)
+
+
 # Groups of the user's
 
 

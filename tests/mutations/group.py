@@ -301,6 +301,13 @@ MUTATIONS = (
         tests=(TOGETHER_TESTS,),
     ),
     Mutation(
+        name="group: what would have been reduced together has its numbers though it was abandoned",
+        file=QUEUE,
+        old="            self._meet_anew(calls, abandoning)\n            return []\n",
+        new="            self._meet_anew(calls, abandoning)\n            return waiting\n",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
         name="group: any amount of data is reduced together",
         file=WORK,
         old="if not is_alike or nbytes > TOGETHER_NBYTES:",
