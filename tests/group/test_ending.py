@@ -11,7 +11,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from fastcomm import FastcommError, TimeoutError, watchdog
+from fastcomm import FastcommError, PeerLostError, TimeoutError, watchdog
+from fastcomm.group import work_queue
+from fastcomm.watchdog import leave_note
 from tests.contract import new_ranks
 from tests.support.bodies import communicator, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of
@@ -19,31 +21,72 @@ from tests.support.ranks import fresh_ranks
 from tests.support.transports import over
 
 
-def _close_with_a_work_under_way(place):
+def _close_with_works_under_way(place):
+    """Of three all-reductions that go together, behind another one."""
     comm = communicator(place)
     comm.barrier()
+    before = comm.number
     if place.rank == 1:
-        before = comm.number
-        work = comm.all_reduce(torch.ones(5000), async_op=True)
-        while comm.number == before:  # announced, but rank 0 has not come
+        first = comm.all_reduce(torch.ones(5000), "max", async_op=True)
+        works = [comm.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
+        note(place, posted=True)
+        first.wait()
+        while comm.number < before + 2:  # announced, but rank 0 has not come
             time.sleep(0.001)
         comm.close()
         note(place, closed_at=time.monotonic())
-        with pytest.raises(FastcommError, match="closed"):
-            work.wait()
+        for work in works:
+            with pytest.raises(FastcommError, match="closed"):
+                work.wait()
         return None
+    wait_for_note(place, "posted")
+    comm.all_reduce(torch.ones(5000), "max")
     time.sleep(0.3)
-    message, _ = raised(FastcommError, lambda: comm.all_reduce(torch.ones(5000)))
-    return message, time.monotonic() - float(noted(place, "closed_at"))
+    works = [comm.all_reduce(torch.ones(5000), async_op=True) for _ in range(3)]
+    messages = {raised(PeerLostError, work.wait)[0] for work in works}
+    return messages, time.monotonic() - float(noted(place, "closed_at"))
 
 
 @pytest.mark.usefixtures("transport")
 @over(2, shm=(), nccl=())
-def test_a_peer_that_closes_with_a_work_under_way_is_named_soon(transport, world_size):
-    outcomes = new_ranks(transport, world_size, _close_with_a_work_under_way)
-    message, seconds = values_of(outcomes)[0]
+def test_a_peer_that_closes_with_works_under_way_is_named_soon(transport, world_size):
+    outcomes = new_ranks(transport, world_size, _close_with_works_under_way)
+    messages, seconds = values_of(outcomes)[0]
+    (message,) = messages
     assert "rank 1" in message and "closed its communicator" in message
     assert seconds < 2
+
+
+def _break_a_connection_when_a_peer_is_one_announcement_behind(place):
+    work_queue.EXPLAIN_S = 0.1
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == 1:
+        while comm.failure is None:
+            time.sleep(0.01)
+        return None
+
+    def break_down(*_):
+        leave_note(comm._notes, "question", "where are you?")
+        while comm._notes.read("position/0/1") is None:
+            time.sleep(0.01)
+        raise RuntimeError("reset by peer")
+
+    comm._exchange.announce = break_down
+    with pytest.raises(PeerLostError) as lost:
+        comm.barrier()
+    return str(lost.value), lost.value.ranks
+
+
+@pytest.mark.usefixtures("transport")
+@over(2, shm=(), nccl=(), hierarchical=())
+def test_a_peer_that_is_one_announcement_behind_is_not_lost(transport, world_size):
+    outcomes = new_ranks(
+        transport, world_size, _break_a_connection_when_a_peer_is_one_announcement_behind
+    )
+    (message, ranks), _ = values_of(outcomes)
+    assert message.startswith("a connection between the ranks broke; rank 0 ")
+    assert ranks == ()
 
 
 def _threads_of_queues():

@@ -36,6 +36,13 @@ MUTATIONS = (
         tests=(ENDING_TESTS,),
     ),
     Mutation(
+        name="group: after a broken connection a rank that is one announcement behind is lost",
+        file=QUEUE,
+        old="int(json.loads(position)[0]) < self._announced[0]",
+        new="int(json.loads(position)[0]) < self._announced[1]",
+        tests=(ENDING_TESTS,),
+    ),
+    Mutation(
         name="group: a thread stays in its host's shared memory after a failure",
         file=HIERARCHICAL,
         old="        self._shm.abort()\n        super().interrupt()\n",
