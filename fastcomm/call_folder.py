@@ -58,10 +58,10 @@ class CallFolder:
 
     # -- in a rank ---------------------------------------------------------------------------------
 
-    def write_answer(self, rank: str, value: bytes) -> None:
+    def write_answer(self, rank: int, value: bytes) -> None:
         (self.path / f"answer-{rank}").write_bytes(value)
 
-    def write_raised(self, rank: str, raised: Raised) -> None:
+    def write_raised(self, rank: int, raised: Raised) -> None:
         """By a rename: a launcher that ends this rank meanwhile reads all of it, or nothing."""
         written = self.path / f"writing-{rank}"
         written.write_bytes(pickle.dumps(raised))

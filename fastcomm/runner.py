@@ -183,9 +183,9 @@ def _pickled(value: Any) -> bytes:
 
 def answer(path: Path, packed: bytes) -> None:
     """In a rank: makes the call, and leaves for launch() what it returns, or has raised."""
-    folder, rank = CallFolder(path), os.environ["RANK"]
+    folder, rank = CallFolder(path), int(os.environ["RANK"])
     try:
-        _call(folder, packed)
+        _call(folder, rank, packed)
     except Exception as error:
         stack = traceback.format_exc().rstrip()
         what = f"rank {rank} (pid {os.getpid()}) raised {type(error).__name__}: {error}\n{stack}"
@@ -193,7 +193,7 @@ def answer(path: Path, packed: bytes) -> None:
         sys.exit(1)
 
 
-def _call(folder: CallFolder, packed: bytes) -> None:
+def _call(folder: CallFolder, rank: int, packed: bytes) -> None:
     function, args = pickle.loads(packed)
     try:
         value = function(*args)
@@ -208,7 +208,7 @@ def _call(folder: CallFolder, packed: bytes) -> None:
             "what the function returns cannot be sent to the process that has called launch(): "
             f"{type(error).__name__}: {error}"
         ) from error
-    folder.write_answer(os.environ["RANK"], returned)
+    folder.write_answer(rank, returned)
 
 
 def _returned(folder: CallFolder, rank: int) -> Any:
