@@ -33,7 +33,7 @@ from fastcomm.errors import (
 )
 from fastcomm.group.call import ABANDON, WITHOUT_DATA, Call, factors_of, with_votes
 from fastcomm.group.exchange import Exchange
-from fastcomm.group.work import GroupBucket, GroupWork, see_through
+from fastcomm.group.work import GroupBucket, GroupWork, Move, see_through
 from fastcomm.lifetime import Lifetime
 from fastcomm.watchdog import Notes, Watchdog, failure_note, leave_closing, leave_note
 
@@ -236,11 +236,8 @@ class WorkQueue:
         once it knows belongs to the next round.
         """
         interruption = self._interruption
-        return (
-            None
-            if interruption is None or interruption.number <= self.n_abandoned
-            else interruption
-        )
+        is_heard = interruption is None or interruption.number <= self.n_abandoned
+        return None if is_heard else interruption
 
     def look_at_clock(self) -> None:
         """Checks the deadline in place of the watchdog, which may be waiting for a store that is
@@ -319,15 +316,11 @@ class WorkQueue:
         waiting, flats = self._joinable_with(work)
         behind = [one.call for one in waiting]
         calls, payloads, n_joined = self._announce(work.call, work.payload, behind)
-        abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
-        if abandoning:
-            self._meet_anew(calls, abandoning)
+        if ABANDON in calls:
+            self._meet_anew(calls)
             return []
-        joined = waiting[:n_joined]
-        move, wanted = work.move, self._wanted(calls)
-        if wanted is not None and work.call == WITHOUT_DATA:
-            work.has_followed = True
-            move = self.buckets[wanted.label].move_of_shadow(wanted.op)
+        joined, wanted = waiting[:n_joined], self._wanted(calls)
+        move = self._move_of(work, wanted)
         if wanted is not None and wanted.op == SKIP:
             work.note_skipped()
         elif move is not None:
@@ -341,6 +334,15 @@ class WorkQueue:
                 for one in (work, *joined):
                     one.note_times(began_ns, time.monotonic_ns())
         return joined
+
+    def _move_of(self, work: GroupWork, wanted: Call | None) -> Move | None:
+        """What moves the data of a work, and of a shadow as the others want it. None where there is
+        none, or a failure has ended the work.
+        """
+        if wanted is None or work.call != WITHOUT_DATA:
+            return work.move
+        work.has_followed = True
+        return self.buckets[wanted.label].move_of_shadow(wanted.op)
 
     def _joinable_with(self, work: GroupWork) -> tuple[list[GroupWork], list[Tensor]]:
         """The works behind this one that can be reduced together with it, and the tensors of all:
@@ -371,7 +373,7 @@ class WorkQueue:
         self._announced = self._announced[1], self.number
         return self._exchange.announce(call, payload, behind)
 
-    def _meet_anew(self, calls: list[Call], abandoning: list[int]) -> None:
+    def _meet_anew(self, calls: list[Call]) -> None:
         """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
         one number.
         """
@@ -380,6 +382,7 @@ class WorkQueue:
             own = self._own_abandonment()
             meeting = self._current = own or GroupWork(self, ABANDON, None)
             if own is None:
+                abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
                 error = AbandonedError(abandonment(abandoning))
                 self._interruption = Interruption(self._n_met, error, meeting)
                 self._resolve(list(self._works), error)
@@ -397,10 +400,8 @@ class WorkQueue:
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
         with self._lock:
             work = self._current
-            moved_at = max(self._since, self._exchange.moved_at)
-            return (
-                None if work is None else (self.number, time.monotonic() - moved_at, str(work.call))
-            )
+            age_s = time.monotonic() - max(self._since, self._exchange.moved_at)
+            return None if work is None else (self.number, age_s, str(work.call))
 
     def _asynchronous_error(self) -> FastcommError | None:
         """A broken connection does not tell who broke it. Ranks that have not answered a while
@@ -420,12 +421,10 @@ class WorkQueue:
         silent = [
             rank for rank in range(self.world_size) if rank != self.rank and self._is_silent(rank)
         ]
-        names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in silent)
-        what = (
-            f"{names} died or cannot be reached"
-            if silent
-            else "a connection between the ranks broke"
-        )
+        what = "a connection between the ranks broke"
+        if silent:
+            names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in silent)
+            what = f"{names} died or cannot be reached"
         return PeerLostError(
             f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
         )

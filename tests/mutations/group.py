@@ -310,8 +310,8 @@ MUTATIONS = (
     Mutation(
         name="group: what would have been reduced together has its numbers though it was abandoned",
         file=QUEUE,
-        old="            self._meet_anew(calls, abandoning)\n            return []\n",
-        new="            self._meet_anew(calls, abandoning)\n            return waiting\n",
+        old="            self._meet_anew(calls)\n            return []\n",
+        new="            self._meet_anew(calls)\n            return waiting\n",
         tests=(TOGETHER_TESTS,),
     ),
     Mutation(
