@@ -1,5 +1,6 @@
 """What a reducer needs from autograd: hooks on gradients, and calls at the end of the running
-backward or when the outer one goes on. Refuses compiled autograd.
+backward or when the outer one goes on. Frees what failed backwards have left. Refuses compiled
+autograd.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from fastcomm.autograd_stack import is_inside_backward
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.gradient_hook import EndOfBackward
 
@@ -54,6 +56,17 @@ def call_when_outer_goes_on(node: torch.autograd.graph.Node, function: Callable[
         for behind, _ in node.next_functions
         if behind is not None
     )
+
+
+def free_failed_backwards() -> None:
+    """Frees the nodes that backwards of this thread have not come to, because they have failed.
+
+    On the CPU these wait in the thread's queue until its next backward drops them. Until then they
+    hold the model's parameters, whose hooks hold the reducer, and no garbage collector sees them.
+    """
+    if not is_inside_backward():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), requires_grad=True, device="cpu").backward()
 
 
 def refuse_compiled_autograd() -> None:

@@ -25,6 +25,7 @@ from fastcomm.collective import WEIGHTED_OPS
 from fastcomm.communicator import Communicator, Weight, gather_objects
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import agreement
+from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import Model, named_parameters
@@ -112,6 +113,7 @@ class Join(Generic[T]):
     def _reducers(self) -> list[Joining]:
         reducers = reducers_on(self._comm)
         if len(reducers) > 1:  # a model in a reference cycle may be collected on some ranks only
+            free_failed_backwards()
             gc.collect()
             reducers = reducers_on(self._comm)
         return reducers

@@ -26,7 +26,11 @@ from fastcomm.errors import FastcommError
 from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
 from fastcomm.reducer import agreement, sparsity
-from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
+from fastcomm.reducer.autograd import (
+    call_when_outer_goes_on,
+    free_failed_backwards,
+    refuse_compiled_autograd,
+)
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.compiled import Compiled
 from fastcomm.reducer.ending import end, leave, skip_on
@@ -154,6 +158,7 @@ class Reducer(UnevenData):
         already.
         """
         source = model_of(model)
+        free_failed_backwards()  # of a model that this one may replace
         with torch.inference_mode(False):  # in which buckets could not be made for training
             self._attach(source)
         return self

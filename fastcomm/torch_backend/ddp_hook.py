@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fastcomm.collective import Op, canonical_op, complex_refusal
 from fastcomm.communicator import Communicator, Work
+from fastcomm.errors import FastcommError
+from fastcomm.lifetime import again
 
 
 class HookState:
@@ -82,7 +84,10 @@ class _Reduction:
                     self._buffer.copy_(self._wire)
                 self.future.set_result(self._buffer)
         except Exception as error:
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares it wrongly
+            # A copy: the frames of what is raised hold the future, and the backward's graph. No
+            # garbage collector sees that circle.
+            kept = again(error) if isinstance(error, FastcommError) else error
+            self.future.set_exception(kept)  # type: ignore[arg-type]  # torch declares it wrongly
             raise
 
 

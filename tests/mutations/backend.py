@@ -32,6 +32,13 @@ MUTATIONS = (
         tests=HOOK_TESTS,
     ),
     Mutation(
+        name="backend: a future that has failed holds itself, and the graph of its backward",
+        file=HOOK,
+        old="again(error) if isinstance(error, FastcommError) else error",
+        new="error",
+        tests=("tests/reducer/test_lifetimes.py::test_a_reducer_goes_with_its_model",),
+    ),
+    Mutation(
         name="backend: DDP's hook divides a sum",
         file=HOOK,
         old='            op = "sum"\n        else:\n            wire.copy_(buffer)\n',

@@ -25,6 +25,16 @@ _IN_ANY_WAY = (f"{ENDS}::test_a_loop_may_be_left_in_any_way",)
 
 MUTATIONS = (
     Mutation(
+        name="join: what a failed backward has left is taken for a model",
+        file=JOIN,
+        old="            free_failed_backwards()\n",
+        new="",
+        tests=(
+            "tests/reducer/test_lifetimes.py::"
+            "test_a_join_does_not_take_in_a_model_that_went_after_its_backward_had_failed",
+        ),
+    ),
+    Mutation(
         name="join: on shm a mean is over all ranks",
         file="kernels/shm/protocol.c",
         old="        total += is_shadow(d) ? 0 : weight;\n",

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import fastcomm
-from tests.support.models import backward, mlp
+from tests.support.bodies import finish_together, hear_of_it
+from tests.support.models import Fail, backward, batch, mlp
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -99,6 +100,18 @@ def _diloco(comm, model):
     )
 
 
+def _failing_hook(comm, model):
+    """Its future fails on rank 0, when rank 1 abandons the step."""
+    reducer = fastcomm.Reducer(comm, hook=(fastcomm.HookState(comm), fastcomm.all_reduce_hook))
+    reducer.attach(model)
+    finish_together(comm)
+    with pytest.raises(RuntimeError, match="out of luck|rank 1 abandoned"):
+        model(Fail.apply(batch(comm.rank)[0].requires_grad_(), comm.rank == 1)).sum().backward()
+        hear_of_it(comm)
+    comm.barrier()  # over NCCL the ranks let go of what was under way here
+    return weakref.ref(reducer), weakref.ref(model[0].weight)
+
+
 @pytest.mark.parametrize(
     "train",
     [
@@ -112,6 +125,7 @@ def _diloco(comm, model):
         _weights,
         _weight_of_no_backward,
         _clipping,
+        _failing_hook,
         _no_sync,
         _join,
         _local_sgd,
@@ -126,3 +140,56 @@ def test_a_reducer_goes_with_its_model(comm, train):
     gc.collect()
     assert reducer() is None
     assert parameter() is None
+
+
+# What torch keeps
+
+
+def _raise(_):
+    raise RuntimeError("out of luck")
+
+
+def _fail_early(model):
+    """Fails in a backward that has not come to the first layer. Returns a weak reference to a
+    parameter of that.
+    """
+    model[4].weight.register_post_accumulate_grad_hook(_raise)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        backward(model, 0)
+    return weakref.ref(model[0].weight)
+
+
+def test_torch_frees_what_a_failed_backward_has_not_come_to_in_the_next_one():
+    parameter = _fail_early(mlp())
+    gc.collect()
+    assert parameter() is not None
+    torch.zeros((), requires_grad=True).backward()
+    assert parameter() is None
+
+
+@on_ranks(2)
+def test_a_model_whose_backward_has_failed_goes_before_the_next_is_attached(comm):
+    model = mlp()
+    reducer = weakref.ref(fastcomm.Reducer(comm).attach(model))
+    finish_together(comm)
+    parameter = _fail_early(model)
+    comm.barrier()  # as above
+    del model
+    fastcomm.Reducer(comm).attach(mlp())
+    gc.collect()
+    assert reducer() is None
+    assert parameter() is None
+
+
+@on_ranks(2)
+def test_a_join_does_not_take_in_a_model_that_went_after_its_backward_had_failed(comm):
+    model, other = mlp(), mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    fastcomm.Reducer(comm, op="max").attach(other)  # which no join() could take in
+    finish_together(comm)
+    _fail_early(other)
+    comm.barrier()  # as above
+    del other
+    for i in reducer.join(range(comm.rank)):
+        backward(model, comm.rank, i)
+    reducer.check_in_sync()
