@@ -46,7 +46,6 @@ def serve(
             body, args = pickle.loads(work)
             if pass_comm and comm is None:
                 comm = _communicator(place)
-            _detach_what_is_left(comm)
             with refusing_races():
                 value = body(place if comm is None else comm, *args)
             answer = pickle.dumps(("returned", value))
@@ -55,25 +54,29 @@ def serve(
             raise
         except BaseException as error:  # pytest.fail's exception is not an Exception
             answer = pickle.dumps(("raised", described(error)))
-        # What a failed body leaves in reference circles would otherwise hold on to shared memory.
-        gc.collect()
+        left = _left_behind(comm)
+        if left is not None:
+            answer = pickle.dumps(("raised", described(left)))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
     if comm is not None:
         comm.close()
 
 
-def _detach_what_is_left(comm: Any) -> None:
-    """Reducers that a body leaves in circles through C++, which nobody collects, would be taken for
-    the next body's: a join() takes in all of a communicator. Not when that body ends: another rank
-    may still be in it, and see its round abandoned.
+def _left_behind(comm: Any) -> AssertionError | None:
+    """An error if the body leaves reducers in circles that nobody can collect: the next body's
+    join() would take them in. What can be collected is, as it would hold on to shared memory.
     """
-    if comm is not None:
-        from fastcomm.reducer.owners import reducers_on
+    if comm is None:
+        gc.collect()
+        return None
+    from fastcomm.reducer.autograd import free_failed_backwards
+    from fastcomm.reducer.owners import reducers_on
 
-        for reducer in reducers_on(comm):
-            with contextlib.suppress(Exception):
-                reducer.detach()
+    free_failed_backwards()
+    gc.collect()
+    reducers = reducers_on(comm)
+    return AssertionError(f"these outlive their test: {reducers}") if reducers else None
 
 
 def _settle(place: Place, env: Environment) -> None:
