@@ -12,7 +12,7 @@ from torch import nn
 
 import fastcomm
 from tests.support.bodies import finish_together, hear_of_it
-from tests.support.models import Fail, backward, batch, mlp
+from tests.support.models import Fail, backward, batch, loss_of, mlp
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -82,6 +82,14 @@ def _clipping(comm, model):
     return weakref.ref(reducer), weakref.ref(model[0].weight)
 
 
+def _graphs(comm, model):
+    """Gradients with graphs, which hold the model until they are dropped."""
+    reducer = fastcomm.Reducer(comm).attach(model)
+    loss_of(model, comm.rank).backward(create_graph=True)
+    model.zero_grad()
+    return weakref.ref(reducer), weakref.ref(model[0].weight)
+
+
 def _no_sync(comm, model):
     return _train(comm, model, fastcomm.Reducer.no_sync)
 
@@ -126,6 +134,7 @@ def _failing_hook(comm, model):
         _weight_of_no_backward,
         _clipping,
         _failing_hook,
+        _graphs,
         _no_sync,
         _join,
         _local_sgd,
@@ -165,6 +174,20 @@ def test_torch_frees_what_a_failed_backward_has_not_come_to_in_the_next_one():
     assert parameter() is not None
     torch.zeros((), requires_grad=True).backward()
     assert parameter() is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_in_torch_a_gradient_with_a_graph_holds_its_model_for_ever():
+    """Why fastcomm cannot do better: see docs/limits.md."""
+    model = mlp()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    loss_of(model, 0).backward(create_graph=True)
+    del model
+    gc.collect()
+    assert all(parameter() is not None for parameter in parameters)
+    for parameter in parameters:
+        parameter().grad = None
+    assert all(parameter() is None for parameter in parameters)
 
 
 @on_ranks(2)
