@@ -60,6 +60,9 @@ class MadeUpRanks:
     def steps(self, model: str, caps: list[float], rounds: int, steps: int) -> list[Any]:
         return [[LOCAL_S, *(1.2 * LOCAL_S for _ in caps)]] * rounds
 
+    def chosen(self) -> float:
+        return 10.0
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
@@ -90,7 +93,7 @@ def test_predictions_are_printed_before_they_are_measured(run: Any) -> None:
     }
     assert all(row["measured_ms"] == pytest.approx(60) for row in validation)
     assert set(results["errors"]) == {"shm", "all"}
-    assert "goal 15%" in printed and "mlp, 4 ranks, shm: 1 MB: 1.00" in printed
+    assert "goal 15%" in printed and "mlp, 4 ranks, shm, chose 10 MB: 1 MB: 1.00" in printed
 
 
 def test_the_scaling_goes_to_1024_ranks_beside_what_was_published(run: Any) -> None:
