@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
@@ -28,6 +29,20 @@ def model_of(given: nn.Module | Iterable[tuple[str, Parameter]]) -> Model:
             f"attach(): expected a module or named parameters; got {type(given).__name__}"
         )
     return list(given)
+
+
+def unsynced_batch_norm(model: Model, world_size: int) -> ValueError | None:
+    """An error if the model has a SyncBatchNorm that would see its own rank's batch alone."""
+    if world_size == 1 or not isinstance(model, nn.Module) or dist.is_initialized():
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            return ValueError(
+                f"module {name} is a SyncBatchNorm, which is a plain BatchNorm of each rank's own "
+                "batch where there is no process group: call "
+                "torch.distributed.init_process_group(...) before attach(), or make it a BatchNorm"
+            )
+    return None
 
 
 def named_parameters(model: Model) -> list[tuple[str, Parameter]]:

@@ -38,7 +38,13 @@ from fastcomm.reducer.gradient_hook import EndOfBackward
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
 from fastcomm.reducer.join import in_join
 from fastcomm.reducer.local_steps import LocalSteps
-from fastcomm.reducer.model import Model, model_of, named_parameters, reference_to
+from fastcomm.reducer.model import (
+    Model,
+    model_of,
+    named_parameters,
+    reference_to,
+    unsynced_batch_norm,
+)
 from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
 from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.owners import is_owned, let_go, next_number, owner_of, take_over
@@ -168,7 +174,7 @@ class Reducer(UnevenData):
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = agreement.find_problem(
             self._model is not None, named, buffers, self.comm.device, is_owned
-        )
+        ) or unsynced_batch_norm(source, self.comm.world_size)
         sparse: set[str] = set()
         if problem is None:
             sparse = sparsity.find(source, named, self._options.sparse_parameters)

@@ -5,9 +5,11 @@ rank waits for another.
 from __future__ import annotations
 
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fastcomm
@@ -248,3 +250,12 @@ def test_an_optimizer_may_hold_replaced_parameters_beside_those_in_their_place(c
     optimizer.step()
     assert not torch.equal(model[4].weight, before)
     reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_synchronised_batch_norm_without_a_process_group_is_refused_by_name(comm):
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(ValueError, match="module 1 is a SyncBatchNorm"):
+        fastcomm.Reducer(comm).attach(model)
+    with mock.patch.object(dist, "is_initialized", lambda: True):
+        fastcomm.Reducer(comm).attach(model).detach()
