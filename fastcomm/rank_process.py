@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import types
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -22,9 +23,27 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher):
         sys.exit(f"the launcher, process {launcher}, has ended")
-    if kind == "script":  # what was asked for above holds on
-        os.execv(sys.executable, [sys.executable, "-u", what, *arguments])
-    answer(Path(what))
+    # By lines: Python without a buffer writes each argument of print() by itself, and the launcher
+    # would take the pieces for lines.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    if kind == "script":
+        run_script(what, arguments)
+    else:
+        answer(Path(what))
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Runs the script as Python itself would: as the main module, which stays until the process
+    ends, with its folder first on sys.path.
+    """
+    script = types.ModuleType("__main__")
+    script.__file__ = path
+    sys.modules["__main__"] = script
+    sys.argv = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    exec(compile(Path(path).read_bytes(), path, "exec"), script.__dict__)
 
 
 def answer(folder: Path) -> None:

@@ -36,6 +36,7 @@ def launch(
     """Runs `function(*args)` in `ranks` new processes of this machine, where fastcomm.init() brings
     them together. Returns what each has returned, by rank; what they print is printed here.
 
+    args: positional ones; functools.partial(function, lr=0.1) brings others.
     ranks: None means one for each GPU, or one for each core where there is no GPU.
     threads: how many threads torch has in each. None shares out the cores.
 
@@ -111,7 +112,7 @@ def _start(ranks: int, threads: int, what: Sequence[str], folder: CallFolder) ->
             log_line_prefix_template="[rank ${rank}] ",
         )
         try:
-            elastic_launch(config, sys.executable)("-u", _BEGINNING, str(os.getpid()), *what)
+            elastic_launch(config, sys.executable)(_BEGINNING, str(os.getpid()), *what)
         except ChildFailedError as error:
             raise FastcommError(_what_failed(error.failures, folder.raised())) from None
         except SignalException as error:  # the ranks have ended

@@ -129,6 +129,40 @@ def test_a_script_runs_on_ranks_with_its_own_arguments(tmp_path):
     ]
 
 
+PIECES = """
+import multiprocessing, os, sys, time
+
+class Slow:
+    def __str__(self):
+        time.sleep(0.5)  # the launcher looks for output meanwhile
+        return "two"
+
+def squared(x):
+    return x * x
+
+if __name__ == "__main__":
+    print("one", Slow())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(squared, [3]) == [9]
+    assert sys.path[0] == os.path.dirname(__file__)
+"""
+
+
+def test_a_line_that_a_script_writes_in_pieces_stays_whole(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PIECES)
+    # a Python of its own: a forked one has no buffers as PYTHONUNBUFFERED asks for them
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcomm", "run", "--ranks", "2", script],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] one two", "[rank 1] one two"]
+
+
 def test_a_script_that_fails_is_named_by_its_rank(tmp_path):
     done = _run(tmp_path, "fail")
     assert done.returncode == 1

@@ -20,6 +20,13 @@ MUTATIONS = (
         tests=(f"{RUNNER}::{KILLED}",),
     ),
     Mutation(
+        name="run: what a rank prints comes in pieces",
+        file="fastcomm/rank_process.py",
+        old="stream.reconfigure(line_buffering=True, write_through=False)",
+        new="stream.reconfigure(line_buffering=True)",
+        tests=(f"{RUNNER}::test_a_line_that_a_script_writes_in_pieces_stays_whole",),
+    ),
+    Mutation(
         name="run: a folder whose launcher runs is taken for one left behind",
         file="fastcomm/call_folder.py",
         old="            _lock(path, fcntl.LOCK_EX, ours)\n",
