@@ -182,17 +182,29 @@ def sentence(
 SHADOW = "no data left (join)"
 
 
+FEWER_BACKWARDS = (
+    ". Some ranks reduce gradients, and others are past their last backward: if their data has "
+    "ended earlier, loop by reducer.join(), or give all ranks as many batches; and enter no_sync() "
+    "on all ranks or on none"
+)
+
+
 def mismatch(number: int, calls: Iterable[object]) -> str:
     """The message when ranks call different collectives. calls: each rank's, in words, by rank."""
     words = [str(call) for call in calls]
     wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(words))
-    advice = (
-        ". Inside join() ranks whose data has ended take part in reductions of gradients alone: "
-        "enter join() on every rank, and make other collectives before or after it"
-    )
+    n_buckets = sum("(bucket " in call for call in words)
+    advice = ""
+    if SHADOW in words:
+        advice = (
+            ". Inside join() ranks whose data has ended take part in reductions of gradients "
+            "alone: enter join() on every rank, and make other collectives before or after it"
+        )
+    elif 0 < n_buckets < len(words):
+        advice = FEWER_BACKWARDS
     return (
         f"the ranks call different collectives (number {number} on this communicator): {wanted}"
-        f"{advice if SHADOW in words else ''}"
+        f"{advice}"
     )
 
 

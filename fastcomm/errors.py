@@ -46,8 +46,17 @@ class PeerLostError(FastcommError):
 # What PeerLostError says of a rank that waits for no other any more.
 CLOSED = "closed its communicator (has its data ended earlier?)"
 DROPPED = (
-    "dropped its communicator without close() (has its script raised? see what it has printed)"
+    "dropped its communicator without close() (has its script raised, or its data ended earlier? "
+    "see what it has printed)"
 )
+
+
+def has_closed(rank: int) -> str:
+    """What a rank's own calls end with once it has closed its communicator."""
+    return (
+        f"rank {rank} has closed this communicator: make a new one, or detach() its reducers to "
+        "train on alone"
+    )
 
 
 class TimeoutError(FastcommError, builtins.TimeoutError):

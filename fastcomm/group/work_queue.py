@@ -30,6 +30,7 @@ from fastcomm.errors import (
     MismatchError,
     PeerLostError,
     TimeoutError,
+    has_closed,
 )
 from fastcomm.group.call import ABANDON, WITHOUT_DATA, Call, factors_of, with_votes
 from fastcomm.group.exchange import Exchange
@@ -194,7 +195,7 @@ class WorkQueue:
             with contextlib.suppress(RuntimeError):
                 number = self.number - bool(self._works)
                 leave_closing(self._notes, self.rank, self.epoch, number)
-        self._end(FastcommError(f"rank {self.rank} has closed this communicator"))
+        self._end(FastcommError(has_closed(self.rank)))
 
     def _end(self, failure: FastcommError) -> None:
         self._fail(failure)

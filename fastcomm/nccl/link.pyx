@@ -11,7 +11,7 @@ import time
 import weakref
 
 from fastcomm import collective
-from fastcomm.errors import FastcommError, NcclError, PeerLostError
+from fastcomm.errors import FastcommError, NcclError, PeerLostError, has_closed
 from fastcomm.lifetime import again
 from fastcomm.nccl.agreement import (
     facts_of_this_rank, refuse_different_ctas, refuse_different_versions, refuse_shared_cards,
@@ -168,7 +168,7 @@ cdef class Link:
         if self.graphs.count() > 0:
             raise FastcommError(f"{self.graphs.count()} CUDA graph(s) with collectives of this "
                                 "communicator are alive: delete them first")
-        self.life.end(FastcommError(f"rank {self.rank} has closed this communicator"))
+        self.life.end(FastcommError(has_closed(self.rank)))
         self.is_closed = True
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):  # as in _leave_note

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import OTHERS_GRADIENT
+from fastcomm.collective import FEWER_BACKWARDS, OTHERS_GRADIENT
 from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
@@ -342,7 +342,8 @@ class Bucket(Counter):
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
-        advice = _WHY_RANKS_DIFFER if isinstance(error, MismatchError) else ""
+        is_said = not isinstance(error, MismatchError) or FEWER_BACKWARDS in str(error)
+        advice = "" if is_said else _WHY_RANKS_DIFFER
         explained = type(error)(
             f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
             f"{advice}"

@@ -15,7 +15,7 @@ from fastcomm.collective import (
     refuse_error_feedback, share_of,
 )
 from fastcomm.communicator import Communicator, is_abandoned_already, leave_backward
-from fastcomm.errors import InitError
+from fastcomm.errors import InitError, has_closed
 from fastcomm.shm.bucket import ShmBucket
 from fastcomm.shm.memory import keep_freed_memory
 from fastcomm.shm.ring import MAX_RANKS
@@ -64,7 +64,7 @@ cdef class ShmCommunicator:
         """Ends the use of this communicator on this rank; peers that still wait for it get
         PeerLostError. Tensors stay valid.
         """
-        self.ring.close(SHM_CLOSED, f"rank {self.rank} has closed this communicator")
+        self.ring.close(SHM_CLOSED, has_closed(self.rank))
 
     def abort(self):
         """As close, but tells the peers that something went wrong: their collectives end with

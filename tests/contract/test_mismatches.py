@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import MismatchError
+from fastcomm import AbandonedError, MismatchError
 from fastcomm.collective import bucket_label
 from tests.contract import assert_ended
 from tests.support.bodies import hear_of_it
@@ -177,3 +177,20 @@ def test_ranks_that_train_different_models_hear_of_it(comm):
     words = f"of reducer {first.number}.*of reducer {second.number}"
     with pytest.raises(MismatchError, match=words):
         models[comm.rank](torch.ones(1, 3)).sum().backward()
+
+
+@over(2, nccl=())
+@on_ranks()
+def test_a_rank_past_its_last_backward_is_told_of_uneven_data_like_the_others(comm):
+    model = torch.nn.Linear(3, 3)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(MismatchError, match=r"data has ended earlier.*reducer\.join\(\)") as raised:
+        if comm.rank == 0:
+            model(torch.ones(1, 3)).sum().backward()
+        else:
+            comm.barrier()
+    assert "set_weight" not in str(raised.value)
+    if comm.rank == 1:  # whose peer has left the round that it never entered
+        with pytest.raises(AbandonedError):
+            comm.barrier()
+    reducer.detach()

@@ -42,6 +42,7 @@ def serve(
     _settle(place, env)
     comm = None
     for work in _incoming(pipe):
+        has_raised = False
         try:
             body, args = pickle.loads(work)
             if pass_comm and comm is None:
@@ -53,9 +54,10 @@ def serve(
         except SystemExit:
             raise
         except BaseException as error:  # pytest.fail's exception is not an Exception
+            has_raised = True
             answer = pickle.dumps(("raised", described(error)))
         left = _left_behind(comm)
-        if left is not None:
+        if left is not None and not has_raised:
             answer = pickle.dumps(("raised", described(left)))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
