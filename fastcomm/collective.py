@@ -184,8 +184,8 @@ SHADOW = "no data left (join)"
 
 FEWER_BACKWARDS = (
     ". Some ranks reduce gradients, and others are past their last backward: if their data has "
-    "ended earlier, loop by reducer.join(), or give all ranks as many batches; and enter no_sync() "
-    "on all ranks or on none"
+    "ended earlier, loop by reducer.join(), or give all ranks as many batches; and run a backward "
+    "inside no_sync() on all ranks or on none"
 )
 
 
