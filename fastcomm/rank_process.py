@@ -43,7 +43,9 @@ def run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    exec(compile(Path(path).read_bytes(), path, "exec"), script.__dict__)
+    # dont_inherit: the __future__ imports of this file are not the script's
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, script.__dict__)
 
 
 def answer(folder: Path) -> None:

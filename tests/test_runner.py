@@ -137,7 +137,7 @@ class Slow:
         time.sleep(0.5)  # the launcher looks for output meanwhile
         return "two"
 
-def squared(x):
+def squared(x: int):
     return x * x
 
 if __name__ == "__main__":
@@ -145,6 +145,7 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(squared, [3]) == [9]
     assert sys.path[0] == os.path.dirname(__file__)
+    assert squared.__annotations__["x"] is int  # the launcher's own __future__ imports stay its own
 """
 
 

@@ -27,6 +27,13 @@ MUTATIONS = (
         tests=(f"{RUNNER}::test_a_line_that_a_script_writes_in_pieces_stays_whole",),
     ),
     Mutation(
+        name="run: a script inherits the __future__ imports of what starts it",
+        file="fastcomm/rank_process.py",
+        old=", dont_inherit=True",
+        new="",
+        tests=(f"{RUNNER}::test_a_line_that_a_script_writes_in_pieces_stays_whole",),
+    ),
+    Mutation(
         name="run: a folder whose launcher runs is taken for one left behind",
         file="fastcomm/call_folder.py",
         old="            _lock(path, fcntl.LOCK_EX, ours)\n",
