@@ -51,6 +51,7 @@ EXTENSIONS = (
     *(
         "lifetime",
         "flat_buffers",
+        "gradient_slot",
         "group.blocks",
         "insight.recorder",
         "reducer.gradient_hook",
@@ -70,7 +71,7 @@ EXTENSIONS = (
         f"nccl.{name}"
         for name in (
             *("library", "calls", "memory", "lane", "launches", "link"),
-            *("gradient_slot", "bucket", "communicator"),
+            *("bucket", "communicator"),
         )
     ),
 )

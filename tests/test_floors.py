@@ -13,7 +13,7 @@ PACKAGE = ROOT / "fastcomm"
 
 # From the ground up. Those of one floor do not import each other; inside a wing, modules may.
 FLOORS = (
-    ("errors", "autograd_stack", "collective", "flat_buffers", "lifetime"),
+    ("errors", "autograd_stack", "collective", "flat_buffers", "gradient_slot", "lifetime"),
     ("communicator", "cuda", "watchdog"),
     ("shm", "nccl", "group"),
     ("bootstrap", "launchers", "rendezvous", "call_folder", "runner", "rank_process"),

@@ -17,7 +17,7 @@ from fastcomm.cuda.clock cimport Span
 from fastcomm.cuda.driver cimport CUcontext, CUevent, CUstream, Producers, check, driver
 from fastcomm.cuda.multi_tensor cimport MultiTensor
 from fastcomm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
-from fastcomm.nccl.gradient_slot cimport GradientSlot
+from fastcomm.gradient_slot cimport GradientSlot
 from fastcomm.nccl.calls cimport ALL_REDUCE, REDUCE_SHARES, Call, call_all, name_of, reduce_shares
 from fastcomm.nccl.lane cimport Lane, Ticket
 from fastcomm.nccl.library cimport dtype_number, ncclSuccess, op_number

@@ -41,16 +41,9 @@ MUTATIONS = (
     Mutation(
         name="complex: shared memory reads half of a large gradient",
         file="fastcomm/shm/bucket.pyx",
-        old="                offsets[i], real_numel(view),",
-        new="                offsets[i], view.numel(),",
+        old="Span(offsets[i], real_numel(view))",
+        new="Span(offsets[i], view.numel())",
         tests=_complex(_ONE_PROCESS),
-    ),
-    Mutation(
-        name="complex: shared memory reads a conjugated gradient as it lies",
-        file="fastcomm/shm/bucket.pyx",
-        old="(slot.is_complex and gradient.is_conj())",
-        new="False",
-        tests=_complex(_RESOLVED),
     ),
     Mutation(
         name="complex: a kernel of the GPU gathers half of each gradient",
@@ -60,8 +53,8 @@ MUTATIONS = (
         tests=_complex(_ONE_PROCESS),
     ),
     Mutation(
-        name="complex: a kernel of the GPU gathers a conjugated gradient as it lies",
-        file="fastcomm/nccl/gradient_slot.pyx",
+        name="complex: a conjugated gradient is read as it lies",
+        file="fastcomm/gradient_slot.pyx",
         old=" or (self.is_complex and gradient.is_conj())",
         new="",
         tests=_complex(_RESOLVED),

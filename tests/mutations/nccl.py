@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
 BUCKET = "fastcomm/nccl/bucket.pyx"
-SLOT = "fastcomm/nccl/gradient_slot.pyx"
+SLOT = "fastcomm/gradient_slot.pyx"
 LINK = "fastcomm/nccl/link.pyx"
 LAUNCHES = "fastcomm/nccl/launches.pyx"
 LANE = "fastcomm/nccl/lane.pyx"
@@ -34,11 +34,11 @@ MUTATIONS = (
         tests=("tests/reducer/test_buckets.py",),
     ),
     Mutation(
-        name="nccl: a gradient whose sign torch has only noted is read as it lies",
+        name="a gradient whose sign torch has only noted is read as it lies",
         file=SLOT,
         old="is_changed = is_neg(gradient) or (",
         new="is_changed = (",
-        tests=("tests/nccl/test_gather.py",),
+        tests=("tests/contract/test_gather.py",),
     ),
     Mutation(
         name="nccl: numbers go on when the ranks meet anew",

@@ -99,13 +99,6 @@ MUTATIONS = (
         tests=("tests/shm/test_abandon.py",),
     ),
     Mutation(
-        name="shm: gradients with the negative bit are copied as they lie",
-        file=BUCKET,
-        old=" or gradient.is_neg()\n",
-        new="\n",
-        tests=("tests/matrix/test_matrix.py::test_row[shm of 2-negative_bit]",),
-    ),
-    Mutation(
         name="shm: a hole is not merged with the one before it",
         file=MEMORY,
         old="if merged and merged[-1][0] + merged[-1][1] == begin:",

@@ -7,8 +7,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastcomm.nccl import gradient_slot
-from tests.nccl import communicator, stand_in_values
+from fastcomm import gradient_slot
+from tests.support.ranks import on_ranks
+from tests.support.transports import over
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+# More than shared memory copies while it gathers.
+ROWS, COLUMNS = 64, 96
 
 
 class Subclass(torch.Tensor):
@@ -16,39 +22,38 @@ class Subclass(torch.Tensor):
 
 
 def _of_another_dtype():
-    gradient = torch.zeros(4, 3)
-    gradient.data = torch.ones(4, 3, dtype=torch.float64)
+    gradient = torch.zeros(ROWS, COLUMNS)
+    gradient.data = torch.ones(ROWS, COLUMNS, dtype=torch.float64)
     return gradient
 
 
 # Gradients of ones, and whether they lie as the slot does.
 GRADIENTS = {
-    "contiguous": (lambda: torch.ones(4, 3), True),
-    "of a subclass": (lambda: torch.ones(4, 3).as_subclass(Subclass), True),
-    "of one column": (lambda: torch.ones(4, 2)[:, :1].clone().as_strided((4, 1), (1, 7)), True),
-    "empty": (lambda: torch.ones(0, 3), True),
-    "transposed": (lambda: torch.ones(3, 4).t(), False),
-    "every second": (lambda: torch.ones(8, 3)[::2], False),
-    "with the negative bit": (lambda: torch._neg_view(torch.full((4, 3), -1.0)), False),
+    "contiguous": (lambda: torch.ones(ROWS, COLUMNS), True),
+    "of a subclass": (lambda: torch.ones(ROWS, COLUMNS).as_subclass(Subclass), True),
+    "of one column": (
+        lambda: torch.ones(5000, 2)[:, :1].clone().as_strided((5000, 1), (1, 7)),
+        True,
+    ),
+    "empty": (lambda: torch.ones(0, COLUMNS), True),
+    "transposed": (lambda: torch.ones(COLUMNS, ROWS).t(), False),
+    "every second": (lambda: torch.ones(2 * ROWS, COLUMNS)[::2], False),
+    "with the negative bit": (lambda: torch._neg_view(torch.full((ROWS, COLUMNS), -1.0)), False),
     "of another dtype": (_of_another_dtype, False),
 }
 
 
 @pytest.mark.parametrize("asks_in_c", [True, False], ids=["in C", "in Python"])
 @pytest.mark.parametrize("kind", GRADIENTS)
-def test_a_gradient_is_read_where_it_lies_only_if_it_lies_as_its_slot_does(kind, asks_in_c):
-    (values,) = stand_in_values(1, _change_after_gathering, kind, asks_in_c)
-    numel = GRADIENTS[kind][0]().numel()
-    assert values == [3.0 if GRADIENTS[kind][1] else 1.0] * numel
-
-
-def _change_after_gathering(place, kind, asks_in_c):
-    """What is reduced of a gradient that changes between gather and launch."""
-    comm = communicator(place)
+@over(1, group=(), hierarchical=())
+@on_ranks()
+def test_a_gradient_is_read_where_it_lies_only_if_it_lies_as_its_slot_does(comm, kind, asks_in_c):
+    """Seen by what is reduced of a gradient that changes between gather and launch."""
+    make, is_read_there = GRADIENTS[kind]
+    gradient = make()
+    numel = gradient.numel()
     gradient_slot.use_exchange_table(asks_in_c)
     try:
-        gradient = GRADIENTS[kind][0]()
-        numel = gradient.numel()
         flat = comm.empty(numel + 1, dtype=torch.float32).zero_()
         views = [flat[:numel].view(gradient.shape)]
         bucket = comm.bind_bucket(flat, views, [0], wire_dtype=None, label=1)
@@ -61,7 +66,7 @@ def _change_after_gathering(place, kind, asks_in_c):
     with torch.no_grad():
         gradient.mul_(3)
     bucket.launch("sum", []).wait()
-    return flat[:numel].tolist()
+    assert flat[:numel].tolist() == [3.0 if is_read_there else 1.0] * numel
 
 
 def test_a_torch_that_has_the_exchange_table_is_asked_in_c():

@@ -1,4 +1,4 @@
-"""Where one gradient lies in its flat buffer, for nccl/bucket.pyx."""
+"""Where one gradient lies in its flat buffer, for the buckets of shm and nccl."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
