@@ -121,7 +121,7 @@ def with_votes(calls: Sequence[Call]) -> Sequence[Call]:
 
 def factors_of(calls: Sequence[Call]) -> list[float] | None:
     """By what each rank's tensor is multiplied before it is added, where ranks do not count alike:
-    they have weights, or no data.
+    they have weights, or no data. The rule of weigh() in kernels/shm/protocol.c: change both.
     """
     has_weights = any(call.op in WEIGHTED_OPS.values() for call in calls)
     if not has_weights and WITHOUT_DATA not in calls:

@@ -15,8 +15,8 @@
  *   one flag round.
  *
  * One thread at a time may call into a communicator. */
-#ifndef FASTCOMM_SHM_ALLREDUCE_H
-#define FASTCOMM_SHM_ALLREDUCE_H
+#ifndef FASTCOMM_SHM_CORE_H
+#define FASTCOMM_SHM_CORE_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
 /* What protocol.c and paths.c share: the layout of a segment and the state of a communicator. Not
  * for users. */
-#ifndef FASTCOMM_SHM_COMM_H
-#define FASTCOMM_SHM_COMM_H
+#ifndef FASTCOMM_SHM_INTERNAL_H
+#define FASTCOMM_SHM_INTERNAL_H
 
 #include <poll.h>
 #include <string.h>

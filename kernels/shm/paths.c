@@ -244,7 +244,7 @@ static bool is_one_hop(const struct shm_comm *comm, const struct shm_descriptor 
 }
 
 /* The part of a chunk of an all_reduce that this rank reduces. */
-static struct range own_share(const struct shm_comm *comm, const struct shm_descriptor *d,
+static struct range own_shard(const struct shm_comm *comm, const struct shm_descriptor *d,
                               uint64_t numel) {
     return is_one_hop(comm, d)
                ? (struct range){0, numel}
@@ -339,6 +339,26 @@ static bool all_staged(struct shm_comm *comm, uint64_t index) {
     return true;
 }
 
+/* Reduces this rank's shard of a chunk of an all_reduce into `output`, and into its peers' slots,
+ * unless each rank reduces all. `inputs` are the ranks' slots; they are changed. */
+static void reduce_chunk(const struct shm_comm *comm, const struct shm_descriptor *d,
+                         uint64_t numel, const void **inputs, char *output) {
+    size_t itemsize = shm_dtype_size(d->dtype);
+    struct range own = own_shard(comm, d, numel);
+    for (int r = 0; r < comm->world_size; r++) {
+        inputs[r] = (const char *)inputs[r] + own.begin * itemsize;
+    }
+    inputs[comm->rank] = output + own.begin * itemsize;
+    void *outputs[SHM_MAX_RANKS] = {output + own.begin * itemsize};
+    int n_outputs = 1;
+    for (int r = 0; r < comm->world_size && !is_one_hop(comm, d); r++) {
+        if (r != comm->rank) {
+            outputs[n_outputs++] = (void *)inputs[r];
+        }
+    }
+    reduce_inputs(comm, d, own.end - own.begin, inputs, outputs, n_outputs);
+}
+
 static void stage_work(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
@@ -350,19 +370,7 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
         inputs[r] = staging_slot(comm, r, index);
     }
     if (d->kind == SHM_ALL_REDUCE) {
-        struct range own = own_share(comm, d, numel);
-        for (int r = 0; r < comm->world_size; r++) {
-            inputs[r] = (const char *)inputs[r] + own.begin * itemsize;
-        }
-        inputs[comm->rank] = output + own.begin * itemsize;
-        void *outputs[SHM_MAX_RANKS] = {output + own.begin * itemsize};
-        int n_outputs = 1;
-        for (int r = 0; r < comm->world_size && !is_one_hop(comm, d); r++) {
-            if (r != comm->rank) {
-                outputs[n_outputs++] = (void *)inputs[r];
-            }
-        }
-        reduce_inputs(comm, d, own.end - own.begin, inputs, outputs, n_outputs);
+        reduce_chunk(comm, d, numel, inputs, output);
     } else if (d->kind == SHM_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] =

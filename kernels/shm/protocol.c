@@ -32,7 +32,8 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
 }
 
 /* Computes what the ranks' tensors are multiplied by: on every rank the same from the same numbers.
- * Shadows count nothing. In a mean without weights the other ranks count alike. */
+ * Shadows count nothing. In a mean without weights the other ranks count alike. factors_of() in
+ * fastcomm/group/call.py is the same rule for the other transports: change both. */
 static void weigh(struct shm_comm *comm, uint32_t seq) {
     double total = 0;
     for (int r = 0; r < comm->world_size; r++) {
@@ -54,29 +55,33 @@ static bool admits_shadows(const struct shm_comm *comm, const struct shm_descrip
            (direct || shm_fits_mailbox(d, comm->world_size));
 }
 
-/* Called when all ranks have arrived: compares what they want, and chooses the path. */
-static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    bool direct = true, abandoned = false, has_shadows = false;
-    const struct shm_descriptor *wanted = NULL; /* by the first rank that is no shadow */
+/* What all ranks have posted under one number. */
+struct request {
+    const struct shm_descriptor *wanted; /* by the first rank that is no shadow, or NULL */
+    bool has_shadows;
+    bool is_direct; /* the tensors of the others lie in their segments */
+};
+
+/* Compares what the ranks want. Notes in `c` if they disagree, or if one of them skips it. */
+static struct request compare(struct shm_comm *comm, uint32_t seq, struct collective *c) {
+    struct request all = {.is_direct = true};
+    bool abandoned = false;
     for (int r = 0; r < comm->world_size; r++) {
         const struct shm_descriptor *theirs = &slot_of(comm, r, seq)->descriptor;
         if (is_shadow(theirs)) {
-            has_shadows = true;
+            all.has_shadows = true;
             continue;
         }
-        wanted = wanted != NULL ? wanted : theirs;
-        if (!same_collective(theirs, wanted)) {
+        all.wanted = all.wanted != NULL ? all.wanted : theirs;
+        if (!same_collective(theirs, all.wanted)) {
             c->status = SHM_MISMATCH;
         }
         abandoned = abandoned || theirs->kind == SHM_ABANDON;
         c->is_skipped = c->is_skipped || theirs->op == SHM_SKIP;
-        direct = direct && theirs->where < SHM_STAGED;
+        all.is_direct = all.is_direct && theirs->where < SHM_STAGED;
     }
-    if (has_shadows && wanted != NULL && !admits_shadows(comm, wanted, direct)) {
+    if (all.has_shadows && all.wanted != NULL && !admits_shadows(comm, all.wanted, all.is_direct)) {
         c->status = SHM_MISMATCH;
-    }
-    if (has_shadows) { /* which have not been asked to count */
-        c->counting.numel = 0;
     }
     if (c->status == SHM_MISMATCH) {
         c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
@@ -84,15 +89,24 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
             comm->disagreed[seq % SHM_RING][r] = slot_of(comm, r, seq)->descriptor;
         }
     }
+    return all;
+}
+
+/* Called when all ranks have arrived: compares what they want, and chooses the path. */
+static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
+    const struct request all = compare(comm, seq, c);
+    if (all.has_shadows) { /* which have not been asked to count */
+        c->counting.numel = 0;
+    }
     c->is_shadow = is_shadow(&c->descriptor);
-    if (c->is_shadow && wanted != NULL) {
-        c->descriptor = *wanted;
+    if (c->is_shadow && all.wanted != NULL) {
+        c->descriptor = *all.wanted;
         c->output = comm->segments[comm->rank]; /* not NULL; nobody reads or writes there */
     }
     c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE
-              : direct                                           ? DIRECT
+              : all.is_direct                                    ? DIRECT
                                                                  : STAGED;
-    comm->has_factors = wanted != NULL && (has_shadows || is_weighted(wanted));
+    comm->has_factors = all.wanted != NULL && (all.has_shadows || is_weighted(all.wanted));
     if (comm->has_factors) {
         weigh(comm, seq);
     }
@@ -106,6 +120,17 @@ static inline void note_time(const struct shm_comm *comm, uint64_t *time_ns) {
     if (comm->n_timekeepers > 0) {
         *time_ns = shm_now_ns();
     }
+}
+
+/* Puts what this rank has counted where its peers look once it has raised `reduced`. */
+static void publish_tally(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
+    /* On the inline path a rank cannot know whether the others add squares, and norms that ranks
+     * take in different ways may differ in the last bit. */
+    if (!c->counting.adds_squares || c->tally.n_nonfinite > 0 || c->path == INLINE) {
+        c->tally.square_sum = (double)NAN;
+    }
+    control_of(comm, comm->rank)->counted[seq % SHM_RING] =
+        (struct counted){.seq = seq, .tally = c->tally};
 }
 
 /* Moves the oldest unfinished collective forward as far as possible. Returns whether it is finished
@@ -130,13 +155,7 @@ static bool run_head(struct shm_comm *comm) {
         }
     }
     if (c->counting.numel > 0) {
-        /* On the inline path a rank cannot know whether the others add squares, and norms that
-         * ranks take in different ways may differ in the last bit. */
-        if (!c->counting.adds_squares || c->tally.n_nonfinite > 0 || c->path == INLINE) {
-            c->tally.square_sum = (double)NAN;
-        }
-        control_of(comm, comm->rank)->counted[seq % SHM_RING] =
-            (struct counted){.seq = seq, .tally = c->tally};
+        publish_tally(comm, seq, c);
     }
     note_time(comm, &c->ended_ns);
     comm->head = seq + 1;

@@ -212,7 +212,7 @@ MUTATIONS = (
     Mutation(
         name="counts: squares that nobody counted are a sum of squares",
         file=PROTOCOL,
-        old="            c->tally.square_sum = (double)NAN;\n",
+        old="        c->tally.square_sum = (double)NAN;\n",
         new="",
         tests=_test("test_a_norm_that_one_rank_asks_for_changes_no_other"),
     ),

@@ -44,8 +44,8 @@ MUTATIONS = (
     Mutation(
         name="join: on shm the shard of a rank without data is left out",
         file="kernels/shm/protocol.c",
-        old="        c->descriptor = *wanted;\n",
-        new="        c->descriptor = *wanted, c->descriptor.numel = 0;\n",
+        old="        c->descriptor = *all.wanted;\n",
+        new="        c->descriptor = *all.wanted, c->descriptor.numel = 0;\n",
         tests=_TRAINING,
     ),
     Mutation(
