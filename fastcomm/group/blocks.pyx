@@ -21,6 +21,9 @@ cdef extern from "wire/blocks.h" nogil:
     void wire_accumulate(wire_format format, size_t n_blocks, const uint8_t *elements,
                          const float *scales, float *totals)
 
+ctypedef void (*Decoder)(wire_format format, size_t n_blocks, const uint8_t *elements,
+                         const float *scales, float *target) noexcept nogil
+
 # Elements that share a scale; all that is encoded is a multiple of it. The scales are 1.6% of the
 # bytes.
 BLOCK = WIRE_BLOCK
@@ -59,21 +62,20 @@ cdef class BlockCodec:
 
     def decode(self, coded, values):
         """Writes what the bytes stand for into `values`."""
-        cdef size_t n_blocks = values.numel() // WIRE_BLOCK
-        cdef float *target = _floats(values, n_blocks)
-        cdef uint8_t *elements = _bytes(coded, n_blocks)
-        with nogil:
-            wire_decode(self._format, n_blocks, elements,
-                        <float *>(elements + n_blocks * WIRE_BLOCK), target)
+        self._decode(wire_decode, coded, values)
 
     def accumulate(self, coded, totals):
         """Adds what the bytes stand for to `totals`."""
-        cdef size_t n_blocks = totals.numel() // WIRE_BLOCK
-        cdef float *target = _floats(totals, n_blocks)
+        self._decode(wire_accumulate, coded, totals)
+
+    cdef int _decode(self, Decoder decoder, coded, tensor) except -1:
+        cdef size_t n_blocks = tensor.numel() // WIRE_BLOCK
+        cdef float *target = _floats(tensor, n_blocks)
         cdef uint8_t *elements = _bytes(coded, n_blocks)
         with nogil:
-            wire_accumulate(self._format, n_blocks, elements,
-                            <float *>(elements + n_blocks * WIRE_BLOCK), target)
+            decoder(self._format, n_blocks, elements,
+                    <float *>(elements + n_blocks * WIRE_BLOCK), target)
+        return 0
 
 
 cdef inline float *_floats(tensor, size_t n_blocks) except? NULL:

@@ -35,6 +35,7 @@ cdef class ShmBucket:
 
     cdef readonly ShmWork posted  # see BoundBucket.posted
     cdef Ring ring
+    cdef Py_ssize_t end  # of the gradients in `flat`; behind it lies their presence
     cdef FlatBuffer known
     cdef object flat, wire, dtype, presence
     cdef tuple bounds  # of the ranks' shares; None: every rank gets the whole
@@ -52,7 +53,8 @@ cdef class ShmBucket:
     ):
         self.ring, self.flat, self.wire, self.views, self.label = ring, flat, wire, views, label
         self.dtype, self.itemsize = flat.dtype, flat.element_size()
-        self.presence, self.tokens = flat[flat.numel() - len(views):], {}
+        self.end = flat.numel() - len(views)
+        self.presence, self.tokens = flat[self.end:], {}
         self.slots = [GradientSlot(view) for view in views]
         self.spans = <Span *>malloc(max(len(views), 1) * sizeof(Span))
         if self.spans == NULL:
@@ -149,24 +151,28 @@ cdef class ShmBucket:
         if weight is not None:
             d.weight, d.scale = weight
         if self.counts:
-            work.counting = shm_counting(
-                self.flat.numel() - len(self.views), self.adds_squares
-            )
+            work.counting = shm_counting(self.end, self.adds_squares)
         self.presence.copy_(self._token(op, tuple(missing)))
-        if self.wire is self.flat:
-            pass
-        elif d.scale == d.weight:
-            self.wire.copy_(self.flat)
-        else:  # as this rank's mean, whose range is that of gradients
-            torch.mul(self.flat, d.scale / d.weight, out=self.wire)
-            self.wire[self.flat.numel() - len(self.views):].copy_(self.presence)
-            d.scale = d.weight
+        if self.wire is not self.flat:
+            self._narrow(&d)
         self.ring.post(&d, data, data, work)
         self.posted = work
         self.ring.advance(work, 0)  # also earlier buckets that all peers have posted by now
         if work.error is not None or self.ring.deferred is not None:
             self.ring.raise_what_ended(work)
         return work
+
+    cdef int _narrow(self, shm_descriptor *d) except -1:
+        """Casts what travels. Where it is to be multiplied, it travels as this rank's mean, whose
+        range is that of gradients.
+        """
+        if d.scale == d.weight:
+            self.wire.copy_(self.flat)
+            return 0
+        torch.mul(self.flat, d.scale / d.weight, out=self.wire)
+        self.wire[self.end:].copy_(self.presence)
+        d.scale = d.weight
+        return 0
 
     cdef object _token(self, str op, tuple missing):
         token = self.tokens.get((op, missing))

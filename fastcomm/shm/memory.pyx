@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Segment, Segments and Block: memory files that all ranks of a host have mapped, and the tensors
-allocated in them.
+"""Segment, Segments, Block and Loan: memory files that all ranks of a host have mapped, and the
+tensors allocated in them.
 
 A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is
 sparse: it costs only what is allocated in it. Also tells malloc what to do with freed gradients.
@@ -14,8 +14,7 @@ from fastcomm.errors import InitError
 from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
 from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE,
-    madvise, mmap,
-    munmap,
+    madvise, mmap, munmap,
 )
 from posix.unistd cimport close as close_fd
 

@@ -51,8 +51,8 @@ MUTATIONS = (
     Mutation(
         name="counts: presence counts as a gradient",
         file=SHM_BUCKET,
-        old="                self.flat.numel() - len(self.views), self.adds_squares\n",
-        new="                self.flat.numel(), self.adds_squares\n",
+        old="shm_counting(self.end, self.adds_squares)",
+        new="shm_counting(self.flat.numel(), self.adds_squares)",
         tests=_NORM,
     ),
     Mutation(

@@ -128,8 +128,8 @@ MUTATIONS = (
     Mutation(
         name="weights: on shm sums go over the wire as they are",
         file="fastcomm/shm/bucket.pyx",
-        old="        elif d.scale == d.weight:\n",
-        new="        elif True:\n",
+        old="        if d.scale == d.weight:\n",
+        new="        if True:\n",
         tests=_test("test_sums_over_much_data_fit_a_narrow_wire"),
     ),
     Mutation(
