@@ -24,34 +24,15 @@ from fastcomm.reducer import (
     arrivals,
     checkpoints,
     param_groups,
-    sparsity,
+    shardable,
     torch_helpers,
 )
 from fastcomm.reducer.arrivals import Arrival, Arrivals
 from fastcomm.reducer.checkpoints import Part, options_of
-from fastcomm.reducer.options import AUTO
 from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.shares import Piece, RankShare, ShardedBucket, ShardedBy, Sharding
 
-# They look at each element by itself, so that a parameter may be cut.
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-_REFUSED = {
-    torch.optim.LBFGS: "LBFGS looks at all parameters together: use another optimizer",
-    torch.optim.SparseAdam: "SparseAdam steps sparse gradients: use it without sharding",
-}
 _MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
 _REFRESH = agreement.Call("refresh()", "optimizers", "cannot refresh its ShardedOptimizer")
 _SAVED_AS = "fastcomm"  # a key of state_dict()
@@ -107,36 +88,11 @@ class ShardedOptimizer(Optimizer):
         **defaults: Any,
     ) -> None:
         if not isinstance(reducer, Reducer):
-            raise _misuse(reducer)
+            raise shardable.misuse(reducer)
         self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
-        model = reducer._attached_model()
-        named = {name: p for name, p in reducer._named_parameters() if p.requires_grad}
-        plain, problem = None, None
-        try:
-            _refuse_class(optimizer_class, reducer, defaults)
-            if share_parameters and not reducer.comm.has_common_memory:
-                raise ValueError(
-                    f"share_parameters=True needs backend shm; this is {reducer.comm.backend}"
-                )
-            if overlap_gather:
-                arrivals.refuse(model)
-            groups = list(named.values()) if params is None else list(params)
-            plain = optimizer_class(groups, **defaults)
-            param_groups.refuse(plain.param_groups, named)
-        except (ValueError, TypeError) as error:
-            problem = error
-        cuts = optimizer_class in _ELEMENTWISE if elementwise is None else elementwise
-        described = {
-            "optimizer_class": getattr(optimizer_class, "__qualname__", repr(optimizer_class)),
-            "keep_gradients": keep_gradients,
-            "elementwise": cuts,
-            "share_parameters": share_parameters,
-            "overlap_gather": overlap_gather,
-            **param_groups.described([] if plain is None else plain.param_groups, named),
-        }
-        agreement.compare(reducer.comm, problem, described, [], _MAKING)
-        assert plain is not None  # for the type checker: compare() has raised
+        cuts = shardable.is_elementwise(optimizer_class) if elementwise is None else elementwise
         self.sharding = Sharding(keep_gradients, cuts, share_parameters)
+        plain = self._make_plain(params, overlap_gather)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self.is_torn = False
         self._overlaps = overlap_gather and reducer.comm.has_streams
@@ -147,6 +103,35 @@ class ShardedOptimizer(Optimizer):
         torch_helpers.watch(ShardedOptimizer, _is_held)
         reducer.sharded_by = ShardedBy(self)
         reducer.refresh()
+
+    def _make_plain(self, params: Iterable[Any] | None, overlap_gather: bool) -> Optimizer:
+        """The plain optimizer, for its parameter groups and defaults. Collective: raises on every
+        rank what one of them refuses, and MismatchError where they differ.
+        """
+        reducer = self.reducer
+        model = reducer._attached_model()
+        named = {name: p for name, p in reducer._named_parameters() if p.requires_grad}
+        plain, problem = None, None
+        try:
+            shardable.refuse(self._class, self._defaults, reducer, self.sharding)
+            if overlap_gather:
+                arrivals.refuse(model)
+            groups = list(named.values()) if params is None else list(params)
+            plain = self._class(groups, **self._defaults)
+            param_groups.refuse(plain.param_groups, named)
+        except (ValueError, TypeError) as error:
+            problem = error
+        described = {
+            "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
+            "keep_gradients": self.sharding.keeps_gradients,
+            "elementwise": self.sharding.cuts,
+            "share_parameters": self.sharding.shares_parameters,
+            "overlap_gather": overlap_gather,
+            **param_groups.described([] if plain is None else plain.param_groups, named),
+        }
+        agreement.compare(reducer.comm, problem, described, [], _MAKING)
+        assert plain is not None  # for the type checker: compare() has raised
+        return plain
 
     def __repr__(self) -> str:
         own = type(self).__name__
@@ -457,39 +442,3 @@ def _is_held(parameter: Tensor) -> bool:
     reducer = owner_of(parameter)
     sharding = reducer.sharded_by.sharding() if isinstance(reducer, Reducer) else None
     return sharding is not None and not sharding.keeps_gradients
-
-
-def _misuse(given: object) -> TypeError:
-    return TypeError(
-        "ShardedOptimizer() takes a Reducer, the class of an optimizer, and options for it; got "
-        f"{given if isinstance(given, type) else f'{type(given).__name__} object'}"
-    )
-
-
-def _refuse_class(
-    optimizer_class: type[Optimizer], reducer: Reducer, defaults: dict[str, Any]
-) -> None:
-    """Raises TypeError or ValueError for what cannot be sharded."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise _misuse(optimizer_class)
-    for refused, why in _REFUSED.items():
-        if issubclass(optimizer_class, refused):
-            raise ValueError(why)
-    sparsity.refuse_sharding(reducer._buckets)
-    if defaults.get("differentiable"):
-        raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
-    if reducer.sharded_by.is_taken:
-        raise ValueError(
-            "the reducer has a ShardedOptimizer already: give that one more groups, or call "
-            "detach() and attach(model) first"
-        )
-    if reducer.local_steps.name is not None:
-        raise ValueError(
-            f"a ShardedOptimizer needs reduced gradients, and the reducer's "
-            f"{reducer.local_steps.name} lets each rank step with its own: call its finish() first"
-        )
-    if reducer._options.bucket_cap_mb == AUTO:
-        raise ValueError(
-            'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
-            "choose a number"
-        )
