@@ -54,9 +54,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )

@@ -31,9 +31,7 @@ PEERS = ("gloo", *NAMES, DEEPSPEED, "before")
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(description)
     add_flags_of_nccl_tests(parser)
     add_flags(parser)
     options = report.parse(parser)

@@ -74,18 +74,9 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument("--only", choices=("all_reduce", "ddp"), help="measure one of the two")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=tuple(CASES),
-        default=tuple(CASES),
-        metavar="MODEL",
-        help=f"of {', '.join(CASES)} (all)",
-    )
+    report.add_choices(parser, "--models", CASES)
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )

@@ -78,12 +78,8 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=tuple(CASES), default=["gpt2", "conv"], metavar="MODEL"
-    )
+    parser = report.make_parser(__doc__)
+    report.add_choices(parser, "--models", CASES, ("gpt2", "conv"))
     parser.add_argument("--backend", default="inductor", help="of torch.compile (inductor)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="on this machine (2)")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn (2)")

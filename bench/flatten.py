@@ -83,17 +83,8 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lists",
-        nargs="+",
-        choices=tuple(LISTS),
-        default=list(LISTS),
-        metavar="LIST",
-        help=f"of {', '.join(LISTS)} (all)",
-    )
+    parser = report.make_parser(__doc__)
+    report.add_choices(parser, "--lists", LISTS)
     parser.add_argument(
         "--launches",
         nargs="*",

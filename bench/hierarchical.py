@@ -105,9 +105,7 @@ def spread_of(seconds: Sequence[float]) -> Spread:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument(
         "--hosts",
         type=parse_hosts,

@@ -130,9 +130,7 @@ def add_losses(figures: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument(
         "part", nargs="?", choices=("times", "losses"), default="times", help="(times)"
     )

@@ -154,17 +154,8 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=tuple(CASES),
-        default=list(USUAL_MODELS),
-        metavar="MODEL",
-        help=f"of {', '.join(CASES)} ({' '.join(USUAL_MODELS)})",
-    )
+    parser = report.make_parser(__doc__)
+    report.add_choices(parser, "--models", CASES, USUAL_MODELS)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="on this machine (2)")
     parser.add_argument("--steps", type=int, default=3, help="steps of each turn (3)")
     return report.parse(parser, rounds=30)
@@ -237,14 +228,14 @@ def summarise(
     """times: ms [round, way]; counts: [round, way, counter]."""
     model = case.make_model()
     by_round = dict(zip(WAYS, times.T.tolist(), strict=True))
-    ddp = difference(by_round, "local", "ddp")
+    ddp = report.added(by_round, "local", "ddp")
     parts = {}
     for part, (before, after) in PARTS.items():
-        added = difference(by_round, before, after)
+        added = report.added(by_round, before, after)
         parts[part] = {"ms": round(added, 3), "share_of_ddp": round(added / ddp, 3)}
         for i, name in enumerate(names):
             by_way = dict(zip(WAYS, counts[:, :, i].T.tolist(), strict=True))
-            parts[part][name] = round(difference(by_way, before, after), 1)
+            parts[part][name] = round(report.added(by_way, before, after), 1)
     medians = {way: round(statistics.median(ms), 3) for way, ms in by_round.items()}
     return {
         "model": case.description,
@@ -253,11 +244,6 @@ def summarise(
         "median_ms": medians,
         "parts": parts,
     }
-
-
-def difference(samples: Mapping[str, Sequence[float]], before: str, after: str) -> float:
-    """The median over rounds of what `after` takes more than `before`."""
-    return statistics.median(b - a for a, b in zip(samples[before], samples[after], strict=True))
 
 
 def rows_of(name: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -98,9 +98,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument("figure", nargs="?", choices=tuple(FIGURES), help="of the paper")
     parser.add_argument(
         "--wire", choices=("shm", "network"), default="shm", help="what ranks talk over (shm)"

@@ -15,7 +15,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +42,10 @@ __all__ = [
     "Spread",
     "Table",
     "Times",
+    "add_choices",
+    "added",
     "count_bars",
+    "make_parser",
     "overheads",
     "parse",
     "print_bars",
@@ -65,15 +68,16 @@ OUTPUTS = ("--json", "--plot", "--report")
 T = TypeVar("T")
 
 
-def overheads(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
-    """Of every other way, the median over rounds of its time less that of `base`: what slows a
-    whole round does not count.
+def added(samples: Mapping[str, Sequence[float]], base: str, way: str) -> float:
+    """The median over rounds of what `way` takes more than `base`: what slows a whole round does
+    not count.
     """
-    return {
-        way: statistics.median(a - b for a, b in zip(times, samples[base], strict=True))
-        for way, times in samples.items()
-        if way != base
-    }
+    return statistics.median(a - b for a, b in zip(samples[way], samples[base], strict=True))
+
+
+def overheads(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
+    """What every other way takes more than `base`: see added()."""
+    return {way: added(samples, base, way) for way in samples if way != base}
 
 
 def rounded(figures: Mapping[str, float], digits: int = 3) -> dict[str, float]:
@@ -106,6 +110,33 @@ def tracked(items: Sequence[T], what: str, *, shown: bool = True) -> Iterator[T]
 
 
 # ---- options -------------------------------------------------------------------------------------
+
+
+def make_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """Its help shows the lines of a benchmark's docstring as they stand. prog: of a benchmark that
+    is called by another name.
+    """
+    return argparse.ArgumentParser(
+        prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_choices(
+    parser: argparse.ArgumentParser,
+    name: str,
+    known: Iterable[str],
+    usual: Sequence[str] | None = None,
+) -> None:
+    """An option that takes several of the known names; without it the usual ones, or all."""
+    names = tuple(known)
+    parser.add_argument(
+        name,
+        nargs="+",
+        choices=names,
+        default=list(names if usual is None else usual),
+        metavar=name.strip("-").removesuffix("s").upper(),
+        help=f"of {', '.join(names)} ({'all' if usual is None else ' '.join(usual)})",
+    )
 
 
 def parse(

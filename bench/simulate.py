@@ -102,21 +102,12 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument("--only", choices=("validation", "scaling"), help="do one of the two")
     parser.add_argument(
         "--wire", choices=("shm", "network", "both"), default="both", help="to validate on (both)"
     )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=tuple(CASES),
-        default=("mlp", "transformer"),
-        metavar="MODEL",
-        help=f"of {', '.join(CASES)} (mlp transformer)",
-    )
+    report.add_choices(parser, "--models", CASES, ("mlp", "transformer"))
     parser.add_argument("--ranks", nargs="+", type=int, default=(2, 3, 4, 5, 6), metavar="N")
     parser.add_argument(
         "--caps", nargs="+", type=float, default=(1, 5, 25, 100), metavar="MB", help="bucket sizes"

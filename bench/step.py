@@ -120,9 +120,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where to train (cpu)"
     )

@@ -64,12 +64,8 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=tuple(CASES), default=["gpt2", "conv"], metavar="MODEL"
-    )
+    parser = report.make_parser(__doc__)
+    report.add_choices(parser, "--models", CASES, ("gpt2", "conv"))
     parser.add_argument("--rounds", type=int, default=20, help="rounds (20)")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn (2)")
     parser.add_argument(

@@ -63,11 +63,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastcomm tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.make_parser(__doc__, prog="python -m fastcomm tune")
     parser.add_argument("--model", choices=tuple(CASES), default="gpt2", help="(gpt2)")
     parser.add_argument("--ranks", type=int, metavar="N", default=2, help="(2)")
     parser.add_argument("--machine", type=Path, metavar="TOML", help="default: this machine")

@@ -72,9 +72,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="(5)")
     parser.add_argument("--steps", type=int, default=100, help="of a run (100)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
