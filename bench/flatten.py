@@ -22,10 +22,10 @@ import gc
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import bucket_clock
 import cuda_clock
 import flatten_report
 import machine
@@ -205,32 +205,21 @@ def launch_cost(comm: Any, n_tensors: int, wire_dtype: torch.dtype) -> Launch:
         Parameter(torch.zeros(LAUNCHED_NUMEL, device=comm.device)) for _ in range(n_tensors)
     ]
     gradients = [torch.ones(LAUNCHED_NUMEL, device=comm.device) for _ in range(n_tensors)]
-    # Behind the gradients: one element for each, in which ranks tell each other which they have.
-    numel = n_tensors * LAUNCHED_NUMEL + n_tensors
-    flat = comm.empty(numel, dtype=torch.float32).zero_()
-    views = list(flat[: n_tensors * LAUNCHED_NUMEL].split(LAUNCHED_NUMEL))
-    offsets = [i * LAUNCHED_NUMEL for i in range(n_tensors)]
-    bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=1)
-    stamps: list[tuple[int, int]] = []
+    bucket = bucket_clock.bind(comm, n_tensors, LAUNCHED_NUMEL, wire_dtype, label=1)
+    times: list[tuple[int, int]] = []
     gc.collect()
     gc.disable()
     for number in range(LAUNCHES + LAUNCHES_AHEAD):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        start = time.perf_counter_ns()
-        bucket.gather(parameters)
-        gathered = time.perf_counter_ns()
-        work = bucket.launch("mean", [])
-        launched = time.perf_counter_ns()
-        work.wait()
-        stamps.append((gathered - start, launched - gathered))
+        times.append(bucket_clock.time_round(bucket, parameters))
         if number % LAUNCHES_AHEAD == 0:
             cuda_clock.synchronize()
     gc.enable()
     cuda_clock.synchronize()
     # The first ones warm up.
     gather, launch = (
-        statistics.median(column) / 1e3 for column in zip(*stamps[LAUNCHES_AHEAD:], strict=True)
+        statistics.median(column) / 1e3 for column in zip(*times[LAUNCHES_AHEAD:], strict=True)
     )
     return Launch(n_tensors, str(wire_dtype).removeprefix("torch."), gather, launch)
 

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import bucket_clock
 import machine
 import report
 import sections
@@ -186,27 +187,17 @@ def bucket_turn(
     """
     parameters = [Parameter(torch.zeros(NUMEL)) for _ in range(N_PARAMETERS)]
     gradients = [torch.ones(NUMEL) for _ in range(N_PARAMETERS)]
-    # Behind the gradients: one element for each, in which ranks tell each other which they have.
-    flat = comm.empty(N_PARAMETERS * NUMEL + N_PARAMETERS, dtype=torch.float32).zero_()
-    views = list(flat[: N_PARAMETERS * NUMEL].split(NUMEL))
-    offsets = [NUMEL * i for i in range(N_PARAMETERS)]
-    bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=label)
+    bucket = bucket_clock.bind(comm, N_PARAMETERS, NUMEL, wire_dtype, label)
 
     def fastest() -> tuple[float, float]:
         """Microseconds of a gather and of a launch."""
-        gathers, launches = [], []
+        times = []
         for _ in range(CALLS):
             if not has_views:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
-            start = time.perf_counter_ns()
-            bucket.gather(parameters)
-            gathered = time.perf_counter_ns()
-            work = bucket.launch("mean", [])
-            launched = time.perf_counter_ns()
-            work.wait()
-            gathers.append(gathered - start)
-            launches.append(launched - gathered)
+            times.append(bucket_clock.time_round(bucket, parameters))
+        gathers, launches = zip(*times, strict=True)
         return min(gathers) / 1e3, min(launches) / 1e3
 
     def turn() -> dict[str, float]:
