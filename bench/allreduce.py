@@ -26,9 +26,8 @@ meet: what is reduced again unchanged still lies in the caches of the peers. --u
 out, as nccl-tests does. Every row tells what a barrier took meanwhile, and by it whether the cores
 shared a last-level cache: those of a virtual machine may do so now and not a minute later.
 
-The bound is
-the time that all ranks at once need to read n private shards of 1 / n of the size, reduce them and
-write the result into each: the memory traffic of an all-reduce, and nothing else.
+The bound is the time that all ranks at once need to read n private shards of 1 / n of the size,
+reduce them and write the result into each: the memory traffic of an all-reduce, and nothing else.
 
 On GPUs a time is what passes between two events around calls made back to back, the host's part
 included where that is longer; fastcomm has its tensors in comm.empty and, as a peer of its own, in

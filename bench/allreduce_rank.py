@@ -138,7 +138,7 @@ class Bound:
     all-reduce, whatever else it does.
     """
 
-    def __init__(self, settings: Settings, barrier: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, barrier: Callable[[], object]) -> None:
         self.settings = settings
         self.barrier = barrier
 
@@ -373,7 +373,7 @@ def mpi_rank() -> int:
     return int(MPI.COMM_WORLD.rank)
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("torch", "cuda", allreduce_deepspeed.NAME, *NAMES))
     parser.add_argument("--dtype", required=True)
@@ -383,19 +383,17 @@ def main() -> None:
     parser.add_argument("--library", type=Path)
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--unchanged", action="store_true")
-    options = parser.parse_args()
-    launch.die_with_parent()
-    torch.set_num_threads(1)
+    return parser.parse_args()
 
+
+def make_settings(options: argparse.Namespace) -> Settings:
     rank = mpi_rank() if options.kind in NAMES else int(os.environ["RANK"])
     if options.share:
         cuda_clock.share_card(rank)
-    device = (
-        cuda_clock.use_device(0 if options.share else rank)
-        if options.kind == "cuda"
-        else torch.device("cpu")
-    )
-    settings = Settings(
+    device = torch.device("cpu")
+    if options.kind == "cuda":
+        device = cuda_clock.use_device(0 if options.share else rank)
+    return Settings(
         rank,
         int(os.environ["WORLD_SIZE"]),
         getattr(torch, options.dtype),
@@ -404,22 +402,34 @@ def main() -> None:
         device,
         options.unchanged,
     )
-    peers: dict[str, Any] = {}
+
+
+def make_peers(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     if options.kind in NAMES:
-        peers[options.kind] = Mpi(settings)
-    elif options.kind == allreduce_deepspeed.NAME:
-        peers[options.kind] = DeepSpeed(settings, options.library)
-    elif options.kind == "cuda":
-        peers["fastcomm"] = Fastcomm(settings, "nccl")
-        peers["ordinary"] = Ordinary(peers["fastcomm"])
-        peers["nccl"] = TorchDistributed(settings, "nccl" if device.type == "cuda" else "gloo")
-    else:
-        peers["fastcomm"] = Fastcomm(settings, "shm")
-        peers["bound"] = Bound(settings, peers["fastcomm"].barrier)
-        peers["before"] = peers["fastcomm"]  # of ranks that import another fastcomm
-        if options.gloo:
-            peers["gloo"] = TorchDistributed(settings, "gloo")
-    launch.serve(rank, (CudaMethods if options.kind == "cuda" else Methods)(settings, peers))
+        return {options.kind: Mpi(settings)}
+    if options.kind == allreduce_deepspeed.NAME:
+        return {options.kind: DeepSpeed(settings, options.library)}
+    if options.kind == "cuda":
+        own = Fastcomm(settings, "nccl")
+        nccl = TorchDistributed(settings, "nccl" if settings.device.type == "cuda" else "gloo")
+        return {"fastcomm": own, "ordinary": Ordinary(own), "nccl": nccl}
+    own = Fastcomm(settings, "shm")
+    peers: dict[str, Any] = {
+        "fastcomm": own,
+        "bound": Bound(settings, own.barrier),
+        "before": own,  # of ranks that import another fastcomm
+    }
+    return peers | ({"gloo": TorchDistributed(settings, "gloo")} if options.gloo else {})
+
+
+def main() -> None:
+    options = parse_options()
+    launch.die_with_parent()
+    torch.set_num_threads(1)
+    settings = make_settings(options)
+    peers = make_peers(options, settings)
+    methods = CudaMethods if options.kind == "cuda" else Methods
+    launch.serve(settings.rank, methods(settings, peers))
     for peer in peers.values():
         peer.close()
 

@@ -39,6 +39,7 @@ class Barrier:
     def of(cls, probes: Sequence[float]) -> Barrier | None:
         if not probes:
             return None
+        # twice: of a single probe there are no quantiles
         low, middle, high = statistics.quantiles([*probes, *probes], n=4, method="inclusive")
         return cls(low, middle, high)
 

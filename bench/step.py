@@ -79,6 +79,17 @@ WORDS = {
     "clipped_by_torch": "with torch's clipping",
 }
 WAYS = ("local", "fastcomm", *WORDS, "sharded", "shared", "ddp", "ddp_views")
+BFLOAT16_WAYS = ("fastcomm_bf16", "ddp_bf16")  # over NCCL
+# What a way gives to its reducer, and to DDP.
+REDUCED: dict[str, dict[str, Any]] = {
+    "skipping": {"skip_nonfinite": True},
+    "fastcomm_bf16": {"wire_dtype": torch.bfloat16},
+}
+WRAPPED: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp_views": {"gradient_as_bucket_view": True},
+    "ddp_bf16": {},
+}
 MAX_NORM = 1e9  # that no gradient here has: nothing is scaled
 # Ways whose step is set beside another's, and the other.
 BESIDE = {"sharded": "local", **dict.fromkeys(WORDS, "fastcomm")}
@@ -105,15 +116,7 @@ def main() -> int:
         elif options.memory:
             report_memory(comm, options)
         else:
-            cases = CUDA_CASES if is_cuda else CASES
-            results = {
-                name: measure(comm, (cases | EMBEDDINGS)[name], options)
-                for name in options.models or cases
-            }
-            if comm.rank == 0:
-                write_results(results, comm.world_size, options)
-                if is_cuda:
-                    print_bars(results)
+            report_steps(comm, options)
         comm.barrier()
         dist.destroy_process_group()
     return 0
@@ -162,6 +165,18 @@ def parse_options() -> argparse.Namespace:
     if unknown:
         parser.error(f"--device {options.device} has no model {', '.join(sorted(unknown))}")
     return options
+
+
+def report_steps(comm: Any, options: argparse.Namespace) -> None:
+    is_cuda = options.device == "cuda"
+    cases = CUDA_CASES if is_cuda else CASES
+    results = {
+        name: measure(comm, (cases | EMBEDDINGS)[name], options) for name in options.models or cases
+    }
+    if comm.rank == 0:
+        write_results(results, comm.world_size, options)
+        if is_cuda:
+            print_bars(results)
 
 
 def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -223,58 +238,45 @@ def make_steps(
     """For each way, a function that makes one training step, and its optimizer."""
     model, batch = case.make(comm.rank)
     original, batch = model.to(comm.device), batch.to(comm.device)
-    kind, defaults = OPTIMIZERS[options.optimizer]
+    ways = [way for way in WAYS if way in options.ways]
+    ways += BFLOAT16_WAYS if comm.backend == "nccl" else ()
+    steps: dict[str, Callable[[], None]] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
-
-    def step_of(way: str, model: torch.nn.Module, reducer: Any = None) -> Callable[[], None]:
-        if way in ("sharded", "shared"):
-            optimizers[way] = fastcomm.ShardedOptimizer(
-                reducer, kind, share_parameters=way == "shared", **defaults
-            )
-        else:
-            optimizers[way] = kind(model.parameters(), **defaults)
+    for way in ways:
+        model = copy.deepcopy(original)
+        reducer: Any = None
+        if way in WRAPPED:
+            model = wrapped(way, model)
+        elif way != "local":
+            reducer = fastcomm.Reducer(comm, **REDUCED.get(way, {})).attach(model)
+        optimizers[way] = make_optimizer(way, model, reducer, options.optimizer)
         step = case.training_step(model, batch, optimizers[way])
-        if way == "weighted":
-            step = weighted_step(reducer, step)
         if way == "joined":
             reducer.join().__enter__()  # and never left
-        if way in ("clipped", "clipped_by_torch"):
-            clip_before(optimizers[way], reducer if way == "clipped" else None)
-        step.keep = reducer  # type: ignore[attr-defined]  # a reducer lives as long as its step
-        return step
-
-    def with_fastcomm(way: str, **reducing: Any) -> Callable[[], None]:
-        model = copy.deepcopy(original)
-        return step_of(way, model, fastcomm.Reducer(comm, **reducing).attach(model))
-
-    def with_ddp(
-        way: str, hook: Callable[..., Any] | None = None, **wrapping: Any
-    ) -> Callable[[], None]:
-        model = DistributedDataParallel(copy.deepcopy(original), **wrapping)
-        if hook is not None:
-            model.register_comm_hook(None, hook)
-        return step_of(way, model)
-
-    makers: dict[str, Callable[[], Callable[[], None]]] = {
-        "local": lambda: step_of("local", copy.deepcopy(original)),
-        "fastcomm": lambda: with_fastcomm("fastcomm"),
-        "weighted": lambda: with_fastcomm("weighted"),
-        "joined": lambda: with_fastcomm("joined"),
-        "skipping": lambda: with_fastcomm("skipping", skip_nonfinite=True),
-        "clipped": lambda: with_fastcomm("clipped"),
-        "clipped_by_torch": lambda: with_fastcomm("clipped_by_torch"),
-        "sharded": lambda: with_fastcomm("sharded"),
-        "shared": lambda: with_fastcomm("shared"),
-        "ddp": lambda: with_ddp("ddp"),
-        "ddp_views": lambda: with_ddp("ddp_views", gradient_as_bucket_view=True),
-    }
-    steps = {way: makers[way]() for way in WAYS if way in options.ways}
-    if comm.backend == "nccl":
-        steps |= {
-            "fastcomm_bf16": with_fastcomm("fastcomm_bf16", wire_dtype=torch.bfloat16),
-            "ddp_bf16": with_ddp("ddp_bf16", bf16_compress_hook),
-        }
+        steps[way] = weighted_step(reducer, step) if way == "weighted" else step
+        steps[way].keep = reducer  # type: ignore[attr-defined]  # it lives as long as its step
     return steps, optimizers
+
+
+def wrapped(way: str, model: torch.nn.Module) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, **WRAPPED[way])
+    if way == "ddp_bf16":
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
+
+
+def make_optimizer(
+    way: str, model: torch.nn.Module, reducer: Any, name: str
+) -> torch.optim.Optimizer:
+    kind, defaults = OPTIMIZERS[name]
+    if way in ("sharded", "shared"):
+        return fastcomm.ShardedOptimizer(
+            reducer, kind, share_parameters=way == "shared", **defaults
+        )
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **defaults)
+    if way in ("clipped", "clipped_by_torch"):
+        clip_before(optimizer, reducer if way == "clipped" else None)
+    return optimizer
 
 
 def weighted_step(reducer: Any, step: Callable[[], None]) -> Callable[[], None]:
