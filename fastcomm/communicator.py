@@ -436,10 +436,9 @@ def note_abandoned(error: BaseException | None) -> None:
 
 
 def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
-    """BoundBucket.gather for transports that do not fuse it with the reduction.
-
-    The bucket holds a FlatBuffer. Raises RuntimeError for a gradient that
-    does not fit its view, and FastcommError for one that lies in the place of another.
+    """BoundBucket.gather for transports that do not fuse it with the reduction. The bucket holds a
+    FlatBuffer. Raises RuntimeError for a gradient that does not fit its view, and FastcommError for
+    one that lies in the place of another.
     """
     left: list[int] = []
     moving: list[int] = []
@@ -449,14 +448,8 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
         if parameter is None or gradient is None:
             left.append(i)
         elif gradient is not view:
-            try:
-                if gradient.layout is not torch.strided:
-                    raise RuntimeError("no flat buffer holds sparse gradients")
-                parameter.grad = (
-                    view  # first: torch refuses a view that does not fit the parameter any more
-                )
-            except RuntimeError as error:
-                raise blame(error, i) from None
+            # before the copy: torch refuses a view that does not fit the parameter any more
+            _replace(gradient, parameter, view, i)
             moving.append(i)
             gradients.append(gradient)
     for j in inside(gradients):  # a tensor of the user's on our memory
@@ -466,6 +459,16 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
     if moving:
         torch._foreach_copy_([views[i] for i in moving], gradients)
     return left
+
+
+def _replace(gradient: Tensor, parameter: Parameter, view: Tensor, slot: int) -> None:
+    """The view takes the place of the parameter's gradient."""
+    try:
+        if gradient.layout is not torch.strided:
+            raise RuntimeError("no flat buffer holds sparse gradients")
+        parameter.grad = view
+    except RuntimeError as error:
+        raise blame(error, slot) from None
 
 
 def blame(error: RuntimeError, slot: int) -> RuntimeError:
