@@ -50,6 +50,7 @@ class Bucket(Counter):
         parameters: list[Parameter],
         names: list[str],
         comm: Communicator,
+        *,
         wire_dtype: torch.dtype | None,
         error_feedback: bool,
         lane: int,
@@ -216,7 +217,7 @@ class Bucket(Counter):
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the
         gradients with one; settle() copies the values back into those.
         """
-        if self.share is not None and not self.share.keeps_gradients:
+        if self._is_shared:
             raise FastcommError(
                 "backward(create_graph=True) leaves gradients in .grad, which a ShardedOptimizer "
                 "takes: make it with keep_gradients=True"
@@ -248,16 +249,13 @@ class Bucket(Counter):
         """A parameter without a new gradient takes part with the one it has, or with zeros."""
         parameter = self._references[i]()
         gradient = None if parameter is None else parameter.grad
-        self._untouched[i] = (
-            None
-            if gradient is None
-            else gradient.clone()
-            if gradient is self.views[i]
-            else gradient
-        )
         if gradient is None:
+            self._untouched[i] = None
             self.views[i].zero_()
-        elif gradient is not self.views[i]:
+        elif gradient is self.views[i]:
+            self._untouched[i] = gradient.clone()
+        else:
+            self._untouched[i] = gradient
             assert parameter is not None  # for the type checker
             trouble = misfit_in_slot(parameter, gradient, self.views[i]) or self._intrusion(
                 i, gradient

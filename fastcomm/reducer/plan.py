@@ -47,13 +47,15 @@ def make_buckets(
             parameters,
             names,
             comm,
-            options.wire_dtype,
-            options.error_feedback,
-            i % options.streams,
-            BucketHooks(options.hooks, options.hook_calls, i, i == last) if options.hooks else None,
-            n_rounds,
-            shares[i],
-            options.skip_nonfinite,
+            wire_dtype=options.wire_dtype,
+            error_feedback=options.error_feedback,
+            lane=i % options.streams,
+            hooks=BucketHooks(options.hooks, options.hook_calls, i, i == last)
+            if options.hooks
+            else None,
+            n_rounds=n_rounds,
+            sharding=shares[i],
+            skip_nonfinite=options.skip_nonfinite,
         )
         for i, layout in enumerate(layouts)
     ]

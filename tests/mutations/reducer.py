@@ -29,9 +29,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: a gradient that no rank has made anew is kept as its reduction",
         file=BUCKET,
-        old="            else gradient.clone()\n            if gradient is self.views[i]\n"
-        "            else gradient\n",
-        new="            else gradient\n",
+        old="            self._untouched[i] = gradient.clone()\n",
+        new="            self._untouched[i] = gradient\n",
         tests=UNREDUCED_TESTS,
     ),
     Mutation(
