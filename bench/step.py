@@ -10,7 +10,7 @@ bucket views), in one run.
     python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm joined
     python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm skipping clipped
     python -m fastcomm bench step --models gpt2 --memory   what parameters and gradients take
-    python -m fastcomm bench step --hook-cost   what the reducer's Python costs per parameter
+    python -m fastcomm bench step --hook-cost   what the reducer costs per parameter
     python -m fastcomm bench step --from bench/results/step-2ranks.json --plot step.svg   only draws
 
 Every way has a model and an optimizer (SGD) of its own, and the same batch. The ways take turns; in
@@ -55,6 +55,7 @@ import sections
 import torch
 import torch.distributed as dist
 import turns
+from counters import Counters
 from models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
 from report import Bar, Times
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -414,30 +415,41 @@ def segments_mb(comm: Any) -> float:
 
 
 def report_hook_cost(comm: Any) -> None:
-    """CPU time of zero_grad and backward with the reducer, less that without, per parameter. Python
-    and C++ of torch's hooks included.
+    """CPU time of zero_grad and backward with the reducer, less that without, per parameter, and
+    their instructions in user mode, where perf counts them. Those of torch's hooks included.
     """
     plain, reduced = (TinyParameters(TINY_PARAMETERS).to(comm.device) for _ in range(2))
     reducer = fastcomm.Reducer(comm).attach(reduced)
+    counters = Counters()
     # a collection now and then is the price of any Python object, and not the reducer's
     gc.disable()
-    differences = []
+    costs = []
     for _ in range(50):
-        cost = []
-        for model in (plain, reduced):
-            comm.barrier()
-            start = time.process_time()
-            model.zero_grad()
-            model().backward()
-            cost.append(time.process_time() - start)
-        differences.append(1e6 * (cost[1] - cost[0]) / TINY_PARAMETERS)
+        comm.barrier()
+        without = cost_of_backward(plain, counters)
+        comm.barrier()
+        costs.append(cost_of_backward(reduced, counters) - without)
     gc.enable()
+    counters.close()
     reducer.detach()
     if comm.rank == 0:
+        seconds, instructions = (torch.stack(costs).median(dim=0).values / TINY_PARAMETERS).tolist()
+        counted = f", {instructions:,.0f} instructions" if instructions else ""
         print(
-            f"{statistics.median(differences):.2f} us per parameter and step, {TINY_PARAMETERS} "
+            f"{1e6 * seconds:.2f} us per parameter and step{counted}; {TINY_PARAMETERS} "
             f"parameters, {comm.world_size} ranks"
         )
+
+
+def cost_of_backward(model: torch.nn.Module, counters: Counters) -> torch.Tensor:
+    """Seconds of the CPU, and instructions: 0 if they are not counted."""
+    before, start = counters.read(), time.process_time()
+    model.zero_grad()
+    model().backward()
+    seconds = time.process_time() - start
+    after = counters.read()
+    n = after.get("instructions", 0) - before.get("instructions", 0)
+    return torch.tensor([seconds, n], dtype=torch.float64)
 
 
 if __name__ == "__main__":
