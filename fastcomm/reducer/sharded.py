@@ -97,6 +97,7 @@ class ShardedOptimizer(Optimizer):
         self.is_torn = False
         self._overlaps = overlap_gather and reducer.comm.has_streams
         self._arrivals: Arrivals | None = None
+        # whole, on every rank: of parameters that no bucket has, because they are frozen now
         self._aside: dict[Parameter, checkpoints.State] = {}
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[ShardedBucket] = []
@@ -170,7 +171,7 @@ class ShardedOptimizer(Optimizer):
             self._agree_on_refresh()
         parameters = self._parameters()
         whole = self._gather_state() if self._buckets else {}
-        self._aside = {parameters[i]: state for i, state in whole.items()}
+        self._aside |= {parameters[i]: state for i, state in whole.items()}
         if self._arrivals is not None:
             self._arrivals.end()
         # their memory goes with them
@@ -189,7 +190,9 @@ class ShardedOptimizer(Optimizer):
         agreement.compare(self.comm, problem, {}, [], _REFRESH)
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See shares.Stepper. Raises ValueError for trainable parameters without a group."""
+        """See shares.Stepper. Raises ValueError for a trainable parameter without a group, or of
+        another shape than its state.
+        """
         self._buckets, self.is_torn = buckets, False
         model = self.reducer._attached_model()
         if self._overlaps and isinstance(model, Module):
@@ -206,13 +209,15 @@ class ShardedOptimizer(Optimizer):
                         f"parameter {name} is in no group of the ShardedOptimizer: call its "
                         "add_param_group() before refresh()"
                     )
+                if self.sharding.cuts:
+                    checkpoints.refuse_misfit(name, parameter, self._aside.get(parameter, {}))
                 self._parts[parameter] = Part(parameter, share.spans(i), share.pieces[i])
         pieces = self._pieces_of(self._aside)
         states: dict[Tensor, checkpoints.State] = {
             piece.parameter: checkpoints.cut(parameter, piece, self._aside[parameter])
             for parameter, piece in pieces.items()
         }
-        self._aside = {}
+        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
         self._make_inner(states)
 
     def _make_inner(self, states: dict[Tensor, checkpoints.State]) -> None:
@@ -347,7 +352,11 @@ class ShardedOptimizer(Optimizer):
 
     def _gather_state(self) -> dict[int, checkpoints.State]:
         parts = [self._parts.get(p, Part(p, {}, None)) for p in self._parameters()]
-        return checkpoints.gather(self.comm, parts, self._inner.state)
+        return checkpoints.gather(self.comm, parts, self._inner.state) | self._aside_by_number()
+
+    def _aside_by_number(self) -> dict[int, checkpoints.State]:
+        numbered = enumerate(self._parameters())
+        return {i: dict(self._aside[p]) for i, p in numbered if p in self._aside}
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
@@ -392,6 +401,11 @@ class ShardedOptimizer(Optimizer):
             for i, (parameter, piece) in enumerate(self._pieces_of(number_of).items())
             if number_of[parameter] in states
         }
+        self._aside = {
+            parameter: copy.deepcopy(states[number])
+            for parameter, number in number_of.items()
+            if parameter not in self._parts and number in states
+        }
         packed = checkpoints.numbered(self._inner.param_groups)
         self._inner.load_state_dict({"state": state, "param_groups": packed})
         self.state = self._inner.state
@@ -406,7 +420,8 @@ class ShardedOptimizer(Optimizer):
             for parameter, piece in self._pieces_of(number_of).items()
         }
         return {
-            "state": {i: dict(state) for i, state in states.items() if state},
+            "state": {i: dict(state) for i, state in states.items() if state}
+            | self._aside_by_number(),
             "param_groups": checkpoints.numbered(self.param_groups),
             _SAVED_AS: self._place(),
         }

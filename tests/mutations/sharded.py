@@ -114,6 +114,20 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="sharded: refresh() forgets the state of frozen parameters",
+        file=SHARDED,
+        old="{p: state for p, state in self._aside.items() if p not in self._parts}",
+        new="{}",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: a state that is loaded leaves out frozen parameters",
+        file=SHARDED,
+        old="            if parameter not in self._parts and number in states\n",
+        new="            if False\n",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
         name="sharded: the norm is that of one rank's share",
         file=NORMS,
         old="    comm.all_reduce(square_sum)\n",

@@ -117,6 +117,40 @@ def test_a_ranks_own_state(comm, buckets):
 
 
 @on_ranks(2)
+def test_the_state_of_frozen_parameters_is_kept(comm, buckets):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
+
+    def freeze(is_frozen):
+        for model, reducer in zip(pair.models, pair.reducers, strict=True):
+            model[2].requires_grad_(not is_frozen)
+            model.zero_grad()
+            reducer.refresh()
+
+    pair.train()
+    earlier = copy.deepcopy(pair.plain.state_dict())
+    freeze(True)
+    pair.train(first=STEPS)
+    saved, own = pair.sharded.full_state_dict(), copy.deepcopy(pair.sharded.state_dict())
+    assert torch.equal(saved["state"][2]["exp_avg"], pair.plain.state_dict()["state"][2]["exp_avg"])
+    freeze(False)
+    pair.train(first=2 * STEPS)
+    freeze(True)
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(earlier))
+    freeze(False)
+    pair.train(first=3 * STEPS)
+    freeze(True)
+    for optimizer, state in zip(pair.optimizers, (saved, own), strict=True):
+        optimizer.load_state_dict(state)
+    freeze(False)
+    pair.train(first=4 * STEPS)
+    freeze(True)
+    pair.models[1][2].weight.data = torch.zeros(16, 8)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 2\.weight has shape \[16, 16\]"):
+        freeze(False)
+
+
+@on_ranks(2)
 def test_a_state_of_other_groups_is_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
     other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
