@@ -114,9 +114,11 @@ class Skipping:
         finite.
         """
         if self._comm.has_streams:  # a device's memory is scarce, and nothing here waits for it
-            if gradients:
-                largest = torch._foreach_norm(list(gradients), float("inf"))
-                self._largest.append((names, torch.stack([one.double() for one in largest])))
+            some = [pair for pair in zip(names, gradients, strict=True) if pair[1].numel()]
+            if some:
+                largest = torch._foreach_norm([gradient for _, gradient in some], float("inf"))
+                stacked = torch.stack([one.double() for one in largest])
+                self._largest.append(([name for name, _ in some], stacked))
             return
         at_home = set(inside(list(gradients)))  # in flat buffers, which the reduction overwrites
         for i, (name, gradient) in enumerate(zip(names, gradients, strict=True)):

@@ -199,6 +199,16 @@ def test_gradients_that_no_optimizer_has_make_no_vote_late(comm):
     assert reducer.n_skipped == 1
 
 
+@pytest.mark.transports("shm", "nccl")
+@on_ranks(2)
+def test_a_gradient_without_elements_is_finite(comm):
+    model = mlp()
+    model.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 3)))
+    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    (loss_of(model, comm.rank) + model.none.sum()).backward()
+    assert not reducer.skipped
+
+
 @pytest.mark.transports("nccl")
 @on_ranks(2)
 def test_over_nccl_a_vote_needs_somebody_who_looks(comm):
