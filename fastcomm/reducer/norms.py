@@ -147,9 +147,8 @@ def _as_gradients(total: Tensor, buckets: Sequence[Bucket]) -> Tensor:
 
 def _norm_of(gradients: list[Tensor]) -> Tensor:
     """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares soon overflow."""
-    is_half = any(gradient.dtype.itemsize < 4 for gradient in gradients)
     return torch.nn.utils.get_total_norm(
-        [gradient.float() for gradient in gradients] if is_half else gradients
+        [gradient.float() if gradient.dtype.itemsize < 4 else gradient for gradient in gradients]
     )
 
 

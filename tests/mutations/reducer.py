@@ -201,8 +201,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: the norm of halves is taken in halves",
         file=NORMS,
-        old="[gradient.float() for gradient in gradients] if is_half else gradients",
-        new="gradients",
+        old="gradient.float() if gradient.dtype.itemsize < 4 else gradient",
+        new="gradient",
         tests=(
             "tests/reducer/test_defects.py::test_the_norm_of_16_bit_gradients_is_taken_in_float32",
         ),

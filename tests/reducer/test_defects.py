@@ -315,3 +315,15 @@ def test_the_norm_of_16_bit_gradients_is_taken_in_float32(comm):
     torch.testing.assert_close(
         model.weight.grad, torch.full_like(model.weight, 100.0), rtol=1e-2, atol=0
     )
+
+
+@on_ranks(1)
+def test_the_norm_of_float64_gradients_beside_halves_is_taken_in_float64(comm):
+    model = nn.ModuleList(
+        [nn.Linear(1, 1, bias=False).half(), nn.Linear(1, 1, bias=False).double()]
+    )
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for layer, slope in zip(model, (1.0, 1e100), strict=True):
+        layer.weight.grad = torch.full_like(layer.weight, slope)
+    reducer.reduce()
+    assert reducer.grad_norm().item() == 1e100
