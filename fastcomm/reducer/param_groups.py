@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch.nn import Parameter
 
+from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.checkpoints import options_of
 
@@ -50,3 +52,27 @@ def described(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> dict
         for key, value in options_of(group).items():
             described[f"{key} of group {i}"] = agreement.shown(value)
     return described
+
+
+def members(groups: list[dict[str, Any]]) -> list[list[Parameter]]:
+    """The parameters of each group."""
+    return [list(group["params"]) for group in groups]
+
+
+def have(groups: list[dict[str, Any]], parameters: list[list[Parameter]]) -> bool:
+    """Whether the groups have these parameters, in their order."""
+    return len(groups) == len(parameters) and all(
+        len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))
+        for group, own in zip(groups, parameters, strict=True)
+    )
+
+
+def refuse_unreduced(strangers: list[Parameter]) -> None:
+    """Raises FastcommError if one of these, which no bucket has, is to be stepped."""
+    for parameter in strangers:
+        if parameter.requires_grad and parameter.grad is not None:
+            raise FastcommError(
+                f"a parameter of shape {tuple(parameter.shape)} in the groups of the "
+                "ShardedOptimizer has a gradient that nobody reduces: it is not in the reducer's "
+                "model, or came there after the last refresh()"
+            )

@@ -163,6 +163,24 @@ class ShardedOptimizer(Optimizer):
         if hasattr(self, "_inner"):
             self._make_inner(dict(self._inner.state))
 
+    @property
+    def state(self) -> Any:
+        """This rank's pieces of it: see full_state_dict(). An empty one may be assigned: the
+        optimizer begins anew. Raises FastcommError for another.
+        """
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not hasattr(self, "_inner"):
+            return  # of Optimizer.__init__()
+        if state:
+            raise FastcommError(
+                "the state of a ShardedOptimizer is of this rank's pieces: give the whole one to "
+                "load_full_state_dict()"
+            )
+        self._inner.state, self._aside = state, {}
+
     # -- the buckets -------------------------------------------------------------------------------
 
     def set_state_aside(self) -> None:
@@ -229,7 +247,8 @@ class ShardedOptimizer(Optimizer):
         ]
         self._inner = self._class(groups, **self._defaults)
         self._inner.state.update(states)
-        self.state = self._inner.state
+        self._members = param_groups.members(self.param_groups)
+        self._strangers = [p for p in self._parameters() if p not in self._parts]
 
     def _pieces_of(self, parameters: Iterable[Parameter]) -> dict[Parameter, Piece]:
         """What this rank steps of these parameters, in their order."""
@@ -263,6 +282,8 @@ class ShardedOptimizer(Optimizer):
         if self.reducer.skipped:
             return loss
         try:
+            self._follow_groups()
+            param_groups.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
                 _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
             if self.sharding.shares_parameters:
@@ -280,6 +301,11 @@ class ShardedOptimizer(Optimizer):
             raise
         self.is_torn = False
         return loss
+
+    def _follow_groups(self) -> None:
+        """Of parameters that were taken out of a group, or put into another one."""
+        if not param_groups.have(self.param_groups, self._members):
+            self._make_inner(dict(self._inner.state))
 
     def _step_pieces(self) -> None:
         pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))
@@ -388,6 +414,7 @@ class ShardedOptimizer(Optimizer):
         saved: dict[str, Any],
         take: Callable[[Parameter, Piece, checkpoints.State], checkpoints.State],
     ) -> None:
+        self._follow_groups()
         number_of = self._numbers_in(saved)
         states = checkpoints.states_by_number(saved, number_of.values())
         for mine, inner, theirs in zip(
@@ -408,7 +435,6 @@ class ShardedOptimizer(Optimizer):
         }
         packed = checkpoints.numbered(self._inner.param_groups)
         self._inner.load_state_dict({"state": state, "param_groups": packed})
-        self.state = self._inner.state
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for this rank of as many: save one for each rank, or use

@@ -128,6 +128,27 @@ MUTATIONS = (
         tests=STATE_TESTS,
     ),
     Mutation(
+        name="sharded: a parameter that was moved is stepped with its old group's options",
+        file=SHARDED,
+        old="        if not param_groups.have(self.param_groups, self._members):\n",
+        new="        if False:\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: groups of as many parameters are taken for those they were",
+        file="fastcomm/reducer/param_groups.py",
+        old=' and all(map(operator.is_, group["params"], own))',
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="sharded: a state is loaded by the groups that were",
+        file=SHARDED,
+        old="        self._follow_groups()\n        number_of",
+        new="        number_of",
+        tests=TESTS,
+    ),
+    Mutation(
         name="sharded: the norm is that of one rank's share",
         file=NORMS,
         old="    comm.all_reduce(square_sum)\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 
@@ -162,6 +163,45 @@ def test_a_group_for_parameters_that_were_added(comm):
         optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.1})
         reducer.refresh()
     pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_groups_that_were_changed_by_hand(comm, buckets):
+    def groups(model):
+        rates = (0.01, 0.1, 0.05)
+        layers = (model[i].parameters() for i in (0, 2, 4))
+        return [{"params": p, "lr": lr} for p, lr in zip(layers, rates, strict=True)]
+
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, groups=groups, **buckets)
+    pair.train()
+    for optimizer in pair.optimizers:
+        first, second, _ = optimizer.param_groups
+        second["params"].append(first["params"].pop())
+    pair.train(first=STEPS)
+    saved = pair.plain.state_dict()
+    for optimizer in pair.optimizers:
+        optimizer.param_groups = optimizer.param_groups[::-1]
+    reordered = copy.deepcopy(pair.plain.state_dict())
+    assert reordered["param_groups"] != saved["param_groups"]
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(reordered))
+    pair.train(first=2 * STEPS)
+    for optimizer in pair.optimizers:
+        del optimizer.param_groups[0]
+    before = pair.models[1][4].weight.clone()
+    pair.train(first=3 * STEPS)
+    assert torch.equal(pair.models[1][4].weight, before)
+
+
+@on_ranks(2)
+def test_a_gradient_that_nobody_reduces_is_not_passed_over(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    strange = nn.Parameter(torch.zeros(3, 5))
+    pair.sharded.add_param_group({"params": [strange]})
+    pair.train()
+    strange.grad = torch.ones(3, 5)
+    with pytest.raises(FastcommError, match=r"shape \(3, 5\).* has a gradient that nobody reduces"):
+        pair.sharded.step()
 
 
 @on_ranks(2)

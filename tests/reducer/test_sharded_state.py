@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -148,6 +149,18 @@ def test_the_state_of_frozen_parameters_is_kept(comm, buckets):
     pair.models[1][2].weight.data = torch.zeros(16, 8)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 2\.weight has shape \[16, 16\]"):
         freeze(False)
+
+
+@on_ranks(2)
+def test_an_empty_state_may_be_assigned(comm, buckets):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
+    pair.train()
+    with pytest.raises(FastcommError, match=r"load_full_state_dict\(\)"):
+        pair.sharded.state = dict(pair.plain.state)
+    for optimizer in pair.optimizers:
+        optimizer.state = defaultdict(dict)
+    pair.train(first=STEPS)
+    assert pair.sharded.full_state_dict()["state"][0]["step"] == STEPS
 
 
 @on_ranks(2)
