@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.errors import FastcommError
@@ -37,6 +39,22 @@ def refuse(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is not in the reducer's model: "
                 "attach() that model, and give only its parameters"
+            )
+
+
+def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a trainable parameter that lies where another tensor of the model does:
+    a ShardedOptimizer moves parameters into memory of its own, each for itself.
+    """
+    name_at: dict[int, tuple[str, bool]] = {}
+    for name, tensor in tensors:
+        if not tensor.numel():
+            continue
+        other, is_moved = name_at.setdefault(tensor.data_ptr(), (name, tensor.requires_grad))
+        if other != name and (is_moved or tensor.requires_grad):
+            raise ValueError(
+                f"{other} and {name} lie in the same memory, and ShardedOptimizer would part them: "
+                "make them one parameter (b.weight = a.weight), or clone one of them"
             )
 
 

@@ -120,6 +120,8 @@ class ShardedOptimizer(Optimizer):
             groups = list(named.values()) if params is None else list(params)
             plain = self._class(groups, **self._defaults)
             param_groups.refuse(plain.param_groups, named)
+            buffers = model.named_buffers() if isinstance(model, Module) else ()
+            param_groups.refuse_shared_memory([*reducer._named_parameters(), *buffers])
         except (ValueError, TypeError) as error:
             problem = error
         described = {

@@ -149,6 +149,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="sharded: a buffer on a parameter's memory is left behind",
+        file=SHARDED,
+        old="[*reducer._named_parameters(), *buffers]",
+        new="reducer._named_parameters()",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
         name="sharded: the norm is that of one rank's share",
         file=NORMS,
         old="    comm.all_reduce(square_sum)\n",

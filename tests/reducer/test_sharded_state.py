@@ -15,6 +15,7 @@ from torch import nn
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
 from tests.support.models import (
+    Heads,
     backward,
     convnet,
     image_backward,
@@ -354,6 +355,38 @@ def test_parameters_without_a_group_or_a_model_are_refused(comm):
     strange = [*model.parameters(), nn.Parameter(torch.zeros(3, 5))]
     with pytest.raises(ValueError, match=r"shape \(3, 5\) is not in the reducer's model"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, strange, lr=0.1)
+
+
+@on_ranks(2)
+def test_parameters_in_the_same_memory_are_refused(comm):
+    for other in ("2.bias", "mean"):
+        model = mlp()
+        if other == "mean":
+            model.register_buffer("mean", model[0].bias.detach())
+        else:
+            model[2].bias.data = model[0].bias.data
+        reducer = fastcomm.Reducer(comm).attach(model)
+        with pytest.raises(ValueError, match=rf"0\.bias and {other} lie in the same memory"):
+            fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+        reducer.detach()
+        model[0].requires_grad_(False)
+        model[2].bias.requires_grad_(False)  # then nothing is moved
+        fastcomm.ShardedOptimizer(reducer.attach(model), torch.optim.SGD, lr=0.1)
+
+
+@on_ranks(2)
+def test_gradients_are_used_up(comm):
+    pair = Pair(comm, Heads(2), torch.optim.AdamW, {"lr": 0.01})
+    for step in range(STEPS):
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+            loss_of(model, comm.rank, step, step % 2).backward()  # adds to none of an earlier step
+            optimizer.step()
+            if optimizer is pair.sharded:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            else:
+                optimizer.zero_grad()
+        pair.check()
 
 
 @on_ranks(2)
