@@ -323,6 +323,22 @@ def test_a_refresh_that_one_rank_must_refuse(comm):
     reducer.check_in_sync()
 
 
+@on_ranks(2)
+def test_the_state_is_there_after_a_refresh_that_failed(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    model, reducer = pair.models[1], pair.reducers[1]
+    pair.train()
+    model.register_buffer("mean", torch.zeros(2 + comm.rank))
+    with pytest.raises(MismatchError):
+        reducer.refresh()
+    del model.mean
+    reducer.refresh()
+    saved = pair.sharded.full_state_dict()
+    pair.sharded = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=0.5)
+    pair.sharded.load_full_state_dict(saved)
+    pair.train(first=STEPS)
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "LBFGS": (torch.optim.LBFGS, {}, "LBFGS looks at all parameters together"),
     "SparseAdam": (torch.optim.SparseAdam, {}, "SparseAdam steps sparse gradients"),
