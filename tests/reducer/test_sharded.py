@@ -175,8 +175,8 @@ def test_groups_that_were_changed_by_hand(comm, buckets):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, groups=groups, **buckets)
     pair.train()
     for optimizer in pair.optimizers:
-        first, second, _ = optimizer.param_groups
-        second["params"].append(first["params"].pop())
+        first, second, _ = (group["params"] for group in optimizer.param_groups)
+        first[1], second[1] = second[1], first[1]
     pair.train(first=STEPS)
     saved = pair.plain.state_dict()
     for optimizer in pair.optimizers:
