@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.matrix.functions import BY_HAND
 from tests.matrix.row import Training, error, reduced
+from tests.support.bodies import finish_together
 from tests.support.models import Heads, backward, batch, convnet, image_backward, loss_of, mlp
 
 
@@ -124,6 +125,7 @@ def exchanged(case):
     training = case.train(mlp, backward)
     training.zero_grad()
     training.backward(backward)
+    finish_together(case.comm)  # rank 0 has computed the oracle: the others are ahead of it
     exchange(training.model)
     with case.refused():
         backward(training.model, case.rank)
