@@ -189,6 +189,14 @@ FEWER_BACKWARDS = (
 )
 
 
+# How ranks begin to tell each other objects.
+_COMPARING = sentence("all_gather_single", 1, torch.int64)
+_CALL_ALIKE = (
+    f". A rank at {_COMPARING} is in attach(), refresh(), check_in_sync(), load_state_dict() or "
+    "another call that every rank must make"
+)
+
+
 def mismatch(number: int, calls: Iterable[object]) -> str:
     """The message when ranks call different collectives. calls: each rank's, in words, by rank."""
     words = [str(call) for call in calls]
@@ -202,6 +210,8 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
         )
     elif 0 < n_buckets < len(words):
         advice = FEWER_BACKWARDS
+    if any(call.startswith(_COMPARING) for call in words):
+        advice += _CALL_ALIKE
     return (
         f"the ranks call different collectives (number {number} on this communicator): {wanted}"
         f"{advice}"

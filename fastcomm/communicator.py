@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import itertools
-import pickle
 import sys
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -475,19 +474,3 @@ def blame(error: RuntimeError, slot: int) -> RuntimeError:
     """Notes which of the bucket's gradients the error is about."""
     error.slot = slot  # type: ignore[attr-defined]
     return error
-
-
-def gather_objects(comm: Communicator, value: Any) -> list[Any]:
-    """Every rank's `value` (anything that can be pickled), by rank."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(sizes, torch.tensor([payload.numel()], device=comm.device))
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=comm.device)
-    padded[: payload.numel()] = payload
-    gathered = torch.empty(comm.world_size * longest, dtype=torch.uint8, device=comm.device)
-    comm.all_gather_single(gathered, padded)
-    rows = gathered.view(comm.world_size, longest).cpu().numpy()
-    return [
-        pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)
-    ]

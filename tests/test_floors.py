@@ -15,7 +15,7 @@ PACKAGE = ROOT / "fastcomm"
 FLOORS = (
     ("errors", "autograd_stack", "collective", "flat_buffers", "gradient_slot", "lifetime"),
     ("communicator", "cuda", "watchdog"),
-    ("shm", "nccl", "group"),
+    ("shm", "nccl", "group", "objects"),
     ("bootstrap", "launchers", "rendezvous", "call_folder", "runner", "rank_process"),
     ("insight",),
     ("reducer",),

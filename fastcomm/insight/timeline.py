@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.insight import plot, summary, trace
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import BucketPlan, Step, read_steps
+from fastcomm.objects import called_by, gather_objects
 
 
 class Bucket(Protocol):
@@ -131,14 +132,14 @@ class Timeline:
         communication, exposed time (waiting for it), optimizer and overlap, and how often it was
         last. Collective: every rank calls it, outside backward. Needs rich.
         """
-        return summary.table(self._join())
+        return summary.table(self._join("summary()"))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes all ranks' steps as JSON, which ui.perfetto.dev and chrome://tracing open. Every
         rank calls it; rank 0 writes. Where it cannot, it raises what has gone wrong, the other
         ranks FastcommError.
         """
-        joined = self._join()
+        joined = self._join("save_trace()")
 
         def write() -> None:
             with open(path, "w") as file:
@@ -151,7 +152,7 @@ class Timeline:
         of matplotlib. Every rank calls it; rank 0 writes, and raises as save_trace(). Raises
         ValueError, on every rank, where there is no such round. Needs matplotlib.
         """
-        joined = self._join()
+        joined = self._join("plot()")
         rounds = joined.rounds()
         if not rounds:
             raise ValueError("there is nothing to plot: no step yet that all ranks have recorded")
@@ -171,9 +172,10 @@ class Timeline:
         if told is not None:
             raise FastcommError(f"rank 0 could not write {os.fspath(path)}: {told}")
 
-    def _join(self) -> Joined:
+    def _join(self, call: str) -> Joined:
         """Collective."""
-        return join(self._comm, self._describe(), self._plan, self.steps())
+        with called_by(f"Timeline.{call}"):
+            return join(self._comm, self._describe(), self._plan, self.steps())
 
     def _describe(self) -> str:
         reducer = self._reducer()

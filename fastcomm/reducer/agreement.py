@@ -7,16 +7,16 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError, MismatchError
-from fastcomm.lifetime import again
+from fastcomm.objects import called_by, gather_objects
 from fastcomm.reducer.model import named_parameters
 
 Named = Sequence[tuple[str, Tensor]]
@@ -188,12 +188,8 @@ def compare(
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
     trouble = str(problem) if problem else None
-    try:
+    with called_by(call.name):
         ranks = gather_objects(comm, (call.name, trouble, options, model))
-    except FastcommError as error:
-        named = again(error)
-        named.args = (f"{error} (in {call.name}, which every rank must call)",)
-        raise named from error
     first_call, _, first_options, first_model = ranks[0]
     for rank, (their_call, _, _, _) in enumerate(ranks):
         if their_call != first_call:
@@ -274,41 +270,59 @@ def check_model_in_sync(
     tensors = named_tensors(model)
     values: list[tuple[str, str]] = []
     if optimizer is not None:
-        more, values = optimizer_contents(optimizer, named_parameters(model))
+        names = {parameter: name for name, parameter in named_parameters(model)}
+        more, values = optimizer_contents(optimizer.param_groups, optimizer.state, names)
         tensors += more
-    check_in_sync(comm, tensors, values)
+    check_in_sync(comm, tensors, values, "check_in_sync()", _BRING_TOGETHER)
 
 
-def check_in_sync(comm: Communicator, tensors: Named, values: Sequence[tuple[str, str]]) -> None:
-    """Raises MismatchError naming the first tensor, or value, that is not the same on all ranks."""
+_BRING_TOGETHER = (
+    "sync_buffers() copies rank 0's buffers to all, which are each rank's own until then; "
+    "refresh() the parameters, too; for an optimizer, load rank 0's optimizer.state_dict() on "
+    "every rank (full_state_dict() of a ShardedOptimizer)"
+)
+
+
+def check_in_sync(
+    comm: Communicator, tensors: Named, values: Sequence[tuple[str, str]], call: str, advice: str
+) -> None:
+    """Raises MismatchError naming the first tensor, or value, that is not the same on all ranks.
+
+    call: what every rank calls. advice: what to do, for the message.
+    """
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     bits = _checksums([tensor for _, tensor in tensors])
     rows = [(*row, number) for row, number in zip(described, bits, strict=True)]
-    ranks = gather_objects(comm, [*rows, *values])
-    first = next((row for row in zip(*ranks, strict=False) if len(set(row)) > 1), None)
-    if first is None and len({len(rows) for rows in ranks}) == 1:
-        return
-    if first is None:
-        counts = ", ".join(f"rank {rank}: {len(rows)}" for rank, rows in enumerate(ranks))
-        raise MismatchError(f"the ranks hold different numbers of tensors and values: {counts}")
-    names = sorted({row[0] for row in first})
-    groups: dict[Any, list[str]] = {}
-    for rank, row in enumerate(first):
-        groups.setdefault(row, []).append(str(rank))
-    holders = "; ".join(f"rank {', '.join(group)}{_shown(row)}" for row, group in groups.items())
-    raise MismatchError(
-        f"{' / '.join(names)} is not the same on all ranks: {holders}. Ranks listed together have "
-        "equal values. sync_buffers() copies rank 0's buffers to all, which are each rank's own "
-        "until then; refresh() the parameters, too; for an optimizer, load rank 0's "
-        "optimizer.state_dict() on every rank"
-    )
+    with called_by(call):
+        ranks = [_by_name(theirs) for theirs in gather_objects(comm, [*rows, *values])]
+    for name in dict.fromkeys(name for rows in ranks for name in rows):
+        holders: dict[Any, list[str]] = {}
+        for rank, theirs in enumerate(ranks):
+            holders.setdefault(theirs.get(name, ()), []).append(str(rank))
+        if len(holders) == 1:
+            continue
+        shown = "; ".join(f"rank {', '.join(h)}: {_shown(held)}" for held, h in holders.items())
+        raise MismatchError(
+            f"{name} is not the same on all ranks: {shown}. Ranks listed together have equal "
+            f"values. {advice}"
+        )
 
 
-def _shown(row: tuple[Any, ...]) -> str:
+def _by_name(rows: Iterable[tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """What a rank holds under each name: a name may come twice."""
+    held: dict[str, tuple[Any, ...]] = {}
+    for name, *what in rows:
+        held[name] = (*held.get(name, ()), tuple(what))
+    return held
+
+
+def _shown(held: tuple[Any, ...]) -> str:
     """What a rank holds, for messages: a value as it is, a tensor as a part of its checksum."""
-    return (
-        f": {row[1]}" if len(row) == 2 else f": {row[2]} {list(row[1])} #{row[3] & 0xFFFFFFFF:08x}"
-    )
+    words = [
+        what[0] if len(what) == 1 else f"{what[1]} {list(what[0])} #{what[2] & 0xFFFFFFFF:08x}"
+        for what in held
+    ]
+    return ", ".join(words) or "none"
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:
@@ -336,12 +350,13 @@ def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def optimizer_contents(
-    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
+    groups: Sequence[dict[str, Any]],
+    states: Mapping[Any, dict[str, Any]],
+    names: Mapping[Parameter, str],
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, str]]]:
-    """The tensors and the other values that an optimizer uses, each with a name. named: the
-    parameters of the model.
+    """The tensors and the other values that an optimizer uses, each with a name. states: by
+    parameter. names: of the model's parameters.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in named}
     tensors: list[tuple[str, Tensor]] = []
     values: list[tuple[str, str]] = []
 
@@ -351,13 +366,13 @@ def optimizer_contents(
         else:
             values.append((name, shown(value)))
 
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(groups):
         for key, value in group.items():
             if key != "params":
                 note(f"{key} of the optimizer's group {i}", value)
         for j, parameter in enumerate(group["params"]):
             name = names.get(parameter, f"{j} of the optimizer's group {i}")
-            for key, value in optimizer.state.get(parameter, {}).items():
+            for key, value in states.get(parameter, {}).items():
                 note(f"the optimizer's {key} of parameter {name}", value)
     return tensors, values
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import Communicator, gather_objects
+from fastcomm.communicator import Communicator
+from fastcomm.objects import gather_objects
 from fastcomm.reducer import agreement
 from fastcomm.reducer.geometry import in_memory_order, strides_of
 from fastcomm.reducer.shares import Piece
 
 State = dict[str, Any]
+PLACE = "fastcomm"  # a key of state_dict(), which is one rank's part
 _NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
 
 
@@ -81,6 +83,48 @@ def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
         else:
             mine[key] = value.clone() if isinstance(value, Tensor) else value
     return mine
+
+
+class Saved(NamedTuple):
+    """A saved state, as the optimizer that loads it sees it.
+
+    groups: the saved options, with this optimizer's parameters. states: none for a parameter that
+    was never stepped. place: whose part it is; None of a whole state.
+    """
+
+    groups: list[dict[str, Any]]
+    states: dict[Parameter, State]
+    place: Sequence[Any] | None
+
+
+def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved:
+    """What state_dict(), full_state_dict() or a plain optimizer has saved, for an optimizer with
+    these groups. Raises TypeError for anything else, and ValueError for other groups and for a
+    state of no parameter.
+    """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise TypeError(
+            "load_state_dict() takes what full_state_dict() or state_dict() has returned; got "
+            f"{type(saved).__name__}"
+        )
+    theirs = saved["param_groups"]
+    if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in groups]:
+        raise ValueError(
+            "the state was saved with other parameter groups: give the optimizer the same ones, "
+            "with as many parameters"
+        )
+    pairs = list(zip(groups, theirs, strict=True))
+    parameter_of = {
+        number: parameter
+        for mine, group in pairs
+        for number, parameter in zip(group["params"], mine["params"], strict=True)
+    }
+    states = states_by_number(saved, parameter_of)
+    return Saved(
+        [{**options_of(group), "params": mine["params"]} for mine, group in pairs],
+        {parameter_of[number]: state for number, state in states.items()},
+        saved.get(PLACE),
+    )
 
 
 def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[Any, State]:

@@ -216,7 +216,7 @@ class Reducer(UnevenData):
             # what was prepared here is ready, whatever stream the first backward runs on
             self.comm.barrier()
         except BaseException:  # another rank could not attach
-            self.detach()
+            self._release()
             raise
 
     def _remember(self, source: Model) -> None:
@@ -292,7 +292,7 @@ class Reducer(UnevenData):
         """After a refresh() that failed: without hooks a loop that survives it would train on, each
         rank for itself.
         """
-        self.detach()  # whatever attach() has left
+        self._release()  # whatever attach() has left
         self._remember(model)
         self._tripwires.refusal = _FAILED_REFRESH
         for _, parameter in self._named_parameters():

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError
+from fastcomm.objects import called_by
 from fastcomm.reducer import (
     agreement,
     arrivals,
@@ -35,7 +36,7 @@ from fastcomm.reducer.shares import Piece, RankShare, ShardedBucket, ShardedBy, 
 
 _MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
 _REFRESH = agreement.Call("refresh()", "optimizers", "cannot refresh its ShardedOptimizer")
-_SAVED_AS = "fastcomm"  # a key of state_dict()
+_LOADING = agreement.Call("load_state_dict()", "states to load", "cannot load its state")
 
 
 class ShardedOptimizer(Optimizer):
@@ -103,7 +104,11 @@ class ShardedOptimizer(Optimizer):
         self._buckets: Sequence[ShardedBucket] = []
         torch_helpers.watch(ShardedOptimizer, _is_held)
         reducer.sharded_by = ShardedBy(self)
-        reducer.refresh()
+        try:
+            reducer.refresh()
+        except BaseException:
+            reducer.sharded_by = ShardedBy()  # of nothing that is half made
+            raise
 
     def _make_plain(self, params: Iterable[Any] | None, overlap_gather: bool) -> Optimizer:
         """The plain optimizer, for its parameter groups and defaults. Collective: raises on every
@@ -210,15 +215,29 @@ class ShardedOptimizer(Optimizer):
         agreement.compare(self.comm, problem, {}, [], _REFRESH)
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See shares.Stepper. Raises ValueError for a trainable parameter without a group, or of
-        another shape than its state.
+        """See shares.Stepper. Collective. Raises, on every rank, ValueError for a trainable
+        parameter without a group, or of another shape than its state.
         """
-        self._buckets, self.is_torn = buckets, False
+        parts, problem = {}, None
+        try:
+            parts = self._parts_in(buckets)
+        except ValueError as error:
+            problem = error
+        agreement.compare(self.comm, problem, {}, [], _REFRESH)
+        self._buckets, self._parts, self.is_torn = buckets, parts, False
         model = self.reducer._attached_model()
         if self._overlaps and isinstance(model, Module):
             self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
-        self._parts = {}
-        known = set(self._parameters())
+        pieces = self._pieces_of(self._aside)
+        states: dict[Tensor, checkpoints.State] = {
+            piece.parameter: checkpoints.cut(parameter, piece, self._aside[parameter])
+            for parameter, piece in pieces.items()
+        }
+        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
+        self._make_inner(states)
+
+    def _parts_in(self, buckets: Sequence[ShardedBucket]) -> dict[Parameter, Part]:
+        known, parts = set(self._parameters()), {}
         for bucket in buckets:
             share = _share_of(bucket)
             for i, (name, parameter) in enumerate(
@@ -231,14 +250,8 @@ class ShardedOptimizer(Optimizer):
                     )
                 if self.sharding.cuts:
                     checkpoints.refuse_misfit(name, parameter, self._aside.get(parameter, {}))
-                self._parts[parameter] = Part(parameter, share.spans(i), share.pieces[i])
-        pieces = self._pieces_of(self._aside)
-        states: dict[Tensor, checkpoints.State] = {
-            piece.parameter: checkpoints.cut(parameter, piece, self._aside[parameter])
-            for parameter, piece in pieces.items()
-        }
-        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
-        self._make_inner(states)
+                parts[parameter] = Part(parameter, share.spans(i), share.pieces[i])
+        return parts
 
     def _make_inner(self, states: dict[Tensor, checkpoints.State]) -> None:
         """The optimizer of this rank's pieces."""
@@ -288,8 +301,9 @@ class ShardedOptimizer(Optimizer):
             param_groups.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
                 _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
-            if self.sharding.shares_parameters:
-                self.comm.barrier()  # no rank reads them any more
+            if not self.comm.has_streams:
+                # no rank reads the parameters any more, and none has dropped the step
+                self.comm.barrier()
             self.is_torn = True
             self._step_pieces()
             self._spread()
@@ -373,10 +387,9 @@ class ShardedOptimizer(Optimizer):
         """The whole state, on every rank, in the format of the plain optimizer, whose
         load_state_dict() takes it. Collective.
         """
-        return {
-            "state": self._gather_state(),
-            "param_groups": checkpoints.numbered(self.param_groups),
-        }
+        with called_by("full_state_dict()"):
+            state = self._gather_state()
+        return {"state": state, "param_groups": checkpoints.numbered(self.param_groups)}
 
     def _gather_state(self) -> dict[int, checkpoints.State]:
         parts = [self._parts.get(p, Part(p, {}, None)) for p in self._parameters()]
@@ -388,55 +401,11 @@ class ShardedOptimizer(Optimizer):
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
-        optimizer. Every rank gives the same one; no rank is asked. Raises ValueError for other
-        groups than these, and naming a parameter whose state has another shape.
+        optimizer. Collective: every rank gives the same. Raises on every rank: TypeError and
+        ValueError for anything else, other groups than these, and a state of another shape, naming
+        the parameter; MismatchError, naming what differs between the ranks.
         """
-        number_of = self._numbers_in(state_dict)
-        states = checkpoints.states_by_number(state_dict, number_of.values())
-        for bucket in self._buckets if self.sharding.cuts else ():
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                if parameter is not None:
-                    state = states.get(number_of[parameter], {})
-                    checkpoints.refuse_misfit(name, parameter, state)
-        self._load(state_dict, checkpoints.cut)
-
-    def _numbers_in(self, saved: dict[str, Any]) -> dict[Parameter, Any]:
-        """By which number the saved state knows each parameter."""
-        groups = saved["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                "the state was saved with other parameter groups: give the optimizer the same "
-                "ones, with as many parameters"
-            )
-        numbers = [number for group in groups for number in group["params"]]
-        return dict(zip(self._parameters(), numbers, strict=True))
-
-    def _load(
-        self,
-        saved: dict[str, Any],
-        take: Callable[[Parameter, Piece, checkpoints.State], checkpoints.State],
-    ) -> None:
-        self._follow_groups()
-        number_of = self._numbers_in(saved)
-        states = checkpoints.states_by_number(saved, number_of.values())
-        for mine, inner, theirs in zip(
-            self.param_groups, self._inner.param_groups, saved["param_groups"], strict=True
-        ):
-            options = copy.deepcopy(options_of(theirs))  # a tensor would be shared with `saved`
-            mine.update(options)
-            inner.update(options)
-        state = {
-            i: take(parameter, piece, states[number_of[parameter]])
-            for i, (parameter, piece) in enumerate(self._pieces_of(number_of).items())
-            if number_of[parameter] in states
-        }
-        self._aside = {
-            parameter: copy.deepcopy(states[number])
-            for parameter, number in number_of.items()
-            if parameter not in self._parts and number in states
-        }
-        packed = checkpoints.numbered(self._inner.param_groups)
-        self._inner.load_state_dict({"state": state, "param_groups": packed})
+        self._load(state_dict, must_be_whole=True)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for this rank of as many: save one for each rank, or use
@@ -451,7 +420,7 @@ class ShardedOptimizer(Optimizer):
             "state": {i: dict(state) for i, state in states.items() if state}
             | self._aside_by_number(),
             "param_groups": checkpoints.numbered(self.param_groups),
-            _SAVED_AS: self._place(),
+            checkpoints.PLACE: self._place(),
         }
 
     def _place(self) -> tuple[int, int, list[int]]:
@@ -459,20 +428,60 @@ class ShardedOptimizer(Optimizer):
         return self.comm.rank, self.comm.world_size, [piece.parameter.numel() for piece in pieces]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() has saved on this rank of as many ranks, or a whole state: see
-        load_full_state_dict(). Raises ValueError for another rank's part.
+        """Takes what state_dict() has saved on this rank of as many ranks, or a whole state.
+        Collective, and raises, as load_full_state_dict(); ValueError for another rank's part.
         """
-        place = state_dict.get(_SAVED_AS)
-        if place is None:
-            self.load_full_state_dict(state_dict)
+        self._load(state_dict, must_be_whole=False)
+
+    def _load(self, state_dict: dict[str, Any], *, must_be_whole: bool) -> None:
+        self._follow_groups()
+        saved, problem = checkpoints.Saved([], {}, None), None
+        try:
+            saved = checkpoints.read(state_dict, self.param_groups)
+            self._refuse_saved(saved, must_be_whole)
+        except (TypeError, ValueError) as error:
+            problem = error
+        kind = {"the kind of state": "the whole" if saved.place is None else "one rank's part"}
+        agreement.compare(self.comm, problem, kind, [], _LOADING)
+        common = saved.states
+        if saved.place is not None:  # but for the pieces, which differ
+            common = {p: state for p, state in common.items() if p not in self._parts}
+        names = {parameter: name for name, parameter in self.reducer._named_parameters()}
+        tensors, values = agreement.optimizer_contents(saved.groups, common, names)
+        agreement.check_in_sync(
+            self.comm, tensors, values, _LOADING.name, "load the same state on every rank"
+        )
+        self._take(saved)
+
+    def _refuse_saved(self, saved: checkpoints.Saved, must_be_whole: bool) -> None:
+        """Raises ValueError for a state that is not this rank's, or does not fit."""
+        if saved.place is not None:
+            if must_be_whole or list(saved.place) != list(self._place()):
+                raise ValueError(
+                    f"this is the state of rank {saved.place[0]} of {saved.place[1]}, or of other "
+                    f"buckets; rank {self.comm.rank} of {self.comm.world_size} cannot take it: "
+                    "save full_state_dict(), which any rank takes"
+                )
             return
-        if list(place) != list(self._place()):
-            raise ValueError(
-                f"this is the state of rank {place[0]} of {place[1]}, or of other buckets; rank "
-                f"{self.comm.rank} of {self.comm.world_size} cannot take it: save "
-                "full_state_dict(), which any rank takes"
-            )
-        self._load(state_dict, lambda _, __, state: dict(state))
+        for name, parameter in self.reducer._named_parameters() if self.sharding.cuts else ():
+            if parameter in self._parts:
+                checkpoints.refuse_misfit(name, parameter, saved.states.get(parameter, {}))
+
+    def _take(self, saved: checkpoints.Saved) -> None:
+        groups = zip(self.param_groups, self._inner.param_groups, saved.groups, strict=True)
+        for mine, inner, theirs in groups:
+            options = copy.deepcopy(options_of(theirs))  # a tensor would be shared with `saved`
+            mine.update(options)
+            inner.update(options)
+        is_whole, states = saved.place is None, saved.states
+        state = {
+            i: checkpoints.cut(p, piece, states[p]) if is_whole else dict(states[p])
+            for i, (p, piece) in enumerate(self._pieces_of(self._parameters()).items())
+            if p in states
+        }
+        self._aside = {p: copy.deepcopy(states[p]) for p in states if p not in self._parts}
+        packed = checkpoints.numbered(self._inner.param_groups)
+        self._inner.load_state_dict({"state": state, "param_groups": packed})
 
 
 def _share_of(bucket: ShardedBucket) -> RankShare:

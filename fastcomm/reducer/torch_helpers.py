@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
+from fastcomm.objects import called_by
 from fastcomm.reducer.optimizer_steps import skipped_nonfinite
 
 # What clips in clip_grad, and its name in torch.nn.utils.
@@ -135,7 +136,8 @@ def _agreeing(unscale: Callable[..., Any], kind: type[Any]) -> Callable[..., Any
         found = unscale(scaler, SimpleNamespace(param_groups=[{"params": held}]), *args)
         device = holder.comm.device
         number = found.get(device, torch.zeros((), device=device))
-        holder.comm.all_reduce(number, "max")
+        with called_by("GradScaler.unscale_()"):
+            holder.comm.all_reduce(number, "max")
         return {device: number}
 
     return agreed

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import Communicator, gather_objects, note_abandoned
+from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
@@ -27,6 +27,7 @@ from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
 from fastcomm.insight.steps import Step, read_steps
 from fastcomm.insight.transport import measure_costs
+from fastcomm.objects import gather_objects
 from fastcomm.reducer.geometry import kind_of
 from fastcomm.reducer.layout import plan_buckets
 from fastcomm.reducer.model import Model

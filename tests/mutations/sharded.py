@@ -12,7 +12,7 @@ LAYOUT = "fastcomm/reducer/layout.py"
 HELPERS = "fastcomm/reducer/torch_helpers.py"
 
 TESTS = ("tests/reducer/test_sharded.py",)
-STATE_TESTS = ("tests/reducer/test_sharded_state.py",)
+STATE_TESTS = ("tests/reducer/test_sharded_state.py", "tests/reducer/test_sharded_failures.py")
 
 MUTATIONS = (
     Mutation(
