@@ -58,9 +58,9 @@ def _rich(module: str) -> Any:
 
 def _title(joined: Joined, rounds: Sequence[Sequence[Step]]) -> str:
     first, last = rounds[0][0].number, rounds[-1][0].number
-    others = [step for steps in joined.ranks for step in steps if not step.has_round]
+    by_rank = [[step.kind for step in steps if not step.has_round] for steps in joined.ranks]
     counts = {
-        kind: sum(step.kind == kind for step in others) for kind in ("accumulated", "abandoned")
+        kind: max(kinds.count(kind) for kinds in by_rank) for kind in ("accumulated", "abandoned")
     }
     more = "".join(f"; {count} {kind}, left out" for kind, count in counts.items() if count)
     return f"{joined.what}: rounds {first} to {last}, medians in ms{more}"

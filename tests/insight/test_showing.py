@@ -65,7 +65,7 @@ def test_the_table_has_a_row_for_each_rank():
 
 def test_steps_that_are_no_rounds_are_counted_and_left_out():
     steps = (_step(), _step(kind="accumulated", number=0))
-    joined = Joined("reducer 0", PLAN, (steps, steps))
+    joined = Joined("reducer 0", PLAN, (steps, (*steps, _step(kind="accumulated", number=0))))
     assert len(joined.rounds()) == 1
     assert "2 accumulated, left out" in summary.table(joined)
 
