@@ -38,16 +38,18 @@ def main() -> int:
     print(f"# {machine.summary()}")
     print(f"# {', '.join(SHORT)}: together about three minutes on two cores", flush=True)
     all_results, failed = [], []
-    for name, arguments in SHORT.items():
-        print(f"\n== {name}", flush=True)
-        status, text = run(name, [*arguments, "--ranks", str(options.ranks), "--json", "-"])
-        if status != 0:
-            failed.append(name)
-        if text:
-            all_results.append(json.loads(text))
-    print()
-    if all_results:
-        write(all_results, options)
+    try:
+        for name, arguments in SHORT.items():
+            print(f"\n== {name}", flush=True)
+            status, text = run(name, [*arguments, "--ranks", str(options.ranks), "--json", "-"])
+            if status != 0:
+                failed.append(name)
+            if text:
+                all_results.append(json.loads(text))
+    finally:  # also where the run is cut off
+        print()
+        if all_results:
+            write(all_results, options)
     if failed:
         print(f"failed, see above: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
