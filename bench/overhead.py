@@ -37,7 +37,7 @@ import torch.distributed as dist
 import turns
 from counters import Counters
 from models import CASES, WARM_UP_STEPS, Case
-from tables import Column, Table
+from tables import Column, Spread, Table
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
@@ -231,8 +231,13 @@ def summarise(
     ddp = report.added(by_round, "local", "ddp")
     parts = {}
     for part, (before, after) in PARTS.items():
-        added = report.added(by_round, before, after)
-        parts[part] = {"ms": round(added, 3), "share_of_ddp": round(added / ddp, 3)}
+        added = Spread.quartiles(report.differences(by_round, before, after)).rounded()
+        parts[part] = {
+            "ms": added.middle,
+            "quartile_1_ms": added.low,
+            "quartile_3_ms": added.high,
+            "share_of_ddp": round(added.middle / ddp, 3),
+        }
         for i, name in enumerate(names):
             by_way = dict(zip(WAYS, counts[:, :, i].T.tolist(), strict=True))
             parts[part][name] = round(report.added(by_way, before, after), 1)
@@ -252,14 +257,16 @@ def rows_of(name: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    columns = [Column(30, ("part",), "<"), Column(9, ("ms",)), Column(13, ("share of DDP",))]
+    columns = [Column(30, ("part",), "<"), Column(9, ("ms",)), Column(17, ("quartiles",))]
+    columns += [Column(13, ("share of DDP",))]
     columns += [Column(10, ("CPU ms",)), Column(16, ("k instructions",))]
     columns += [Column(16, ("k cache misses",)), Column(13, ("page faults",))]
     size = f"{result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors"
     medians = ", ".join(f"{way} {ms:.1f}" for way, ms in result["median_ms"].items())
     table = Table(columns, title=f"\n{result['model']}: {size}\n  steps in ms: {medians}")
     for part, figures in result["parts"].items():
-        cells = [part, f"{figures['ms']:.2f}", f"{figures['share_of_ddp']:.3f}"]
+        quartiles = f"{figures['quartile_1_ms']:.2f} to {figures['quartile_3_ms']:.2f}"
+        cells = [part, f"{figures['ms']:.2f}", quartiles, f"{figures['share_of_ddp']:.3f}"]
         cells.append(f"{figures['cpu_ms']:.2f}")
         for name in ("instructions", "cache_misses"):
             cells.append(f"{figures[name] / 1e3:.1f}" if name in figures else "")

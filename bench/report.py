@@ -72,7 +72,12 @@ def added(samples: Mapping[str, Sequence[float]], base: str, way: str) -> float:
     """The median over rounds of what `way` takes more than `base`: what slows a whole round does
     not count.
     """
-    return statistics.median(a - b for a, b in zip(samples[way], samples[base], strict=True))
+    return statistics.median(differences(samples, base, way))
+
+
+def differences(samples: Mapping[str, Sequence[float]], base: str, way: str) -> list[float]:
+    """By round, what `way` takes more than `base`."""
+    return [a - b for a, b in zip(samples[way], samples[base], strict=True)]
 
 
 def overheads(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:

@@ -52,7 +52,7 @@ def written(modules: dict[str, ModuleType]) -> str:
     pytest.importorskip("matplotlib")
     results = [results_of(name) for name in SHOWN]
     for one in results:
-        one["machine"]["cpu"] = "One Processor"
+        one["machine"] = {**results[0]["machine"], "cpu": "One Processor"}
     results[-1]["machine"]["cpu"] = "Another Processor"
     return str(modules["page"].write(results))
 
