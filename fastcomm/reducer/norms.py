@@ -15,6 +15,7 @@ from torch.nn.parameter import Parameter
 
 from fastcomm.collective import as_pairs
 from fastcomm.communicator import Communicator
+from fastcomm.objects import called_by
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.sparse_rows import scale_, values_of
 
@@ -23,7 +24,7 @@ def norm(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     """The 2-norm of all gradients together, as a scalar."""
     shared = _in_shares(buckets)
     if shared is not None:
-        return _norm_over_shares(buckets, shared, comm)
+        return _norm_over_shares(buckets, shared, comm, "grad_norm()")
     return _norm_from(buckets, [bucket.square_sum() for bucket in buckets])
 
 
@@ -31,7 +32,7 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Ten
     """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before."""
     shared = _in_shares(buckets)
     if shared is not None:
-        before = _norm_over_shares(buckets, shared, comm)
+        before = _norm_over_shares(buckets, shared, comm, "clip_grad_norm_()")
         if shared:
             torch._foreach_mul_(shared, _clip_factor(max_norm, before))
         return before
@@ -60,7 +61,8 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     shared = _in_shares(buckets)
     if shared is not None:
         count = _count_nonfinite(shared, comm.device)
-        comm.all_reduce(count)
+        with called_by("nonfinite_count()"):
+            comm.all_reduce(count)
         return count
     found = [bucket.n_nonfinite() for bucket in buckets]
     counts = [count for count in found if count is not None]
@@ -120,12 +122,13 @@ def _in_shares(buckets: Sequence[Bucket]) -> list[Tensor] | None:
 
 
 def _norm_over_shares(
-    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Communicator
+    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Communicator, call: str
 ) -> Tensor:
     square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)
     if gradients:
         square_sum = _norm_of(gradients).double() ** 2
-    comm.all_reduce(square_sum)
+    with called_by(call):
+        comm.all_reduce(square_sum)
     return _as_gradients(square_sum.sqrt(), buckets)
 
 

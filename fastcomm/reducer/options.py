@@ -81,7 +81,8 @@ class Options:
         if self.wire_dtype not in wires:
             raise ValueError(
                 f"over {comm.backend}, wire_dtype must be one of "
-                f"{', '.join(map(str, wires))}; got {self.wire_dtype!r}"
+                f"{', '.join(map(str, wires))}; got {self.wire_dtype!r} (comm.wire_dtypes says "
+                "what goes where)"
             )
         if self.error_feedback and not comm.feeds_back_errors:
             refuse_error_feedback(comm.backend)

@@ -14,6 +14,18 @@ from fastcomm.reducer import agreement
 from fastcomm.reducer.checkpoints import options_of
 
 
+def given(params: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, as an optimizer takes them. Raises TypeError for anything
+    else.
+    """
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"params are parameters, or groups of them; got {params!r} (options go by name: "
+            "lr=1e-3)"
+        )
+    return list(params)
+
+
 def refuse(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
     """Raises ValueError for parameters that are missing, or not the reducer's."""
     given = {parameter for group in groups for parameter in group["params"]}

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fastcomm.collective import buffers_label
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError
-from fastcomm.objects import called_by
 from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import ReducerFlags
@@ -135,8 +134,7 @@ class ReducedGradients(ReducerFlags):
         past torch (.data, NumPy) are noticed if they change all of a gradient.
         """
         self._require_all_reduced()
-        with called_by("grad_norm()"):
-            return norms.norm(self._buckets, self.comm)
+        return norms.norm(self._buckets, self.comm)
 
     def _require_all_reduced(self) -> None:
         self._attached_model()
@@ -150,16 +148,14 @@ class ReducedGradients(ReducerFlags):
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._require_all_reduced()
-        with called_by("clip_grad_norm_()"):
-            return norms.clip_(self._buckets, max_norm, self.comm)
+        return norms.clip_(self._buckets, max_norm, self.comm)
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
         """
         self._require_all_reduced()
-        with called_by("nonfinite_count()"):
-            return norms.nonfinite_count(self._buckets, self.comm)
+        return norms.nonfinite_count(self._buckets, self.comm)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""

@@ -122,12 +122,12 @@ class ShardedOptimizer(Optimizer):
             shardable.refuse(self._class, self._defaults, reducer, self.sharding)
             if overlap_gather:
                 arrivals.refuse(model)
-            groups = list(named.values()) if params is None else list(params)
+            groups = list(named.values()) if params is None else param_groups.given(params)
             plain = self._class(groups, **self._defaults)
             param_groups.refuse(plain.param_groups, named)
             buffers = model.named_buffers() if isinstance(model, Module) else ()
             param_groups.refuse_shared_memory([*reducer._named_parameters(), *buffers])
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
         described = {
             "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
@@ -439,7 +439,7 @@ class ShardedOptimizer(Optimizer):
         try:
             saved = checkpoints.read(state_dict, self.param_groups)
             self._refuse_saved(saved, must_be_whole)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # the state may be anything, and the others are to hear of it
             problem = error
         kind = {"the kind of state": "the whole" if saved.place is None else "one rank's part"}
         agreement.compare(self.comm, problem, kind, [], _LOADING)

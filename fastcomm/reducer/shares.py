@@ -99,9 +99,10 @@ class RankShare:
         ]
 
     def _piece(self, i: int, gradients: Tensor, requires_grad: bool) -> Piece | None:
-        begin, end = self.spans(i).get(self._comm.rank, (0, 0))
-        if begin == end:
+        span = self.spans(i).get(self._comm.rank)
+        if span is None:
             return None
+        begin, end = span
         offset, size, strides = self._geometries[i]
         if end - begin < size.numel():
             size, strides = torch.Size([end - begin]), (1,)
@@ -110,9 +111,13 @@ class RankShare:
         return Piece(begin, end, Parameter(parameter, requires_grad), gradient)
 
     def spans(self, i: int) -> dict[int, tuple[int, int]]:
-        """By rank, which of the i-th parameter's elements lie in its share: [begin, end)."""
+        """By rank, which of the i-th parameter's elements lie in its share: [begin, end). One
+        without elements is rank 0's.
+        """
         offset, size, _ = self._geometries[i]
         numel = size.numel()
+        if not numel:
+            return {0: (0, 0)}
         cuts = [min(max(bound - offset, 0), numel) for bound in self._bounds]
         spans = zip(cuts, cuts[1:], strict=False)
         return {rank: span for rank, span in enumerate(spans) if span[0] < span[1]}

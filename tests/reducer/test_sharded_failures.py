@@ -211,6 +211,20 @@ def test_a_refresh_with_a_parameter_that_one_rank_gives_to_no_group(comm):
 
 
 @on_ranks(2)
+def test_a_class_that_raises_on_one_rank(comm):
+    class Breaks(torch.optim.SGD):
+        def __init__(self, params, lr):
+            if comm.rank == 1:
+                raise KeyError("no such option")
+            super().__init__(params, lr)
+
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(KeyError if comm.rank == 1 else FastcommError, match="no such option"):
+        fastcomm.ShardedOptimizer(reducer, Breaks, lr=0.1)
+
+
+@on_ranks(2)
 def test_an_optimizer_that_could_not_be_made_holds_nothing(comm):
     pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
     model, reducer = pair.models[0], pair.reducers[0]
@@ -227,6 +241,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "SparseAdam": (torch.optim.SparseAdam, {}, "SparseAdam steps sparse gradients"),
     "differentiable": (torch.optim.SGD, {"lr": 0.1, "differentiable": True}, "differentiable"),
     "bad option": (torch.optim.SGD, {"lr": -1.0}, "Invalid learning rate"),
+    "option by place": (torch.optim.SGD, {"params": 0.1}, r"got 0\.1 \(options go by name: lr="),
     "no class": (torch.optim.SGD([torch.zeros(1)], lr=0.1), {}, "class of an optimizer"),
 }
 if hasattr(torch.optim, "Muon"):  # from torch 2.9 on

@@ -185,6 +185,26 @@ def test_a_state_of_another_shape_is_refused(comm):
     pair.train(first=STEPS)
 
 
+@on_ranks(3)
+def test_the_state_of_a_parameter_without_elements(comm):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.none = mlp(), nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, x):
+            return self.inner(x) + self.none.sum()
+
+    pair = Pair(comm, Odd(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    theirs, mine = pair.plain.state_dict(), pair.sharded.full_state_dict()
+    assert theirs["state"].keys() == mine["state"].keys()
+    number = [name for name, _ in pair.models[0].named_parameters()].index("none")
+    assert mine["state"][number]["exp_avg"].shape == (0, 4)
+    pair.sharded.load_full_state_dict(copy.deepcopy(theirs))
+    pair.train(first=STEPS)
+
+
 @every_transport
 @on_ranks(2)
 def test_a_rank_that_has_no_state_to_load_is_an_error_on_all(comm, buckets):
@@ -192,11 +212,12 @@ def test_a_rank_that_has_no_state_to_load_is_an_error_on_all(comm, buckets):
     pair.train()
     saved = copy.deepcopy(pair.sharded.full_state_dict())
     for load in (pair.sharded.load_full_state_dict, pair.sharded.load_state_dict):
-        with pytest.raises(
-            TypeError if comm.rank == 1 else FastcommError,
-            match=r"what full_state_dict\(\) or state_dict\(\) has returned; got NoneType",
+        for other, error, match in (
+            (None, TypeError, r"what full_state_dict\(\) or state_dict\(\) has returned; got None"),
+            ({"state": {}, "param_groups": [{}]}, KeyError, "params"),
         ):
-            load(saved if comm.rank == 0 else None)
+            with pytest.raises(error if comm.rank == 1 else FastcommError, match=match):
+                load(saved if comm.rank == 0 else other)
     pair.train(first=STEPS)
 
 
