@@ -370,6 +370,19 @@ def _timeline(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend()
 
 
+def _overhead(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/overhead.py: what all of fastcomm and each of its parts add, with their quartiles."""
+    axes = figure.subplots()
+    rows = [row for row in results["rows"] if row["part"] != "all of DDP"][::-1]
+    middles = [row["ms"] for row in rows]
+    below = [row["ms"] - row["quartile_1_ms"] for row in rows]
+    above = [row["quartile_3_ms"] - row["ms"] for row in rows]
+    axes.errorbar(middles, range(len(rows)), xerr=[below, above], fmt="o", capsize=3)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [f"{row['model']}: {row['part']}" for row in rows])
+    axes.set_xlabel("ms added to a step, and quartiles")
+
+
 def _compiled(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/compiled.py: how far the backward is when the first bucket is launched."""
     axes = figure.subplots()
@@ -412,4 +425,5 @@ _PICTURES = {
     "tune": simulate_pictures.tune,
     "timeline": _timeline,
     "compiled": _compiled,
+    "overhead": _overhead,
 }

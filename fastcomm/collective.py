@@ -189,11 +189,10 @@ FEWER_BACKWARDS = (
 )
 
 
-# How ranks begin to tell each other objects.
-_COMPARING = sentence("all_gather_single", 1, torch.int64)
+_FIRST_OF_OBJECTS = sentence("all_gather_single", 1, torch.int64)  # of gather_objects()
 _CALL_ALIKE = (
-    f". A rank at {_COMPARING} is in attach(), refresh(), check_in_sync(), load_state_dict() or "
-    "another call that every rank must make"
+    f". A rank at {_FIRST_OF_OBJECTS} may be in attach(), refresh(), check_in_sync(), "
+    "load_state_dict() or another call that compares the ranks, which every rank must make"
 )
 
 
@@ -210,7 +209,7 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
         )
     elif 0 < n_buckets < len(words):
         advice = FEWER_BACKWARDS
-    if any(call.startswith(_COMPARING) for call in words):
+    if any(call.startswith(_FIRST_OF_OBJECTS) for call in words):
         advice += _CALL_ALIKE
     return (
         f"the ranks call different collectives (number {number} on this communicator): {wanted}"

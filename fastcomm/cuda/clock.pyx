@@ -1,9 +1,10 @@
 # cython: language_level=3
 """DeviceClock: when events on a device were reached, on the host's clock. For timelines.
 
-Owns the event that both clocks are compared by. Waits for the device once, to compare them.
+Owns the event that both clocks are compared by. Waits for the device when it is made.
 """
 
+import operator
 import time
 
 from libc.stdint cimport int64_t
@@ -20,14 +21,14 @@ N_COMPARISONS = 3
 
 
 cdef tuple _compared(CUstream idle):
-    """An event that was just reached, when the host heard of it, and how long that took, in ns."""
+    """How long it took the host to hear of an event, in ns, when it did, and the event."""
     cdef Event event = Event(0)
     begin = time.monotonic_ns()
     with nogil:
         check(driver.record_event(event.handle, idle), b"cuEventRecord")
         check(driver.synchronize_stream(idle), b"cuStreamSynchronize")
     heard = time.monotonic_ns()
-    return event, heard, heard - begin
+    return heard - begin, heard, event
 
 
 cdef class DeviceClock:
@@ -40,10 +41,10 @@ cdef class DeviceClock:
         try:
             with nogil:  # waits for what the stream does
                 check(driver.synchronize_stream(current), b"cuStreamSynchronize")
-            # Where the host was interrupted in between, the clocks would stay that far apart.
-            self.base, self.base_ns, _ = min(
-                (_compared(current) for _ in range(N_COMPARISONS)), key=lambda one: one[2]
-            )
+            # The quickest: an interruption between the event and the host's time would set the
+            # clocks apart for good.
+            comparisons = [_compared(current) for _ in range(N_COMPARISONS)]
+            _, self.base_ns, self.base = min(comparisons, key=operator.itemgetter(0))
         finally:
             device.leave(before)
 

@@ -17,14 +17,14 @@ from fastcomm.objects import gather_objects
 _N_ROUNDS = 16
 
 
-def offsets_to_rank_0(comm: Communicator) -> list[int]:
+def offsets_to_rank_0(comm: Communicator, call: str) -> list[int]:
     """By rank, in ns. Collective; costs one exchange, and some more where there are several
-    hosts.
+    hosts. call: the user's, for messages.
     """
-    hosts = gather_objects(comm, _clock_identity())
+    hosts = gather_objects(comm, _clock_identity(), call)
     if len(set(hosts)) == 1:
         return [0] * comm.world_size
-    spans = gather_objects(comm, [_meet(comm) for _ in range(_N_ROUNDS)])
+    spans = gather_objects(comm, [_meet(comm) for _ in range(_N_ROUNDS)], call)
     return [
         0 if host == hosts[0] else offset(spans[0], own)
         for host, own in zip(hosts, spans, strict=True)

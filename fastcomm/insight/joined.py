@@ -36,11 +36,11 @@ class Joined:
 
 
 def join(
-    comm: Communicator, what: str, plan: tuple[BucketPlan, ...], steps: Sequence[Step]
+    comm: Communicator, what: str, plan: tuple[BucketPlan, ...], steps: Sequence[Step], call: str
 ) -> Joined:
-    """Gathers what the ranks have recorded. Collective."""
-    offsets = offsets_to_rank_0(comm)
-    gathered = gather_objects(comm, [one.shifted(offsets[comm.rank]) for one in steps])
+    """Gathers what the ranks have recorded. Collective. call: the user's, for messages."""
+    offsets = offsets_to_rank_0(comm, call)
+    gathered = gather_objects(comm, [one.shifted(offsets[comm.rank]) for one in steps], call)
     return Joined(what, plan, tuple(map(tuple, gathered)))
 
 

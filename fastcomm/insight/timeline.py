@@ -22,7 +22,7 @@ from fastcomm.insight import plot, summary, trace
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import BucketPlan, Step, read_steps
-from fastcomm.objects import called_by, gather_objects
+from fastcomm.objects import gather_objects
 
 
 class Bucket(Protocol):
@@ -132,33 +132,37 @@ class Timeline:
         communication, exposed time (waiting for it), optimizer and overlap, and how often it was
         last. Collective: every rank calls it, outside backward. Needs rich.
         """
-        return summary.table(self._join("summary()"))
+        return summary.table(self._join("Timeline.summary()"))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes all ranks' steps as JSON, which ui.perfetto.dev and chrome://tracing open. Every
         rank calls it; rank 0 writes. Where it cannot, it raises what has gone wrong, the other
         ranks FastcommError.
         """
-        joined = self._join("save_trace()")
+        call = "Timeline.save_trace()"
+        joined = self._join(call)
 
         def write() -> None:
             with open(path, "w") as file:
                 json.dump(trace.trace(joined), file)
 
-        self._on_rank_0(write, path)
+        self._on_rank_0(write, path, call)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the newest round that all ranks have recorded; path: .png, .svg or another format
         of matplotlib. Every rank calls it; rank 0 writes, and raises as save_trace(). Raises
         ValueError, on every rank, where there is no such round. Needs matplotlib.
         """
-        joined = self._join("plot()")
+        call = "Timeline.plot()"
+        joined = self._join(call)
         rounds = joined.rounds()
         if not rounds:
             raise ValueError("there is nothing to plot: no step yet that all ranks have recorded")
-        self._on_rank_0(lambda: plot.plot(joined, rounds[-1], path), path)
+        self._on_rank_0(lambda: plot.plot(joined, rounds[-1], path), path, call)
 
-    def _on_rank_0(self, write: Callable[[], None], path: str | os.PathLike[str]) -> None:
+    def _on_rank_0(
+        self, write: Callable[[], None], path: str | os.PathLike[str], call: str
+    ) -> None:
         """Lets the other ranks know whether it has come to an end. Collective."""
         problem: Exception | None = None
         if self._comm.rank == 0:
@@ -166,7 +170,8 @@ class Timeline:
                 write()
             except Exception as error:
                 problem = error
-        told = gather_objects(self._comm, problem and f"{type(problem).__name__}: {problem}")[0]
+        trouble = problem and f"{type(problem).__name__}: {problem}"
+        told = gather_objects(self._comm, trouble, call)[0]
         if problem is not None:
             raise problem
         if told is not None:
@@ -174,8 +179,7 @@ class Timeline:
 
     def _join(self, call: str) -> Joined:
         """Collective."""
-        with called_by(f"Timeline.{call}"):
-            return join(self._comm, self._describe(), self._plan, self.steps())
+        return join(self._comm, self._describe(), self._plan, self.steps(), call)
 
     def _describe(self) -> str:
         reducer = self._reducer()

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import FastcommError, MismatchError
-from fastcomm.objects import called_by, gather_objects
+from fastcomm.objects import gather_objects
 from fastcomm.reducer.model import named_parameters
 
 Named = Sequence[tuple[str, Tensor]]
@@ -187,16 +187,11 @@ def compare(
 
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
-    trouble = str(problem) if problem else None
-    with called_by(call.name):
-        ranks = gather_objects(comm, (call.name, trouble, options, model))
-    first_call, _, first_options, first_model = ranks[0]
-    for rank, (their_call, _, _, _) in enumerate(ranks):
-        if their_call != first_call:
-            raise MismatchError(f"rank 0 calls {first_call}, and rank {rank} calls {their_call}")
+    ranks = gather_objects(comm, (_in_words(problem), options, model), call.name)
     if problem is not None:
         raise problem
-    for rank, (_, trouble, theirs, their_model) in enumerate(ranks):
+    _, first_options, first_model = ranks[0]
+    for rank, (trouble, theirs, their_model) in enumerate(ranks):
         if trouble is not None:
             raise FastcommError(f"rank {rank} {call.cannot}: {trouble}")
         name = _first_key(first_options, theirs)
@@ -208,6 +203,14 @@ def compare(
         difference = _first_difference(first_model, their_model, rank)
         if difference is not None:
             raise MismatchError(f"the ranks attach different models: {difference}")
+
+
+def _in_words(problem: Exception | None) -> str | None:
+    """For the other ranks. The text of other errors than these may say nothing by itself."""
+    if problem is None:
+        return None
+    says_enough = isinstance(problem, (ValueError, TypeError, FastcommError))
+    return str(problem) if says_enough else f"{type(problem).__name__}: {problem}"
 
 
 def _first_key(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
@@ -266,63 +269,41 @@ def check_model_in_sync(
     model: nn.Module | list[tuple[str, Parameter]],
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Compares the model's parameters and buffers, and what the optimizer holds if there is one."""
+    """Compares the model's parameters and buffers, and what the optimizer holds if there is one.
+    Raises MismatchError naming the first that is not the same on all ranks.
+    """
     tensors = named_tensors(model)
     values: list[tuple[str, str]] = []
     if optimizer is not None:
         names = {parameter: name for name, parameter in named_parameters(model)}
         more, values = optimizer_contents(optimizer.param_groups, optimizer.state, names)
         tensors += more
-    check_in_sync(comm, tensors, values, "check_in_sync()", _BRING_TOGETHER)
+    ranks = gather_objects(comm, contents_in_words(tensors, values), "check_in_sync()")
+    for name in dict.fromkeys(name for words in ranks for name in words):
+        holders: dict[str, list[str]] = {}
+        for rank, words in enumerate(ranks):
+            holders.setdefault(words.get(name, "none"), []).append(str(rank))
+        if len(holders) > 1:
+            shown = "; ".join(f"rank {', '.join(who)}: {held}" for held, who in holders.items())
+            raise MismatchError(
+                f"{name} is not the same on all ranks: {shown}. Ranks listed together have equal "
+                "values. sync_buffers() copies rank 0's buffers to all, which are each rank's own "
+                "until then; refresh() the parameters, too; for an optimizer, load rank 0's "
+                "optimizer.state_dict() on every rank (full_state_dict() of a ShardedOptimizer)"
+            )
 
 
-_BRING_TOGETHER = (
-    "sync_buffers() copies rank 0's buffers to all, which are each rank's own until then; "
-    "refresh() the parameters, too; for an optimizer, load rank 0's optimizer.state_dict() on "
-    "every rank (full_state_dict() of a ShardedOptimizer)"
-)
-
-
-def check_in_sync(
-    comm: Communicator, tensors: Named, values: Sequence[tuple[str, str]], call: str, advice: str
-) -> None:
-    """Raises MismatchError naming the first tensor, or value, that is not the same on all ranks.
-
-    call: what every rank calls. advice: what to do, for the message.
-    """
-    described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+def contents_in_words(tensors: Named, values: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What a rank holds, by name: a value as it is, a tensor by its checksum."""
     bits = _checksums([tensor for _, tensor in tensors])
-    rows = [(*row, number) for row, number in zip(described, bits, strict=True)]
-    with called_by(call):
-        ranks = [_by_name(theirs) for theirs in gather_objects(comm, [*rows, *values])]
-    for name in dict.fromkeys(name for rows in ranks for name in rows):
-        holders: dict[Any, list[str]] = {}
-        for rank, theirs in enumerate(ranks):
-            holders.setdefault(theirs.get(name, ()), []).append(str(rank))
-        if len(holders) == 1:
-            continue
-        shown = "; ".join(f"rank {', '.join(h)}: {_shown(held)}" for held, h in holders.items())
-        raise MismatchError(
-            f"{name} is not the same on all ranks: {shown}. Ranks listed together have equal "
-            f"values. {advice}"
-        )
-
-
-def _by_name(rows: Iterable[tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """What a rank holds under each name: a name may come twice."""
-    held: dict[str, tuple[Any, ...]] = {}
-    for name, *what in rows:
-        held[name] = (*held.get(name, ()), tuple(what))
-    return held
-
-
-def _shown(held: tuple[Any, ...]) -> str:
-    """What a rank holds, for messages: a value as it is, a tensor as a part of its checksum."""
     words = [
-        what[0] if len(what) == 1 else f"{what[1]} {list(what[0])} #{what[2] & 0xFFFFFFFF:08x}"
-        for what in held
+        (name, f"{tensor.dtype} {list(tensor.shape)} #{number & (2**64 - 1):016x}")
+        for (name, tensor), number in zip(tensors, bits, strict=True)
     ]
-    return ", ".join(words) or "none"
+    held: dict[str, str] = {}
+    for name, word in (*words, *values):  # a name may come twice
+        held[name] = f"{held[name]}, {word}" if name in held else word
+    return held
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:

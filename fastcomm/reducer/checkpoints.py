@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.communicator import Communicator
+from fastcomm.errors import MismatchError
 from fastcomm.objects import gather_objects
 from fastcomm.reducer import agreement
 from fastcomm.reducer.geometry import in_memory_order, strides_of
 from fastcomm.reducer.shares import Piece
 
 State = dict[str, Any]
+Place = Sequence[Any]  # a rank, of how many, and how many elements each of its pieces has
 PLACE = "fastcomm"  # a key of state_dict(), which is one rank's part
 _NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
 
@@ -28,12 +30,21 @@ _NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
 class Part(NamedTuple):
     """A parameter, and what this rank steps of it.
 
-    spans: by rank, which elements it steps: [begin, end).
+    name: in messages. spans: by rank, which elements it steps: [begin, end).
     """
 
+    name: str
     parameter: Parameter
     spans: Mapping[int, tuple[int, int]]
     piece: Piece | None
+
+
+def pieces_of(
+    parts: Mapping[Parameter, Part], parameters: Iterable[Parameter]
+) -> dict[Parameter, Piece]:
+    """What this rank steps of these parameters, in their order."""
+    among = {parameter: parts.get(parameter) for parameter in parameters}
+    return {p: part.piece for p, part in among.items() if part and part.piece}
 
 
 class _Cut(NamedTuple):
@@ -43,15 +54,14 @@ class _Cut(NamedTuple):
 
 
 def gather(
-    comm: Communicator, parts: Sequence[Part], states: Mapping[Tensor, State]
+    comm: Communicator, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
 ) -> dict[int, State]:
     """Each part's whole state, by its index; none for a parameter that was never stepped.
-    Collective.
+    Collective. Raises as compare().
 
-    states: this rank's, by the pieces' parameters.
+    states: this rank's, by the pieces' parameters. call: the user's, for messages.
     """
-    mine = [_describe(part.piece, states) for part in parts]
-    by_rank = gather_objects(comm, mine)
+    by_rank = compare(comm, parts, states, call)
     whole: dict[int, State] = {}
     slices: dict[int, list[Tensor]] = {rank: [] for rank in range(comm.world_size)}
     for i, part in enumerate(parts):
@@ -73,6 +83,38 @@ def gather(
     return whole
 
 
+def compare(
+    comm: Communicator, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
+) -> list[list[State]]:
+    """By rank and part, the state of its piece, without what is cut. Collective. Raises
+    MismatchError, on every rank, where ranks that step one parameter have states of different
+    steps.
+
+    states, call: as gather().
+    """
+    by_rank = gather_objects(comm, [_describe(part.piece, states) for part in parts], call)
+    for i, part in enumerate(parts):
+        held = {rank: _in_words(by_rank[rank][i]) for rank in part.spans}
+        for rank, words in held.items():
+            first, expected = next(iter(held.items()))
+            for key in {**expected, **words}:
+                if words.get(key) != expected.get(key):
+                    raise MismatchError(
+                        f"the optimizer's {key} of parameter {part.name} is {expected.get(key)} on "
+                        f"rank {first} and {words.get(key)} on rank {rank}, and each steps a part "
+                        "of it: a step has failed, or different states were loaded. Load one whole "
+                        "state on every rank, or begin anew there by optimizer.state = {}"
+                    )
+    return by_rank
+
+
+def _in_words(state: State) -> dict[str, str]:
+    return {
+        key: f"a tensor of {value.dtype}" if isinstance(value, _Cut) else agreement.shown(value)
+        for key, value in state.items()
+    }
+
+
 def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
     """The piece's part of a parameter's whole state."""
     mine: State = {}
@@ -85,6 +127,16 @@ def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
     return mine
 
 
+def cut_all(
+    whole: Mapping[Parameter, State], parts: Mapping[Parameter, Part]
+) -> dict[Tensor, State]:
+    """The states of this rank's pieces, by the pieces' parameters."""
+    return {
+        piece.parameter: cut(parameter, piece, whole[parameter])
+        for parameter, piece in pieces_of(parts, whole).items()
+    }
+
+
 class Saved(NamedTuple):
     """A saved state, as the optimizer that loads it sees it.
 
@@ -94,7 +146,12 @@ class Saved(NamedTuple):
 
     groups: list[dict[str, Any]]
     states: dict[Parameter, State]
-    place: Sequence[Any] | None
+    place: Place | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of all ranks, and not one rank's part."""
+        return self.place is None
 
 
 def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved:
@@ -102,10 +159,11 @@ def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved
     these groups. Raises TypeError for anything else, and ValueError for other groups and for a
     state of no parameter.
     """
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+    is_state = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
+    if not is_state or not all("params" in group for group in saved["param_groups"]):
         raise TypeError(
-            "load_state_dict() takes what full_state_dict() or state_dict() has returned; got "
-            f"{type(saved).__name__}"
+            "load_state_dict() and load_full_state_dict() take what full_state_dict() or "
+            f"state_dict() has returned; got {type(saved).__name__}"
         )
     theirs = saved["param_groups"]
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in groups]:
@@ -127,6 +185,27 @@ def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved
     )
 
 
+def described(
+    saved: Saved, parts: Mapping[Parameter, Part], names: Mapping[Parameter, str]
+) -> dict[str, str]:
+    """What every rank must have been given alike: all of a whole state; of a part the options, and
+    the states of parameters that no rank steps. names: of the model's parameters.
+    """
+    states = {p: s for p, s in saved.states.items() if saved.is_whole or p not in parts}
+    kind = {"the kind of state": "the whole" if saved.is_whole else "one rank's part"}
+    contents = agreement.optimizer_contents(saved.groups, states, names)
+    return kind | agreement.contents_in_words(*contents)
+
+
+def own_states(saved: Saved, pieces: Mapping[Parameter, Piece]) -> dict[int, State]:
+    """The states of this rank's pieces, by their place among them."""
+    return {
+        i: cut(p, piece, saved.states[p]) if saved.is_whole else dict(saved.states[p])
+        for i, (p, piece) in enumerate(pieces.items())
+        if p in saved.states
+    }
+
+
 def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[Any, State]:
     """The parameters' states in a saved state whose groups hold these numbers.
     torch.distributed.checkpoint has made strings of them when it has written a file of torch.save.
@@ -142,9 +221,27 @@ def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[A
     return {known[str(key)]: state for key, state in saved["state"].items()}
 
 
-def refuse_misfit(name: str, parameter: Parameter, whole: State) -> None:
-    """Raises ValueError if the parameter's state cannot be cut as the parameter is."""
-    for key, value in whole.items():
+def refuse(saved: Saved, place: Place, parts: Iterable[Part]) -> None:
+    """Raises ValueError for another rank's part, and for a state that does not fit. place: this
+    rank's. parts: those whose states are cut.
+    """
+    if saved.place is not None and list(saved.place) != list(place):
+        raise ValueError(
+            f"this is the state of rank {saved.place[0]} of {saved.place[1]}, or of other buckets; "
+            f"rank {place[0]} of {place[1]} cannot take it: save full_state_dict(), which any rank "
+            "takes"
+        )
+    for part in parts:
+        state = saved.states.get(part.parameter, {})
+        if saved.is_whole:
+            refuse_misfit(part.name, part.parameter, state)
+        elif part.piece is not None:
+            refuse_misfit(part.name, part.piece.parameter, state)
+
+
+def refuse_misfit(name: str, parameter: Tensor, state: State) -> None:
+    """Raises ValueError if the state cannot be the parameter's, or cut as the parameter is."""
+    for key, value in state.items():
         is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.numel() != 1
         if is_tensor and value.shape != parameter.shape:
             raise ValueError(

@@ -274,7 +274,7 @@ class Join(Generic[T]):
         self._restrict(False)
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
-        ranks = gather_objects(self._comm, ours)
+        ranks = gather_objects(self._comm, ours, "join()")
         compare(ranks)
         rounds = [progress.rounds for progress in ranks]
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
@@ -289,7 +289,8 @@ class Join(Generic[T]):
         reason = why_apart(ranks, is_loaded=not self._states)
         if reason is None and self._states:
             self._load_states(src, ours.rounds != rounds[src])
-            now = gather_objects(self._comm, Progress.of(reducers, self._states).optimizers)
+            ours = Progress.of(reducers, self._states)
+            now = gather_objects(self._comm, ours.optimizers, "join()")
             loaded = [one._replace(optimizers=new) for one, new in zip(ranks, now, strict=True)]
             reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
         if reason is not None:

@@ -80,9 +80,8 @@ class Options:
         wires = comm.wire_dtypes
         if self.wire_dtype not in wires:
             raise ValueError(
-                f"over {comm.backend}, wire_dtype must be one of "
-                f"{', '.join(map(str, wires))}; got {self.wire_dtype!r} (comm.wire_dtypes says "
-                "what goes where)"
+                f"over {comm.backend}, wire_dtype must be one of comm.wire_dtypes, "
+                f"{', '.join(map(str, wires))}; got {self.wire_dtype!r}"
             )
         if self.error_feedback and not comm.feeds_back_errors:
             refuse_error_feedback(comm.backend)

@@ -14,13 +14,11 @@ from fastcomm.reducer import agreement
 from fastcomm.reducer.checkpoints import options_of
 
 
-def given(params: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, as an optimizer takes them. Raises TypeError for anything
-    else.
-    """
+def listed(params: Iterable[Any]) -> list[Any]:
+    """The parameters, or groups of them. Raises TypeError for anything but an iterable."""
     if not isinstance(params, Iterable):
         raise TypeError(
-            f"params are parameters, or groups of them; got {params!r} (options go by name: "
+            f"params must be parameters, or groups of them; got {params!r} (options go by name: "
             "lr=1e-3)"
         )
     return list(params)

@@ -170,3 +170,4 @@ class ReducedGradients(ReducerFlags):
         """
         self.local_steps.refuse_comparison(self.comm)
         agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer)
+        self.sharded_by.compare_state(optimizer)

@@ -18,25 +18,28 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator, Work, note_abandoned
-from fastcomm.errors import FastcommError
-from fastcomm.objects import called_by
+from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer import (
     agreement,
     arrivals,
     checkpoints,
     param_groups,
     shardable,
+    shares,
     torch_helpers,
 )
 from fastcomm.reducer.arrivals import Arrival, Arrivals
-from fastcomm.reducer.checkpoints import Part, options_of
+from fastcomm.reducer.checkpoints import Part, options_of, pieces_of
 from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
-from fastcomm.reducer.shares import Piece, RankShare, ShardedBucket, ShardedBy, Sharding
+from fastcomm.reducer.shares import RankShare, ShardedBucket, ShardedBy, Sharding
 
 _MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
 _REFRESH = agreement.Call("refresh()", "optimizers", "cannot refresh its ShardedOptimizer")
-_LOADING = agreement.Call("load_state_dict()", "states to load", "cannot load its state")
+_TAKING = agreement.Call("ShardedOptimizer() or refresh()", "optimizers", "cannot take buckets")
+_LOADING = agreement.Call(
+    "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
+)
 
 
 class ShardedOptimizer(Optimizer):
@@ -95,13 +98,15 @@ class ShardedOptimizer(Optimizer):
         self.sharding = Sharding(keep_gradients, cuts, share_parameters)
         plain = self._make_plain(params, overlap_gather)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
-        self.is_torn = False
+        self._inner = plain  # of this rank's pieces, once there are some
+        self.is_torn = self._is_mixed = False  # the ranks' parameters, the state
         self._overlaps = overlap_gather and reducer.comm.has_streams
         self._arrivals: Arrivals | None = None
         # whole, on every rank: of parameters that no bucket has, because they are frozen now
         self._aside: dict[Parameter, checkpoints.State] = {}
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[ShardedBucket] = []
+        self._barrier = shares.StepBarrier(reducer.comm)
         torch_helpers.watch(ShardedOptimizer, _is_held)
         reducer.sharded_by = ShardedBy(self)
         try:
@@ -122,7 +127,7 @@ class ShardedOptimizer(Optimizer):
             shardable.refuse(self._class, self._defaults, reducer, self.sharding)
             if overlap_gather:
                 arrivals.refuse(model)
-            groups = list(named.values()) if params is None else param_groups.given(params)
+            groups = list(named.values()) if params is None else param_groups.listed(params)
             plain = self._class(groups, **self._defaults)
             param_groups.refuse(plain.param_groups, named)
             buffers = model.named_buffers() if isinstance(model, Module) else ()
@@ -168,7 +173,7 @@ class ShardedOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         if hasattr(self, "_inner"):
-            self._make_inner(dict(self._inner.state))
+            self._remake_inner()
 
     @property
     def state(self) -> Any:
@@ -186,7 +191,7 @@ class ShardedOptimizer(Optimizer):
                 "the state of a ShardedOptimizer is of this rank's pieces: give the whole one to "
                 "load_full_state_dict()"
             )
-        self._inner.state, self._aside = state, {}
+        self._inner.state, self._aside, self._is_mixed = state, {}, False
 
     # -- the buckets -------------------------------------------------------------------------------
 
@@ -195,46 +200,41 @@ class ShardedOptimizer(Optimizer):
         if self._buckets:
             self._agree_on_refresh()
         parameters = self._parameters()
-        whole = self._gather_state() if self._buckets else {}
+        whole = self._gather_state("refresh()") if self._buckets else {}
         self._aside |= {parameters[i]: state for i, state in whole.items()}
         if self._arrivals is not None:
             self._arrivals.end()
-        # their memory goes with them
         self._buckets, self._parts = [], {}
-        self._make_inner({})
+        for group in self._inner.param_groups:
+            group["params"] = []  # whose memory goes with the buckets
+        self._inner.state.clear()
 
     def _agree_on_refresh(self) -> None:
         problem = None
         try:
-            for bucket in self._buckets:
-                _share_of(bucket).refuse_refresh(
-                    bucket.names, bucket.parameters, bool(self._inner.state)
-                )
+            shares.refuse_refresh(self._buckets, any(self._inner.state.values()), self._is_mixed)
         except FastcommError as error:
             problem = error
         agreement.compare(self.comm, problem, {}, [], _REFRESH)
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See shares.Stepper. Collective. Raises, on every rank, ValueError for a trainable
-        parameter without a group, or of another shape than its state.
-        """
-        parts, problem = {}, None
+        """See shares.Stepper."""
+        taken, problem = None, None
         try:
             parts = self._parts_in(buckets)
-        except ValueError as error:
+            states = checkpoints.cut_all(self._aside, parts)
+            taken = parts, self._inner_of(self.param_groups, parts, states)
+        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
-        agreement.compare(self.comm, problem, {}, [], _REFRESH)
-        self._buckets, self._parts, self.is_torn = buckets, parts, False
+        agreement.compare(self.comm, problem, {}, [], _TAKING)
+        assert taken is not None  # for the type checker: compare() has raised
+        self._buckets, self.is_torn = buckets, False
+        self._parts, inner = taken
+        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
+        self._use(inner)
         model = self.reducer._attached_model()
         if self._overlaps and isinstance(model, Module):
             self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
-        pieces = self._pieces_of(self._aside)
-        states: dict[Tensor, checkpoints.State] = {
-            piece.parameter: checkpoints.cut(parameter, piece, self._aside[parameter])
-            for parameter, piece in pieces.items()
-        }
-        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
-        self._make_inner(states)
 
     def _parts_in(self, buckets: Sequence[ShardedBucket]) -> dict[Parameter, Part]:
         known, parts = set(self._parameters()), {}
@@ -250,25 +250,34 @@ class ShardedOptimizer(Optimizer):
                     )
                 if self.sharding.cuts:
                     checkpoints.refuse_misfit(name, parameter, self._aside.get(parameter, {}))
-                parts[parameter] = Part(parameter, share.spans(i), share.pieces[i])
+                parts[parameter] = Part(name, parameter, share.spans(i), share.pieces[i])
         return parts
 
-    def _make_inner(self, states: dict[Tensor, checkpoints.State]) -> None:
-        """The optimizer of this rank's pieces."""
-        groups = [
-            {**options_of(group), "params": [piece.parameter for piece in pieces.values()]}
-            for group in self.param_groups
-            for pieces in [self._pieces_of(group["params"])]
+    def _inner_of(
+        self,
+        groups: Sequence[dict[str, Any]],
+        parts: dict[Parameter, Part],
+        states: dict[Tensor, checkpoints.State],
+    ) -> Optimizer:
+        """An optimizer of this rank's pieces of the groups' parameters."""
+        pieces = [pieces_of(parts, group["params"]).values() for group in groups]
+        own = [
+            {**options_of(group), "params": [piece.parameter for piece in those]}
+            for group, those in zip(groups, pieces, strict=True)
         ]
-        self._inner = self._class(groups, **self._defaults)
-        self._inner.state.update(states)
+        inner = self._class(own, **self._defaults)
+        inner.state.update(states)
+        return inner
+
+    def _use(self, inner: Optimizer) -> None:
+        """inner: of the groups as they are now."""
+        self._inner = inner
         self._members = param_groups.members(self.param_groups)
         self._strangers = [p for p in self._parameters() if p not in self._parts]
 
-    def _pieces_of(self, parameters: Iterable[Parameter]) -> dict[Parameter, Piece]:
-        """What this rank steps of these parameters, in their order."""
-        parts = {parameter: self._parts.get(parameter) for parameter in parameters}
-        return {p: part.piece for p, part in parts.items() if part and part.piece}
+    def _remake_inner(self) -> None:
+        """The groups have changed."""
+        self._use(self._inner_of(self.param_groups, self._parts, dict(self._inner.state)))
 
     def _parameters(self) -> list[Parameter]:
         """In the order of a state_dict()."""
@@ -297,31 +306,31 @@ class ShardedOptimizer(Optimizer):
         if self.reducer.skipped:
             return loss
         try:
-            self._follow_groups()
+            if not param_groups.have(self.param_groups, self._members):  # edited by hand
+                self._remake_inner()
             param_groups.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
                 _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
             if not self.comm.has_streams:
-                # no rank reads the parameters any more, and none has dropped the step
-                self.comm.barrier()
-            self.is_torn = True
+                self._barrier.wait()  # no rank reads parameters, and none has dropped the step
+            self.is_torn = self._is_mixed = True
             self._step_pieces()
             self._spread()
         except BaseException as error:
-            if self.is_torn:
-                self._drop()
-            # the other ranks wait for this one's share
-            with contextlib.suppress(FastcommError):
-                self.comm.abandon()
-            note_abandoned(error)
+            self._leave(error)
             raise
-        self.is_torn = False
+        self.is_torn = self._is_mixed = False
         return loss
 
-    def _follow_groups(self) -> None:
-        """Of parameters that were taken out of a group, or put into another one."""
-        if not param_groups.have(self.param_groups, self._members):
-            self._make_inner(dict(self._inner.state))
+    def _leave(self, error: BaseException) -> None:
+        """It has ended a step, in which the other ranks may wait for this one's share."""
+        if self.is_torn:
+            self._drop()
+        elif isinstance(error, MismatchError):
+            return  # they have all heard of it
+        with contextlib.suppress(FastcommError):
+            self.comm.abandon()
+        note_abandoned(error)
 
     def _step_pieces(self) -> None:
         pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))
@@ -344,7 +353,7 @@ class ShardedOptimizer(Optimizer):
         for work in under_way.values():
             work.wait()
         if self.sharding.shares_parameters:
-            self.comm.barrier()  # all of them are new
+            self._barrier.wait()  # all of them are new
 
     def _let_arrive(self, arrivals: Arrivals, under_way: dict[int, Work]) -> None:
         started = {
@@ -374,7 +383,7 @@ class ShardedOptimizer(Optimizer):
         """See torch_helpers.Holder."""
         if self.sharding.keeps_gradients:
             return None
-        return [piece.parameter for piece in self._pieces_of(self._parameters()).values()]
+        return [piece.parameter for piece in pieces_of(self._parts, self._parameters()).values()]
 
     @property
     def comm(self) -> Communicator:
@@ -387,13 +396,22 @@ class ShardedOptimizer(Optimizer):
         """The whole state, on every rank, in the format of the plain optimizer, whose
         load_state_dict() takes it. Collective.
         """
-        with called_by("full_state_dict()"):
-            state = self._gather_state()
-        return {"state": state, "param_groups": checkpoints.numbered(self.param_groups)}
+        return {
+            "state": self._gather_state("full_state_dict()"),
+            "param_groups": checkpoints.numbered(self.param_groups),
+        }
 
-    def _gather_state(self) -> dict[int, checkpoints.State]:
-        parts = [self._parts.get(p, Part(p, {}, None)) for p in self._parameters()]
-        return checkpoints.gather(self.comm, parts, self._inner.state) | self._aside_by_number()
+    def _gather_state(self, call: str) -> dict[int, checkpoints.State]:
+        whole = checkpoints.gather(self.comm, self._all_parts(), self._inner.state, call)
+        return whole | self._aside_by_number()
+
+    def _all_parts(self) -> list[Part]:
+        """By number; without spans for a parameter that no rank steps."""
+        return [self._parts.get(p, Part("", p, {}, None)) for p in self._parameters()]
+
+    def compare_state(self) -> None:
+        """See shares.Stepper."""
+        checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
 
     def _aside_by_number(self) -> dict[int, checkpoints.State]:
         numbered = enumerate(self._parameters())
@@ -401,11 +419,12 @@ class ShardedOptimizer(Optimizer):
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
-        optimizer. Collective: every rank gives the same. Raises on every rank: TypeError and
-        ValueError for anything else, other groups than these, and a state of another shape, naming
-        the parameter; MismatchError, naming what differs between the ranks.
+        optimizer. Collective: every rank gives the same one. Raises TypeError for what is no state,
+        ValueError for other groups than these, and naming a parameter whose state has another
+        shape; FastcommError on the other ranks; MismatchError, on all, naming what differs between
+        them. Nothing is loaded then.
         """
-        self._load(state_dict, must_be_whole=True)
+        self.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for this rank of as many: save one for each rank, or use
@@ -414,7 +433,7 @@ class ShardedOptimizer(Optimizer):
         number_of = {parameter: i for i, parameter in enumerate(self._parameters())}
         states = {
             number_of[parameter]: self._inner.state.get(piece.parameter)
-            for parameter, piece in self._pieces_of(number_of).items()
+            for parameter, piece in pieces_of(self._parts, number_of).items()
         }
         return {
             "state": {i: dict(state) for i, state in states.items() if state}
@@ -424,64 +443,48 @@ class ShardedOptimizer(Optimizer):
         }
 
     def _place(self) -> tuple[int, int, list[int]]:
-        pieces = self._pieces_of(self._parameters()).values()
+        pieces = pieces_of(self._parts, self._parameters()).values()
         return self.comm.rank, self.comm.world_size, [piece.parameter.numel() for piece in pieces]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has saved on this rank of as many ranks, or a whole state.
         Collective, and raises, as load_full_state_dict(); ValueError for another rank's part.
         """
-        self._load(state_dict, must_be_whole=False)
-
-    def _load(self, state_dict: dict[str, Any], *, must_be_whole: bool) -> None:
-        self._follow_groups()
-        saved, problem = checkpoints.Saved([], {}, None), None
+        loaded, described, problem = None, {}, None
         try:
             saved = checkpoints.read(state_dict, self.param_groups)
-            self._refuse_saved(saved, must_be_whole)
+            cut = self._parts.values() if self.sharding.cuts else ()
+            checkpoints.refuse(saved, self._place(), cut)
+            names = {parameter: name for name, parameter in self.reducer._named_parameters()}
+            described = checkpoints.described(saved, self._parts, names)
+            loaded = self._loaded(saved)
         except Exception as error:  # the state may be anything, and the others are to hear of it
             problem = error
-        kind = {"the kind of state": "the whole" if saved.place is None else "one rank's part"}
-        agreement.compare(self.comm, problem, kind, [], _LOADING)
-        common = saved.states
-        if saved.place is not None:  # but for the pieces, which differ
-            common = {p: state for p, state in common.items() if p not in self._parts}
-        names = {parameter: name for name, parameter in self.reducer._named_parameters()}
-        tensors, values = agreement.optimizer_contents(saved.groups, common, names)
-        agreement.check_in_sync(
-            self.comm, tensors, values, _LOADING.name, "load the same state on every rank"
-        )
-        self._take(saved)
+        agreement.compare(self.comm, problem, described, [], _LOADING)
+        assert loaded is not None  # for the type checker: compare() has raised
+        groups, inner, aside = loaded
+        checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)
+        self._aside, self._is_mixed = aside, False
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update(options_of(theirs))
+        self._use(inner)
 
-    def _refuse_saved(self, saved: checkpoints.Saved, must_be_whole: bool) -> None:
-        """Raises ValueError for a state that is not this rank's, or does not fit."""
-        if saved.place is not None:
-            if must_be_whole or list(saved.place) != list(self._place()):
-                raise ValueError(
-                    f"this is the state of rank {saved.place[0]} of {saved.place[1]}, or of other "
-                    f"buckets; rank {self.comm.rank} of {self.comm.world_size} cannot take it: "
-                    "save full_state_dict(), which any rank takes"
-                )
-            return
-        for name, parameter in self.reducer._named_parameters() if self.sharding.cuts else ():
-            if parameter in self._parts:
-                checkpoints.refuse_misfit(name, parameter, saved.states.get(parameter, {}))
-
-    def _take(self, saved: checkpoints.Saved) -> None:
-        groups = zip(self.param_groups, self._inner.param_groups, saved.groups, strict=True)
-        for mine, inner, theirs in groups:
-            options = copy.deepcopy(options_of(theirs))  # a tensor would be shared with `saved`
-            mine.update(options)
-            inner.update(options)
-        is_whole, states = saved.place is None, saved.states
-        state = {
-            i: checkpoints.cut(p, piece, states[p]) if is_whole else dict(states[p])
-            for i, (p, piece) in enumerate(self._pieces_of(self._parameters()).items())
-            if p in states
-        }
-        self._aside = {p: copy.deepcopy(states[p]) for p in states if p not in self._parts}
-        packed = checkpoints.numbered(self._inner.param_groups)
-        self._inner.load_state_dict({"state": state, "param_groups": packed})
+    def _loaded(
+        self, saved: checkpoints.Saved
+    ) -> tuple[list[dict[str, Any]], Optimizer, dict[Parameter, checkpoints.State]]:
+        """The groups, the optimizer of this rank's pieces, and the state that is put aside, as they
+        are to be when the ranks have agreed.
+        """
+        groups = [
+            {**group, **copy.deepcopy(options_of(theirs))}  # a tensor would be `saved`'s, too
+            for group, theirs in zip(self.param_groups, saved.groups, strict=True)
+        ]
+        inner = self._inner_of(groups, self._parts, {})
+        mine = checkpoints.own_states(saved, pieces_of(self._parts, self._parameters()))
+        packed = checkpoints.numbered(inner.param_groups)
+        inner.load_state_dict({"state": mine, "param_groups": packed})
+        aside = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
+        return groups, inner, aside
 
 
 def _share_of(bucket: ShardedBucket) -> RankShare:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from fastcomm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError
+from fastcomm.objects import called_by
 from fastcomm.reducer.arrivals import Arrival
 from fastcomm.reducer.geometry import view_of
 from fastcomm.reducer.layout import BucketLayout, equal_shares, whole_shares
@@ -264,6 +265,20 @@ class RankShare:
                 parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
 
 
+class StepBarrier:
+    """A barrier of a ShardedOptimizer's steps, which no barrier of the user's meets."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._token = comm.empty(comm.world_size, dtype=torch.float32).zero_()
+        self._bounds = tuple(range(comm.world_size + 1))
+
+    def wait(self) -> None:
+        """Returns when all ranks have called it. Raises as every collective."""
+        with called_by("ShardedOptimizer.step()"):
+            self._comm.spread_shares(self._token, self._bounds).wait()
+
+
 def _lies_as(parameter: Tensor, view: Tensor) -> bool:
     return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
 
@@ -287,8 +302,16 @@ class Stepper(Protocol):
         rank if one holds gradients that would be lost, or a state that would not fit.
         """
 
+    def compare_state(self) -> None:
+        """For check_in_sync(). Collective. Raises MismatchError, on every rank, where ranks that
+        step one parameter have states of different steps.
+        """
+
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """These are the buckets from now on: takes back the state."""
+        """These are the buckets from now on: takes back the state. Collective. Raises ValueError
+        for a trainable parameter without a group, or of another shape than its state;
+        FastcommError on the other ranks.
+        """
 
 
 class ShardedBucket(Protocol):
@@ -300,6 +323,21 @@ class ShardedBucket(Protocol):
 
     @property
     def parameters(self) -> list[Parameter | None]: ...
+
+
+def refuse_refresh(buckets: Sequence[ShardedBucket], has_state: bool, is_mixed: bool) -> None:
+    """Raises FastcommError for what refresh() would lose, or mix. is_mixed: a step has failed on
+    the way.
+    """
+    if is_mixed and has_state:
+        raise FastcommError(
+            "a step of the ShardedOptimizer has failed on the way, and its state is of two steps: "
+            "load one whole state on every rank, or begin anew there by optimizer.state = {}; then "
+            "call refresh()"
+        )
+    for bucket in buckets:
+        if bucket.share is not None:
+            bucket.share.refuse_refresh(bucket.names, bucket.parameters, has_state)
 
 
 class ShardedBy:
@@ -356,6 +394,12 @@ class ShardedBy:
                 f"this {type(optimizer).__name__} has parameters that a ShardedOptimizer steps: "
                 "give each parameter to one optimizer"
             )
+
+    def compare_state(self, optimizer: object) -> None:
+        """See Stepper. Does nothing for another optimizer."""
+        stepper = None if self._reference is None else self._reference()
+        if stepper is not None and stepper is optimizer:
+            stepper.compare_state()
 
     def set_state_aside(self) -> None:
         """See Stepper."""

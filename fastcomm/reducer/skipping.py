@@ -154,7 +154,8 @@ class Skipping:
             self.found_nonfinite = n_nonfinite > 0
             causes = {self._comm.rank: self._cause()}
         else:
-            causes = dict(enumerate(gather_objects(self._comm, self._cause())))
+            told = gather_objects(self._comm, self._cause(), "backward() or synchronize()")
+            causes = dict(enumerate(told))
             self.found_nonfinite = all(cause.vote is None for cause in causes.values())
             if self._comm.rank != 0:
                 return

@@ -135,7 +135,7 @@ class Tuning:
     def _decide(self, reducer: Tunable, can_replan: bool, is_last: bool) -> None:
         """is_last: it is put off no longer."""
         try:
-            seen = gather_objects(reducer.comm, self._seen(reducer, can_replan))
+            seen = gather_objects(reducer.comm, self._seen(reducer, can_replan), "backward()")
             if all(one.can_replan for one in seen):
                 decide = self._propose if self._default_s is None else self._judge
                 decide(reducer, seen)

@@ -75,7 +75,7 @@ def test_a_norm_needs_no_second_look(comm, dtype, small):
             before = reducer.clip_grad_norm_(2 * norm.item())
         torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
         assert (before, count) == (norm, 0)
-        assert len(set(gather_objects(comm, norm.item()))) == 1
+        assert len(set(gather_objects(comm, norm.item(), "the test"))) == 1
         torch.testing.assert_close(norm_of(model), expected, rtol=0, atol=0)
         reducer.clip_grad_norm_(expected.item() / 2)
         torch.testing.assert_close(norm_of(model), expected / 2, rtol=1e-2, atol=0)
@@ -96,7 +96,7 @@ def test_a_norm_that_one_rank_asks_for_changes_no_other(comm, size):
             )
         if i > 2:
             norm = reducer.clip_grad_norm_(1e-3)
-            assert len(set(gather_objects(comm, norm.item()))) == 1
+            assert len(set(gather_objects(comm, norm.item(), "the test"))) == 1
 
 
 @on_ranks(1, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -130,6 +131,77 @@ def test_a_step_that_raises_on_one_rank(comm):
 
 
 @pytest.mark.transports("shm", "group", "hierarchical")
+@pytest.mark.parametrize("mends", ["loads", "begins anew"])
+@on_ranks(2)
+def test_a_step_that_raises_on_the_way_mixes_the_state(comm, mends):
+    class Breaks(torch.optim.AdamW):
+        n_steps = 0
+
+        def step(self, closure=None):
+            type(self).n_steps += 1
+            if comm.rank == 1 and self.n_steps == STEPS + 1:
+                raise RuntimeError("broken")
+            return super().step(closure)
+
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    model, reducer = pair.models[1], pair.reducers[1]
+    reducer.detach()
+    pair.sharded = optimizer = fastcomm.ShardedOptimizer(
+        reducer.attach(model), Breaks, lr=0.01, elementwise=True
+    )
+    pair.train()
+    saved = copy.deepcopy((optimizer.full_state_dict(), model.state_dict()))
+    backward(model, comm.rank)
+    with pytest.raises((AbandonedError, RuntimeError), match="rank 1|broken"):
+        optimizer.step()
+    with pytest.raises(FastcommError, match=r"its state is of two steps: load one whole state"):
+        reducer.refresh()
+    with pytest.raises(MismatchError, match=r"step of parameter .* is 4.0 on rank 0 and 3.0 on"):
+        optimizer.full_state_dict()
+    if mends == "loads":
+        optimizer.load_full_state_dict(saved[0])
+        model.load_state_dict(saved[1])
+        reducer.refresh()
+    else:
+        optimizer.state = pair.plain.state = defaultdict(dict)
+        reducer.refresh()  # with rank 0's parameters
+        pair.models[0].load_state_dict(model.state_dict())
+    pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_has_dropped(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    if comm.rank == 1:
+        pair.sharded.state = {}
+    for call in (
+        pair.sharded.full_state_dict,
+        pair.reducers[1].refresh,
+        lambda: pair.reducers[1].check_in_sync(pair.sharded),
+    ):
+        with pytest.raises(MismatchError, match=r"step of parameter .* is 3\.0 on rank 0 and None"):
+            call()
+
+
+@pytest.mark.transports("shm")
+@pytest.mark.parametrize("sharding", [{}, {"share_parameters": True}])
+@on_ranks(2)
+def test_the_barrier_of_a_step_is_no_barrier_of_the_users(comm, sharding):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, sharding=sharding)
+    pair.train()
+    before = copy.deepcopy(pair.models[1].state_dict())
+    backward(pair.models[1], comm.rank)
+    with pytest.raises(MismatchError, match="spread_shares") as caught:
+        (comm.barrier if comm.rank == 0 else pair.sharded.step)()
+    if comm.rank == 1:
+        assert "(in ShardedOptimizer.step(), which every rank must call)" in str(caught.value)
+    torch.testing.assert_close(pair.models[1].state_dict(), before, rtol=0, atol=0)
+    pair.sharded.zero_grad()
+    pair.train(first=STEPS)
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
 @pytest.mark.parametrize("sharding", [{}, {"keep_gradients": True}])
 @on_ranks(2)
 def test_a_failure_between_backward_and_step_leaves_no_rank_ahead(comm, sharding):
@@ -137,11 +209,15 @@ def test_a_failure_between_backward_and_step_leaves_no_rank_ahead(comm, sharding
     pair.train()
     before = copy.deepcopy(pair.models[1].state_dict())
     backward(pair.models[1], comm.rank)
-    if comm.rank == 1:
-        comm.abandon()  # as a handler of its exception does
+    try:  # the handler of docs/reliability.md
+        if comm.rank == 1:
+            raise ValueError("between backward and step")
+        pair.sharded.step()
+    except (ValueError, AbandonedError) as error:
+        assert "between" in str(error) or "rank 1 abandoned" in str(error)
+        comm.abandon()
     else:
-        with pytest.raises(AbandonedError, match="rank 1"):
-            pair.sharded.step()
+        raise AssertionError("this rank has stepped")
     torch.testing.assert_close(pair.models[1].state_dict(), before, rtol=0, atol=0)
     pair.train(first=STEPS)
 
@@ -212,16 +288,45 @@ def test_a_refresh_with_a_parameter_that_one_rank_gives_to_no_group(comm):
 
 @on_ranks(2)
 def test_a_class_that_raises_on_one_rank(comm):
-    class Breaks(torch.optim.SGD):
-        def __init__(self, params, lr):
-            if comm.rank == 1:
-                raise KeyError("no such option")
-            super().__init__(params, lr)
+    class Breaks(torch.optim.AdamW):
+        fails = ""
 
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    with pytest.raises(KeyError if comm.rank == 1 else FastcommError, match="no such option"):
-        fastcomm.ShardedOptimizer(reducer, Breaks, lr=0.1)
+        def __init__(self, params, **options):
+            self._fail("making")
+            super().__init__(params, **options)
+
+        def load_state_dict(self, state_dict):
+            self._fail("loading")
+            super().load_state_dict(state_dict)
+
+        def _fail(self, what):
+            if comm.rank == 1 and self.fails == what:
+                raise KeyError(f"not while {what}")
+
+    def refused(call, what):
+        Breaks.fails = what
+        match = f"KeyError: 'not while {what}'" if comm.rank == 0 else what
+        with pytest.raises(KeyError if comm.rank == 1 else FastcommError, match=match):
+            call()
+        Breaks.fails = ""
+
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    model, reducer = pair.models[1], pair.reducers[1]
+    reducer.detach()
+    reducer.attach(model)
+
+    def make():
+        return fastcomm.ShardedOptimizer(reducer, Breaks, lr=0.01, elementwise=True)
+
+    refused(make, "making")
+    pair.sharded = make()
+    pair.train()
+    other = copy.deepcopy(pair.sharded.full_state_dict())
+    other["param_groups"][0]["lr"] = 0.5
+    refused(lambda: pair.sharded.load_full_state_dict(other), "loading")
+    refused(reducer.refresh, "making")
+    reducer.refresh()
+    pair.train(first=STEPS)  # with the state and the learning rate it had
 
 
 @on_ranks(2)
