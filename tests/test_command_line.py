@@ -337,6 +337,26 @@ def test_all_writes_one_page_of_what_was_measured_and_says_what_failed(
     assert again.read_text() == page.read_text()
 
 
+def test_all_writes_what_was_measured_before_it_was_cut_off(
+    console: Console, in_no_time: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    measure = in_no_time.run
+
+    def run(name: str, arguments: list[str]) -> tuple[int, str]:
+        if name == "step":
+            raise SystemExit(143)
+        measured: tuple[int, str] = measure(name, arguments)
+        return measured
+
+    monkeypatch.setattr(in_no_time, "run", run)
+    page, results = tmp_path / "report.html", tmp_path / "all.json"
+    status, _, _ = console("--report", str(page), "--json", str(results), of=in_no_time)
+    assert status == 143
+    assert [one["benchmark"] for one in json.loads(results.read_text())] == ["allreduce"]
+    assert "bench allreduce" in page.read_text()
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
