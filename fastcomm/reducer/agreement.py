@@ -173,6 +173,7 @@ class Call(NamedTuple):
 
 
 ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
+CHECK_IN_SYNC = Call("check_in_sync()", "models", "cannot compare its model")
 
 
 def compare(
@@ -272,13 +273,13 @@ def check_model_in_sync(
     """Compares the model's parameters and buffers, and what the optimizer holds if there is one.
     Raises MismatchError naming the first that is not the same on all ranks.
     """
-    tensors = named_tensors(model)
-    values: list[tuple[str, str]] = []
-    if optimizer is not None:
-        names = {parameter: name for name, parameter in named_parameters(model)}
-        more, values = optimizer_contents(optimizer.param_groups, optimizer.state, names)
-        tensors += more
-    ranks = gather_objects(comm, contents_in_words(tensors, values), "check_in_sync()")
+    words, problem = {}, None
+    try:
+        words = _model_in_words(model, optimizer)
+    except Exception as error:  # it may be no optimizer, and the others are to hear of it
+        problem = error
+    compare(comm, problem, {}, [], CHECK_IN_SYNC)
+    ranks = gather_objects(comm, words, CHECK_IN_SYNC.name)
     for name in dict.fromkeys(name for words in ranks for name in words):
         holders: dict[str, list[str]] = {}
         for rank, words in enumerate(ranks):
@@ -291,6 +292,17 @@ def check_model_in_sync(
                 "until then; refresh() the parameters, too; for an optimizer, load rank 0's "
                 "optimizer.state_dict() on every rank (full_state_dict() of a ShardedOptimizer)"
             )
+
+
+def _model_in_words(
+    model: nn.Module | list[tuple[str, Parameter]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, str]:
+    tensors = named_tensors(model)
+    if optimizer is None:
+        return contents_in_words(tensors, [])
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    more, values = optimizer_contents(optimizer.param_groups, optimizer.state, names)
+    return contents_in_words(tensors + more, values)
 
 
 def contents_in_words(tensors: Named, values: Iterable[tuple[str, str]]) -> dict[str, str]:

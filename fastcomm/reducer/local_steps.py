@@ -11,8 +11,6 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.optimizer_steps import Share
 
-_COMPARING = agreement.Call("check_in_sync()", "models", "cannot compare its model")
-
 
 class Meetings(Protocol):
     """A LocalSGD or a DiLoCo, as the reducer sees it."""
@@ -61,7 +59,7 @@ class LocalSteps:
                 f"it has made steps of its own since the ranks met: call meet() of {self.name} "
                 "before you compare the ranks"
             )
-        agreement.compare(comm, problem, {}, [], _COMPARING)
+        agreement.compare(comm, problem, {}, [], agreement.CHECK_IN_SYNC)
 
     def end(self) -> None:
         """The reducer is detached: its ranks are never to meet."""

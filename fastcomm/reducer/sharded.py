@@ -235,6 +235,7 @@ class ShardedOptimizer(Optimizer):
         model = self.reducer._attached_model()
         if self._overlaps and isinstance(model, Module):
             self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
+        self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
 
     def _parts_in(self, buckets: Sequence[ShardedBucket]) -> dict[Parameter, Part]:
         known, parts = set(self._parameters()), {}

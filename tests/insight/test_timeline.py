@@ -317,5 +317,5 @@ def test_a_timeline_without_a_round_says_so(comm):
 @on_ranks(2)
 def test_clocks_that_are_one_are_found_to_be_close(comm):
     """The ranks take each other for ranks of two hosts."""
-    first, second = offsets_to_rank_0(comm)
+    first, second = offsets_to_rank_0(comm, "the test")
     assert first == 0 and abs(second) < 50e6

@@ -375,7 +375,6 @@ def test_a_gradient_of_a_parameter_that_was_not_seen_in_use_is_refused():
 
 def _capture(place):
     pair = _overlapped(place, torch.optim.SGD, mlp())
-    pair.comm.barrier()  # what was freed on the current stream may be another's from here on
     pair.comm.cuda.raw_stream = lambda index: LEGACY_STREAM
     for step in range(4):
         for model, optimizer in zip(pair.models, pair.optimizers, strict=True):

@@ -251,6 +251,17 @@ def test_a_buffer_that_differs_is_named(comm):
 
 
 @on_ranks(2)
+def test_what_is_no_optimizer_is_an_error_on_all_ranks(comm):
+    _, reducer, optimizer = _trained(comm)
+    with pytest.raises(
+        AttributeError if comm.rank == 1 else fastcomm.FastcommError,
+        match="param_groups" if comm.rank == 1 else "rank 1 cannot compare its model: Attribute",
+    ):
+        reducer.check_in_sync(optimizer if comm.rank == 0 else object())
+    reducer.check_in_sync(optimizer)
+
+
+@on_ranks(2)
 def test_optimizer_state_that_differs_is_named(comm):
     model, reducer, optimizer = _trained(comm)
     if comm.rank == 1:

@@ -44,6 +44,7 @@ def _refusing_hook(comm, model):
     state = fastcomm.HookState(comm, op="max")
     pair = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     other = fastcomm.Reducer(comm, hook=(state, fastcomm.all_reduce_hook)).attach([("pair", pair)])
+    finish_together(comm)
     with pytest.raises(TypeError, match="complex"):
         pair.abs().sum().backward()
     return weakref.ref(other), weakref.ref(pair)
