@@ -94,18 +94,23 @@ def compare(
     """
     by_rank = gather_objects(comm, [_describe(part.piece, states) for part in parts], call)
     for i, part in enumerate(parts):
-        held = {rank: _in_words(by_rank[rank][i]) for rank in part.spans}
-        for rank, words in held.items():
-            first, expected = next(iter(held.items()))
-            for key in {**expected, **words}:
-                if words.get(key) != expected.get(key):
-                    raise MismatchError(
-                        f"the optimizer's {key} of parameter {part.name} is {expected.get(key)} on "
-                        f"rank {first} and {words.get(key)} on rank {rank}, and each steps a part "
-                        "of it: a step has failed, or different states were loaded. Load one whole "
-                        "state on every rank, or begin anew there by optimizer.state = {}"
-                    )
+        first, *others = part.spans or [0]
+        for rank in others:
+            _refuse_mixture(part.name, first, by_rank[first][i], rank, by_rank[rank][i])
     return by_rank
+
+
+def _refuse_mixture(name: str, first: int, state: State, rank: int, other: State) -> None:
+    """Raises MismatchError unless two ranks' states of one parameter are of one step."""
+    expected, found = _in_words(state), _in_words(other)
+    for key in {**expected, **found}:
+        if found.get(key) != expected.get(key):
+            raise MismatchError(
+                f"the optimizer's {key} of parameter {name} is {expected.get(key)} on rank {first} "
+                f"and {found.get(key)} on rank {rank}, and each steps a part of it: a step has "
+                "failed, or different states were loaded. Load one whole state on every rank, or "
+                "begin anew there by optimizer.state = {}"
+            )
 
 
 def _in_words(state: State) -> dict[str, str]:
