@@ -35,7 +35,7 @@ from fastcomm.errors import (
 from fastcomm.group.call import ABANDON, WITHOUT_DATA, Call, factors_of, with_votes
 from fastcomm.group.exchange import Exchange
 from fastcomm.group.work import GroupBucket, GroupWork, Move, see_through
-from fastcomm.lifetime import Lifetime
+from fastcomm.lifetime import Lifetime, again
 from fastcomm.watchdog import Notes, Watchdog, failure_note, leave_closing, leave_note
 
 # how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
@@ -133,7 +133,7 @@ class WorkQueue:
         interruption = self._unheard()
         if interruption is not None:
             self.n_abandoned = interruption.number
-            raise interruption.error
+            raise again(interruption.error)  # a copy: the queue keeps it, and a traceback the model
 
     def abandon(self) -> None:
         """Finishes the collective that has begun, and ends those that wait, on all ranks.
@@ -161,7 +161,7 @@ class WorkQueue:
         if raised is not None:
             raise raised from error
         if error is not None:
-            raise error
+            raise again(error)
 
     def _post_abandonment(self, own: GroupWork) -> Interruption | None:
         """Posts `own`, unless others have abandoned the round and the caller does not know of it

@@ -159,7 +159,7 @@ cdef class Link:
         """
         self._look()
         if self.interruption is not None:
-            raise self.interruption
+            raise again(self.interruption)
 
     cdef close(self, double timeout):
         """See NcclCommunicator.close."""
@@ -369,10 +369,12 @@ cdef class Link:
         return 0
 
     cdef object _take_interruption(self):
-        """Returns the interruption and clears it: it is raised once."""
+        """Returns the interruption, to be raised, and clears it: it is raised once. A copy: the
+        watchdog may hold the interruption for seconds, and its traceback would hold the model.
+        """
         interruption, self.interruption = self.interruption, None
         self.n_abandoned += 1
-        return interruption
+        return again(interruption)
 
     cdef int check_open(self) except -1:
         """Raises the error that has ended the communicator."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -71,6 +73,48 @@ def test_a_round_may_be_abandoned_twice_before_the_ranks_have_met_for_it(comm):
         check_all_reduce(comm)
         finish_together(comm)
     assert comm.n_abandoned == before + 4
+
+
+class _Activations:
+    pass
+
+
+def _reduce(comm, activations):
+    comm.all_reduce(torch.ones(10))
+    hear_of_it(comm)
+
+
+def _poll(comm, activations):
+    comm.all_reduce(torch.ones(10), async_op=True)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        comm.check()
+
+
+def _abandonment_keeps_nothing(comm, hear):
+    if comm.rank == 1:
+        comm.abandon()
+    else:
+        activations = _Activations()
+        alive = weakref.ref(activations)
+        with pytest.raises(AbandonedError):
+            hear(comm, activations)
+        del activations
+        gc.collect()
+        assert alive() is None
+    finish_together(comm)
+
+
+@over(2)
+@on_ranks()
+def test_an_abandonment_does_not_keep_what_the_frames_held_that_heard_of_it(comm):
+    _abandonment_keeps_nothing(comm, _reduce)
+
+
+@pytest.mark.transports("nccl", "group", "hierarchical")
+@on_ranks(2)
+def test_an_abandonment_does_not_keep_what_the_frames_held_that_asked_for_it(comm):
+    _abandonment_keeps_nothing(comm, _poll)
 
 
 def _one_rank_skips(place):

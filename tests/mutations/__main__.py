@@ -26,7 +26,9 @@ from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 300.0  # what takes longer hangs, and so has noticed the mutation
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "temp.*", "lib.*", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns(
+    *(".git", ".venv", ".*_cache", "temp.*", "lib.*", "torch-versions", "__pycache__")
+)
 # Without optimisation, which takes a tenth of the time.
 COMPILER = (
     *("gcc", "-std=gnu11", "-O0", "-w", "-fPIC", "-shared"),

@@ -16,6 +16,10 @@ ENDING_TESTS = "tests/group/test_ending.py"
 TOGETHER_TESTS = "tests/group/test_group.py"
 WIRE_TESTS = "tests/group/test_wires.py::test_"
 BLOCK_TESTS = "tests/group/test_blocks.py::test_"
+KEPT = (
+    "tests/contract/test_abandon.py::"
+    "test_an_abandonment_does_not_keep_what_the_frames_held_that_asked_for_it"
+)
 
 MUTATIONS = (
     Mutation(
@@ -320,5 +324,12 @@ MUTATIONS = (
         old="if not is_alike or nbytes > TOGETHER_NBYTES:",
         new="if not is_alike:",
         tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: what has interrupted a round is raised itself",
+        file=QUEUE,
+        old="raise again(interruption.error)",
+        new="raise interruption.error",
+        tests=(KEPT,),
     ),
 )

@@ -17,6 +17,10 @@ GRAPHS = "fastcomm/cuda/graphs.pyx"
 LAUNCH_TESTS = "tests/nccl/test_launches.py"
 ABANDON_TESTS = "tests/nccl/test_abandon.py"
 ENDING_TESTS = "tests/nccl/test_ending.py"
+KEPT = (
+    "tests/contract/test_abandon.py::"
+    "test_an_abandonment_does_not_keep_what_the_frames_held_that_asked_for_it"
+)
 
 MUTATIONS = (
     Mutation(
@@ -209,5 +213,12 @@ MUTATIONS = (
         old="return [call.error for call in over if call.error is not None]",
         new="return []",
         tests=(ENDING_TESTS,),
+    ),
+    Mutation(
+        name="nccl: what has interrupted a round is raised itself",
+        file=LINK,
+        old="return again(interruption)",
+        new="return interruption",
+        tests=(KEPT,),
     ),
 )
