@@ -1,5 +1,6 @@
 # make demo      two ranks train a small GPT (about a minute)
 # make test      the tests, four at a time (most of them wait), or: make test WORKERS=0
+# make flaky     do tests depend on order or speed? one core, load, late ranks (ten minutes)
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
 # make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
@@ -35,12 +36,16 @@ kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
-.PHONY: test fuzz mutate demo bench lint docs sanitize format clean
+.PHONY: test flaky fuzz mutate demo bench lint docs sanitize format clean
 .NOTPARALLEL:
 
 test: $(VENV)/.installed-dev
 	$(rebuild)
-	$(python) -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder tests
+	$(python) -m pytest --quiet --numprocesses $(WORKERS) --no-loadscope-reorder tests
+
+flaky: $(VENV)/.installed-dev
+	$(rebuild)
+	PYTHON=$(python) bash ci/flaky.sh
 
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import zlib
@@ -69,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the files that take longest, so that none of them is left over for one worker."""
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.module.__name__, len(order)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many tests were skipped, and why: a line for each reason."""
+    reasons = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    for reason, n in reasons.most_common():
+        terminalreporter.write_line(f"{n} skipped: {reason}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,10 +10,11 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastcomm import launchers
+from tests.support import delays
 from tests.support.bodies import Place, communicator, stand_at
 from tests.support.outcomes import described
 from tests.support.stand_ins import refusing_races
@@ -48,7 +49,7 @@ def serve(
             if pass_comm and comm is None:
                 comm = _communicator(place)
             with refusing_races():
-                value = body(place if comm is None else comm, *args)
+                value = carry_out(body, place if comm is None else comm, *args)
             answer = pickle.dumps(("returned", value))
             del value
         except SystemExit:
@@ -63,6 +64,11 @@ def serve(
             pipe.send_bytes(answer)
     if comm is not None:
         comm.close()
+
+
+def carry_out(body: Callable[..., Any], *args: Any) -> Any:
+    """Runs a body; see delays."""
+    return body(*args)
 
 
 def _left_behind(comm: Any) -> AssertionError | None:
@@ -97,6 +103,7 @@ def _settle(place: Place, env: Environment) -> None:
         else:
             os.environ[name] = value
     torch.set_num_threads(1)
+    delays.install(place.rank)
     gc.collect()
     gc.freeze()
 
