@@ -26,7 +26,6 @@ from fastcomm.torch_backend.work import BackendWork, Finished, put_all
 # How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
 # once only the waits for the lost rank itself; others would last until the time-out.
 _LOOK_S = 1.0
-_SHORTEST_S = 1e-3  # 0 means no limit to torch
 
 
 class GlooEngine:
@@ -85,6 +84,13 @@ class GlooEngine:
         raise PeerLostError(message, [self._members[rank] for rank in ended]) from error
 
 
+def _slice(left_s: float) -> timedelta:
+    """How long to wait before the next look. Torch drops fractions of milliseconds, and takes 0 for
+    no limit.
+    """
+    return timedelta(milliseconds=max(1, math.ceil(1e3 * min(_LOOK_S, left_s))))
+
+
 class EngineWork(BackendWork):
     """A collective that Gloo carries out."""
 
@@ -93,22 +99,27 @@ class EngineWork(BackendWork):
         self._work, self._engine, self._name = work, engine, name
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises PeerLostError if a rank is known to be lost, else Gloo's error."""
+        """Raises PeerLostError if a rank is known to be lost, else Gloo's error.
+
+        Waits in slices, to look for lost ranks in between. That a slice is over says nothing of the
+        collective: only a completed one has an error of its own.
+        """
         seconds = timeout.total_seconds() if timeout is not None else 0
         deadline = time.monotonic() + seconds if seconds > 0 else math.inf
-        while True:
-            until = min(time.monotonic() + _LOOK_S, deadline)
-            left_s = max(until - time.monotonic(), _SHORTEST_S)
+        while not self._work.is_completed():
             try:
-                return self._work.wait(timedelta(seconds=left_s))
-            except RuntimeError as error:
-                # Some of Gloo's Works never say that they are completed.
-                if self._work.is_completed() or time.monotonic() < until:
-                    self._engine.explain(self._name, error)
-                    raise
+                return self._work.wait(_slice(deadline - time.monotonic()))
+            except RuntimeError:
+                if self._work.is_completed():
+                    break
                 self._engine.raise_if_lost(self._name)
-                if until == deadline:
+                if time.monotonic() >= deadline:
                     raise
+        try:
+            return self._work.wait()
+        except RuntimeError as error:
+            self._engine.explain(self._name, error)
+            raise
 
     def synchronize(self) -> None:
         self.wait()

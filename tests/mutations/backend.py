@@ -15,6 +15,7 @@ WAYS_TESTS = ("tests/backend/test_ways.py",)
 DDP_BUCKETS = "fastcomm/torch_backend/ddp_buckets.py"
 DDP_BUCKETS_TESTS = ("tests/backend/test_ddp_buckets.py",)
 COLLECTIVES = "tests/backend/test_collectives.py"
+LATE = "tests/backend/test_late_ranks.py"
 
 MUTATIONS = (
     Mutation(
@@ -109,6 +110,20 @@ MUTATIONS = (
         old='f"rank {self._members[rank]} (pid {pid})" for rank, pid in ended',
         new='f"rank {rank} (pid {pid})" for rank, pid in ended',
         tests=("tests/backend/test_lost_processes.py",),
+    ),
+    Mutation(
+        name="backend: a late rank is a time-out of Gloo's",
+        file=ENGINE,
+        old="                if time.monotonic() >= deadline:\n",
+        new="                if True:\n",
+        tests=(f"{LATE}::test_a_rank_that_comes_late_is_waited_for",),
+    ),
+    Mutation(
+        name="backend: a collective that is completed as a wait times out has failed",
+        file=ENGINE,
+        old="                if self._work.is_completed():\n                    break\n",
+        new="                if self._work.is_completed():\n                    raise\n",
+        tests=(f"{LATE}::test_a_collective_that_is_completed_as_a_wait_times_out_has_not_failed",),
     ),
     Mutation(
         name="backend: a process that ended a moment later is not looked for",
