@@ -68,18 +68,27 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def described(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> dict[str, Any]:
-    """The groups, as the ranks compare them."""
-    names = {parameter: name for name, parameter in named.items()}
-    described: dict[str, Any] = {"the number of groups": len(groups)}
+def places(groups: list[dict[str, Any]], named: Iterable[tuple[str, Parameter]]) -> dict[str, Any]:
+    """Where the named parameters stand in the groups, as ranks compare it: a parameter's number in
+    a state means the same on all ranks only if that is equal.
+    """
+    names = {parameter: name for name, parameter in named}
+    found: dict[str, Any] = {"the number of groups": len(groups)}
     for i, group in enumerate(groups):
-        described[f"the number of parameters in group {i}"] = len(group["params"])
+        found[f"the number of parameters in group {i}"] = len(group["params"])
         for j, parameter in enumerate(group["params"]):
             if parameter in names:
-                described[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
-        for key, value in options_of(group).items():
-            described[f"{key} of group {i}"] = agreement.shown(value)
-    return described
+                found[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
+    return found
+
+
+def options(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The groups' options, as ranks compare them."""
+    return {
+        f"{key} of group {i}": agreement.shown(value)
+        for i, group in enumerate(groups)
+        for key, value in options_of(group).items()
+    }
 
 
 def members(groups: list[dict[str, Any]]) -> list[list[Parameter]]:

@@ -35,8 +35,9 @@ from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.shares import RankShare, ShardedBucket, ShardedBy, Sharding
 
 _MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
-_REFRESH = agreement.Call("refresh()", "optimizers", "cannot refresh its ShardedOptimizer")
-_TAKING = agreement.Call("ShardedOptimizer() or refresh()", "optimizers", "cannot take buckets")
+_GROUPS = "parameter groups, which every rank must give in one order"
+_REFRESH = agreement.Call("refresh()", _GROUPS, "cannot refresh its ShardedOptimizer")
+_TAKING = agreement.Call("ShardedOptimizer() or refresh()", _GROUPS, "cannot take buckets")
 _LOADING = agreement.Call(
     "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
 )
@@ -134,14 +135,16 @@ class ShardedOptimizer(Optimizer):
             param_groups.refuse_shared_memory([*reducer._named_parameters(), *buffers])
         except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
-        described = {
+        described: dict[str, Any] = {
             "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
             "keep_gradients": self.sharding.keeps_gradients,
             "elementwise": self.sharding.cuts,
             "share_parameters": self.sharding.shares_parameters,
             "overlap_gather": overlap_gather,
-            **param_groups.described([] if plain is None else plain.param_groups, named),
         }
+        if plain is not None:
+            described |= param_groups.places(plain.param_groups, reducer._named_parameters())
+            described |= param_groups.options(plain.param_groups)
         agreement.compare(reducer.comm, problem, described, [], _MAKING)
         assert plain is not None  # for the type checker: compare() has raised
         return plain
@@ -215,7 +218,7 @@ class ShardedOptimizer(Optimizer):
             shares.refuse_refresh(self._buckets, any(self._inner.state.values()), self._is_mixed)
         except FastcommError as error:
             problem = error
-        agreement.compare(self.comm, problem, {}, [], _REFRESH)
+        agreement.compare(self.comm, problem, self._places(), [], _REFRESH)
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper."""
@@ -226,7 +229,7 @@ class ShardedOptimizer(Optimizer):
             taken = parts, self._inner_of(self.param_groups, parts, states)
         except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
-        agreement.compare(self.comm, problem, {}, [], _TAKING)
+        agreement.compare(self.comm, problem, self._places(), [], _TAKING)
         assert taken is not None  # for the type checker: compare() has raised
         self._buckets, self.is_torn = buckets, False
         self._parts, inner = taken
@@ -397,6 +400,7 @@ class ShardedOptimizer(Optimizer):
         """The whole state, on every rank, in the format of the plain optimizer, whose
         load_state_dict() takes it. Collective.
         """
+        self._compare_places("full_state_dict()")
         return {
             "state": self._gather_state("full_state_dict()"),
             "param_groups": checkpoints.numbered(self.param_groups),
@@ -412,7 +416,14 @@ class ShardedOptimizer(Optimizer):
 
     def compare_state(self) -> None:
         """See shares.Stepper."""
+        self._compare_places("check_in_sync()")
         checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
+
+    def _compare_places(self, call: str) -> None:
+        agreement.compare(self.comm, None, self._places(), [], _REFRESH._replace(name=call))
+
+    def _places(self) -> dict[str, Any]:
+        return param_groups.places(self.param_groups, self.reducer._named_parameters())
 
     def _aside_by_number(self) -> dict[int, checkpoints.State]:
         numbered = enumerate(self._parameters())
@@ -457,7 +468,7 @@ class ShardedOptimizer(Optimizer):
             cut = self._parts.values() if self.sharding.cuts else ()
             checkpoints.refuse(saved, self._place(), cut)
             names = {parameter: name for name, parameter in self.reducer._named_parameters()}
-            described = checkpoints.described(saved, self._parts, names)
+            described = self._places() | checkpoints.described(saved, self._parts, names)
             loaded = self._loaded(saved)
         except Exception as error:  # the state may be anything, and the others are to hear of it
             problem = error

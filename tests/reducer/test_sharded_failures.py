@@ -428,6 +428,62 @@ def test_ranks_that_disagree(comm):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1 if comm.rank else -1.0)
 
 
+@every_transport
+@on_ranks(2)
+def test_new_layers_in_another_order_are_an_error_on_all_ranks(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pair.models[0].extend(copy.deepcopy(layers))
+    pair.models[1].extend(layers)
+    groups = [{"params": list(layer.parameters())} for layer in layers]
+    for group in groups if comm.rank == 0 else groups[::-1]:
+        pair.sharded.add_param_group(group)
+    match = r"place of parameter 5\.weight is group 1, index 0 on rank 0 and group 2, index 0"
+    for _ in range(2):
+        with pytest.raises(MismatchError, match=match):
+            pair.reducers[1].refresh()
+    pair.sharded.param_groups[1:] = groups
+    pair.reducers[0].refresh()
+    pair.reducers[1].refresh()
+    for layer in pair.models[0][-2:]:
+        pair.plain.add_param_group({"params": list(layer.parameters())})
+    pair.train(first=STEPS)
+
+
+@pytest.mark.parametrize(
+    "call", ["full_state_dict()", "load_full_state_dict()", "load_state_dict()", "check_in_sync()"]
+)
+@on_ranks(2)
+def test_groups_that_one_rank_has_reordered_are_an_error_on_all_ranks(comm, call):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    optimizer = pair.sharded
+    whole, part = copy.deepcopy((optimizer.full_state_dict(), optimizer.state_dict()))
+    group = optimizer.param_groups[0]
+    if comm.rank == 1:
+        group["params"][2:] = group["params"][:1:-1]
+    calls = {
+        "full_state_dict()": optimizer.full_state_dict,
+        "load_full_state_dict()": lambda: optimizer.load_full_state_dict(whole),
+        "load_state_dict()": lambda: optimizer.load_state_dict(part),
+        "check_in_sync()": lambda: pair.reducers[1].check_in_sync(optimizer),
+    }
+    with pytest.raises(MismatchError, match=r"place of parameter 2\.weight is group 0, index 2 on"):
+        calls[call]()
+
+
+@on_ranks(2)
+def test_a_state_on_one_rank_alone_is_found_on_both_though_the_groups_are_in_another_order(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    if comm.rank == 1:
+        pair.sharded.param_groups[0]["params"].reverse()
+        pair.sharded.state = {}
+    with pytest.raises(MismatchError, match="on rank 0 and .* on rank 1"):
+        pair.reducers[1].check_in_sync(pair.sharded)
+    comm.barrier()  # both have come here
+
+
 @on_ranks(2)
 def test_options_that_are_objects(comm):
     class Decaying(torch.optim.SGD):
