@@ -1,16 +1,21 @@
 """What ranks find loaded when they start: the fork server imports it once, before it forks them.
 
-Nothing here starts a thread or touches a GPU. What is loaded is left out of garbage collections
-from then on: else each rank would begin by looking through all of torch, and copy the pages it lies
-in.
+Nothing here starts a thread, or CUDA, which a forked process could not start again. What is loaded
+is left out of garbage collections from then on: else each rank would begin by looking through all
+of torch, and copy the pages it lies in.
 """
 
 import contextlib
 import gc
 import importlib
+import os
+
+import torch
 
 from tests.support.huge_pages import gather_memory
 
+# Else the import of torch's compiler asks for GPUs (built for CUDA, before torch 2.13).
+os.environ["TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER"] = "0"
 gc.disable()  # which would look through all that has been loaded so far, again and again
 for name in (
     "torch._dynamo",
@@ -30,6 +35,7 @@ for name in (
 ):
     with contextlib.suppress(ImportError):  # hypothesis may be missing where there is a GPU
         importlib.import_module(name)
+del os.environ["TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER"]
 reference = importlib.import_module("tests.support.reference")
 for dtype in reference.DTYPES:
     reference.shards_of(dtype, 1, 1)  # which draws what all others are cut from
@@ -37,3 +43,9 @@ gc.collect()
 gc.freeze()
 gc.enable()
 gather_memory()
+
+child = os.fork()
+if child == 0:
+    os._exit(torch.cuda._is_in_bad_fork())
+if os.waitpid(child, 0)[1] != 0:
+    raise AssertionError("what the fork server imports has started CUDA: ranks could not use a GPU")
