@@ -1,5 +1,5 @@
 """The house's floors: a wing or module of fastcomm imports only from floors below its own, and
-nothing imports in a circle, C included; no file is too long to be one idea. Reads sources only."""
+nothing imports in a circle, C included; no line is wider than a window. Reads sources only."""
 
 from __future__ import annotations
 

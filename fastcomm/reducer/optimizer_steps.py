@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.provenance import is_of_this_rank
 
 
 class Share(NamedTuple):
@@ -90,13 +91,16 @@ class _Steps:
     buckets it has, and how many rounds each had ended before the last step.
 
     refusal: why it must not step, or None.
+    strangers: the parameters that nobody reduces, which must have no gradient, and their names.
     """
 
-    def __init__(self, groups: tuple[tuple[int, int], ...], parameters: list[Tensor]) -> None:
-        self.groups, self.refusal = groups, _refusal_of(parameters)
-        self.epoch = _epoch
-        owners = {_owner_of(parameter) for parameter in parameters}
-        reducers = sorted((one for one in owners if one is not None), key=lambda r: r.number)
+    def __init__(self, groups: tuple[int, ...], parameters: list[Tensor]) -> None:
+        self.groups, self.epoch = groups, _epoch
+        owners = [_owner_of(parameter) for parameter in parameters]
+        reducers = sorted({one for one in owners if one is not None}, key=lambda r: r.number)
+        unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
+        self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
+        self.refusal = _refusal_of(parameters)
         self.shares = [(weakref.ref(r), r.shares_of(parameters)) for r in reducers]
         self.before: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
@@ -110,16 +114,20 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _epoch = 0  # grows when a model is attached or detached, which changes the owners
 _owner_of: Callable[[Tensor], Steppable | None]
+_attached_names: Callable[[], Mapping[Tensor, str]]
 _is_watching = False
 
 
-def watch_steps(owner_of: Callable[[Tensor], Steppable | None]) -> None:
+def watch_steps(
+    owner_of: Callable[[Tensor], Steppable | None],
+    attached_names: Callable[[], Mapping[Tensor, str]],
+) -> None:
     """Installs the hooks at the first call. Call again whenever a parameter gains or loses its
-    reducer.
+    reducer. attached_names: gives the names of all parameters that attached models have now.
     """
-    global _epoch, _owner_of, _is_watching
+    global _epoch, _owner_of, _attached_names, _is_watching
     _epoch += 1
-    _owner_of = owner_of
+    _owner_of, _attached_names = owner_of, attached_names
     if not _is_watching:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -170,12 +178,15 @@ def _before_step(
     steps = _steps_of(optimizer)
     if steps.refusal is not None:
         raise FastcommError(steps.refusal)
+    skips_itself = getattr(optimizer, "skips_itself", False)
+    if not skips_itself:  # else it refuses them itself
+        _refuse_strangers(steps)
     for reference, shares in steps.shares:
         reducer = reference()
         if reducer is not None:
             reducer.before_step(optimizer, shares, steps.seen.get(reducer))
             steps.before[reducer] = reducer.n_rounds
-    if getattr(optimizer, "skips_itself", False):
+    if skips_itself:
         return None
     return _without_skipped(optimizer, steps, args, kwargs)
 
@@ -186,7 +197,7 @@ def _without_skipped(
     """As _before_step(), of a step that changes nothing if the ranks drop it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):
-        if not steps.shares:
+        if not steps.shares and not steps.strangers:
             return None
         dropping = functools.partial(_drop_where_skipped, optimizer, steps, closure)
         if len(args) > 1:
@@ -211,6 +222,7 @@ def _skipping(steps: _Steps) -> list[Steppable]:
 def _drop_where_skipped(optimizer: Optimizer, steps: _Steps, closure: Callable[[], Any]) -> Any:
     """The closure, after which no parameter has a gradient if the ranks drop the step."""
     result = closure()
+    _refuse_strangers(steps)
     if _skipping(steps):
         if isinstance(optimizer, LBFGS):
             raise FastcommError(
@@ -270,7 +282,7 @@ def _steps_of(optimizer: Optimizer) -> _Steps:
     reducers have changed since.
     """
     groups = optimizer.param_groups
-    known = tuple((id(group["params"]), len(group["params"])) for group in groups)
+    known = tuple(id(parameter) for group in groups for parameter in group["params"])
     steps = _steps.get(optimizer)
     if steps is None or steps.groups != known or steps.epoch != _epoch:
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -280,6 +292,40 @@ def _steps_of(optimizer: Optimizer) -> _Steps:
             steps.seen.update(before.seen)
             steps.left_out.update(before.left_out)
     return steps
+
+
+def _refuse_strangers(steps: _Steps) -> None:
+    for name, parameter in steps.strangers:
+        if is_of_this_rank(parameter.grad):
+            raise FastcommError(unreduced(name))
+
+
+def unreduced(name: str) -> str:
+    """Why a parameter that no reducer has must have no gradient."""
+    return (
+        f"parameter {name} has a gradient, and no reducer reduces it: the ranks would drift apart. "
+        "Call refresh() on every rank after unfreezing, adding or replacing parameters of an "
+        "attached model, or attach() the module that holds it, too. One that is frozen must have "
+        "no gradient: set it to None. Parameters outside the attached model that each rank is to "
+        "train by itself belong in an optimizer of their own"
+    )
+
+
+def _name_strangers(unowned: Sequence[Tensor], *, is_mixed: bool) -> list[tuple[str, Tensor]]:
+    """Those that no reducer has, and should: what belongs to an attached model, and all that is
+    stepped along with parameters that are reduced (is_mixed).
+    """
+    if not unowned:
+        return []
+    names = _attached_names()
+    found = []
+    for parameter in unowned:
+        name = names.get(parameter)
+        if name is None and is_mixed:
+            name = f"of shape {tuple(parameter.shape)}, which is outside the attached model,"
+        if name is not None:
+            found.append((name, parameter))
+    return found
 
 
 def _refusal_of(held: list[Tensor]) -> str | None:

@@ -45,6 +45,15 @@ def reducers_on(comm: Communicator) -> list[Any]:
     return sorted(mine, key=lambda one: one.number)
 
 
+def attached_names() -> WeakIdKeyDictionary:
+    """The names of all parameters that attached models have now, by parameter."""
+    found = WeakIdKeyDictionary()
+    for reducer in {reference() for reference in _owners.values()}:
+        for name, parameter in [] if reducer is None else reducer._named_parameters():
+            found[parameter] = name
+    return found
+
+
 def take_over(
     reducer: ReducerFlags, buckets: Sequence[Bucket], has_streams: bool
 ) -> list[RemovableHandle]:

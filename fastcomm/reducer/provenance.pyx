@@ -243,6 +243,18 @@ cdef class Provenance:
             setattr(gradient, MARK, (ACCEPTED, version_of(gradient)))
 
 
+def is_of_this_rank(gradient):
+    """Whether a gradient that is in no bucket may differ between ranks. Zeros do not, nor what a
+    round had reduced while the parameter was in a bucket.
+    """
+    if gradient is None:
+        return False
+    mark = getattr(gradient, MARK, None)
+    if mark is not None and mark[0] != UNSYNCED and mark[1] == version_of(gradient):
+        return False
+    return bool(values_of(gradient).any())
+
+
 cdef version_of(gradient):
     """The tensor's version; -1 for inference tensors, whose writes torch does not count."""
     return -1 if gradient.is_inference() else gradient._version

@@ -45,9 +45,22 @@ from fastcomm.reducer.model import (
     reference_to,
     unsynced_batch_norm,
 )
-from fastcomm.reducer.optimizer_steps import allow_steps, refuse_replaced, refuse_step, watch_steps
+from fastcomm.reducer.optimizer_steps import (
+    allow_steps,
+    refuse_replaced,
+    refuse_step,
+    unreduced,
+    watch_steps,
+)
 from fastcomm.reducer.options import Options, describe
-from fastcomm.reducer.owners import is_owned, let_go, next_number, owner_of, take_over
+from fastcomm.reducer.owners import (
+    attached_names,
+    is_owned,
+    let_go,
+    next_number,
+    owner_of,
+    take_over,
+)
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.shares import ShardedBy
 from fastcomm.reducer.skipping import Skipping
@@ -211,7 +224,7 @@ class Reducer(UnevenData):
             self._timeline.follow(self._buckets, source)
         self._remember(source)
         allow_steps(p for _, p in named)
-        watch_steps(owner_of)
+        watch_steps(owner_of, attached_names)
         try:
             # what was prepared here is ready, whatever stream the first backward runs on
             self.comm.barrier()
@@ -247,7 +260,7 @@ class Reducer(UnevenData):
         self._round, self._deferred = None, None
         self._weighting.forget()
         self._skipping.forget()
-        watch_steps(owner_of)
+        watch_steps(owner_of, attached_names)
 
     def _attached_model(self) -> Model:
         model = None if self._model is None else self._model()
@@ -413,6 +426,11 @@ class Reducer(UnevenData):
         self.local_steps.refuse("reduce()")
         if self._round is not None:
             self.synchronize()
+        stranger = self._tripwires.find_gradient()
+        if stranger is not None:
+            self._open()
+            leave(self)  # the other ranks hear of it
+            raise FastcommError(unreduced(stranger))
         self._open().count_all()
         self._synchronize(is_between_steps=True)
 

@@ -23,6 +23,7 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.model import Model
+from fastcomm.reducer.provenance import is_of_this_rank
 
 # The modules of attached models, and the tripwires that watch them.
 _watched: weakref.WeakKeyDictionary[nn.Module, Tripwires] = weakref.WeakKeyDictionary()
@@ -86,6 +87,14 @@ class Tripwires:
                 "change; and make the optimizer anew if parameters were replaced, as "
                 "load_state_dict(assign=True) does"
             )
+
+    def find_gradient(self) -> str | None:
+        """The name of a parameter that nobody reduces and that has a gradient of this rank's."""
+        named_parameters = self._named_parameters()
+        for name, parameter in [] if named_parameters is None else named_parameters():
+            if not self._is_reduced(parameter) and is_of_this_rank(parameter.grad):
+                return name
+        return None
 
     def raise_refusal(self) -> None:
         if self.refusal is not None:

@@ -16,6 +16,7 @@ NORMS = "fastcomm/reducer/norms.py"
 TRIPWIRES = "fastcomm/reducer/tripwires.py"
 
 STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
+STRANGERS = "tests/reducer/test_strangers.py"
 UNREDUCED_TESTS = ("tests/reducer/test_unreduced.py",)
 
 MUTATIONS = (
@@ -71,8 +72,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: a step ends rounds in any order",
         file=STEPS,
-        old="sorted((one for one in owners if one is not None), key=lambda r: r.number)",
-        new="[one for one in owners if one is not None]",
+        old="sorted({one for one in owners if one is not None}, key=lambda r: r.number)",
+        new="[one for one in set(owners) if one is not None]",
         tests=STEPS_TESTS,
     ),
     Mutation(
@@ -220,5 +221,21 @@ MUTATIONS = (
         old="    if tripwires is not None and submodule is not None:\n",
         new="    if tripwires is None and submodule is not None:\n",
         tests=("tests/reducer/test_refusals.py",),
+    ),
+    Mutation(
+        name="reducer: what came past torch's hooks is stepped",
+        file=STEPS,
+        old="        if name is None and is_mixed:\n",
+        new="        name = None\n        if is_mixed:\n",
+        tests=(
+            f"{STRANGERS}::test_an_optimizer_of_its_own_does_not_step_a_part_of_an_attached_model",
+        ),
+    ),
+    Mutation(
+        name="reducer: reduce() leaves out gradients that no bucket holds",
+        file=TRIPWIRES,
+        old="is_of_this_rank(parameter.grad):\n                return name\n",
+        new="is_of_this_rank(None):\n                return name\n",
+        tests=(f"{STRANGERS}::test_the_other_ranks_hear_of_a_reduce_that_one_rank_refuses",),
     ),
 )

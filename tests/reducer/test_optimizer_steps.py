@@ -50,9 +50,9 @@ def reducers(steps: list[str]) -> Iterator[list[Reducer]]:
         one.parameter = torch.nn.Parameter(torch.zeros(1))
         one.parameter.grad = torch.ones(1)
         owners[id(one.parameter)] = one
-    optimizer_steps.watch_steps(lambda p: owners.get(id(p)))
+    optimizer_steps.watch_steps(lambda p: owners.get(id(p)), dict)
     yield reducers
-    optimizer_steps.watch_steps(lambda p: None)
+    optimizer_steps.watch_steps(lambda p: None, dict)
 
 
 def sgd(*reducers: Reducer) -> torch.optim.SGD:
@@ -88,7 +88,7 @@ def test_another_optimizer_has_made_no_step(reducers, steps):
 def test_a_step_remembers_its_rounds_when_another_model_comes(reducers, steps):
     optimizer = sgd(reducers[1])
     optimizer.step()
-    optimizer_steps.watch_steps(optimizer_steps._owner_of)
+    optimizer_steps.watch_steps(optimizer_steps._owner_of, optimizer_steps._attached_names)
     optimizer.step()
     assert steps[2] == "before 1, since 10"
 
