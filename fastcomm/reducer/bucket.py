@@ -111,8 +111,8 @@ class Bucket(Counter):
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
-        # gradients of earlier rounds, to which a backward without data has added
-        self._emptied: set[int] = set()
+        # gradients of earlier rounds, to which a backward without data has added nothing
+        self._emptied: dict[int, Tensor] = {}
         self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
         self.count_anew(len(layout.slots))
 
@@ -173,6 +173,8 @@ class Bucket(Counter):
             if self.ready[i] and not is_empty:
                 self._refuse_taken(i)
             self._fill_missing(i)
+            if own_weight is not None and own_weight.scale != own_weight.total:
+                self.views[i].mul_(own_weight.total / own_weight.scale)  # it is in no unit
         try:
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
@@ -208,10 +210,15 @@ class Bucket(Counter):
                     f"the gradient of parameter {self.names[i]} is to be differentiated "
                     "(create_graph=True), and this rank has weight 0: use a weight above 0"
                 )
-            if parameter.grad is self.views[i]:
-                self._emptied.add(i)
+            gradient = parameter.grad
+            if gradient is not None and self.provenance.holds_earlier(i):
+                self._emptied[i] = self._kept(gradient)
             parameter.grad = None
         return [None] * len(taking_part)
+
+    def _kept(self, gradient: Tensor) -> Tensor:
+        """The gradient as it is now, also after the round, which overwrites views."""
+        return gradient.clone()
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the
@@ -376,9 +383,11 @@ class Bucket(Counter):
             parameter = self._references[i]()
             if parameter is None:
                 continue
-            if is_present[i] or i in self._emptied:
+            if is_present[i]:
                 parameter.grad = self.views[i]
                 continue
+            if i in self._emptied:
+                before, parameter.grad = self._emptied[i], self.views[i]
             if before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
             self.provenance.note_left(i)

@@ -46,6 +46,7 @@ def end(reducer: Ending, ending: Round) -> None:
     raises.
     """
     try:
+        reducer._weighting.refuse_earlier()
         ending.launch_rest()
         _finish(reducer, ending)
     except FastcommError as error:

@@ -41,8 +41,6 @@ cdef class Provenance:
     cdef list stepped_at  # how many rounds had ended at the last step with it, by any optimizer
     cdef list versions  # of the views, when they were stepped or left
     cdef list unsynced  # of the views: made under no_sync() in this period
-    # whether backwards under no_sync() have added to a gradient that was reduced and not stepped
-    cdef readonly bint is_mixed
     cdef object period  # from one round to the next
 
     def __cinit__(self, list references, list views, list addresses, Py_ssize_t n_rounds):
@@ -73,13 +71,11 @@ cdef class Provenance:
     def begin_period(self):
         """Begins a period: all gradients made under no_sync() so far are in a round, or gone."""
         self.unsynced = [False] * len(self.views)
-        self.is_mixed = False
         self.period = next(numbers)
 
     def note_unsynced(self, Py_ssize_t i, parameter):
         """A backward under no_sync() has added to the gradient: from here on it is local."""
         gradient = parameter.grad
-        self.is_mixed |= gradient is self.views[i] and self._is_fresh(i, None)
         self.reduced_by[i] = NEVER
         if gradient is self.views[i]:
             self.unsynced[i] = True
@@ -95,6 +91,22 @@ cdef class Provenance:
             if gradient is not None and self._is_unsynced(i, gradient):
                 found.append(i)
         return found
+
+    def is_earlier(self, Py_ssize_t i):
+        """Whether the gradient is from before this period: a round has reduced it, or left it."""
+        gradient = self._gradient(i)
+        if gradient is None or self._is_unsynced(i, gradient):
+            return False
+        return self._is_known(i, gradient)
+
+    def holds_earlier(self, Py_ssize_t i):
+        """Whether the gradient is what an earlier round has left, and perhaps zeros added to it.
+        """
+        gradient = self._gradient(i)
+        if gradient is self.views[i]:
+            return True
+        # backwards under no_sync() mark what they have made, too
+        return self._is_known(i, gradient) and bool(values_of(gradient).any())
 
     def note_round(self, number, left):
         """The round of this number has reduced all gradients but those in the slots `left`."""

@@ -114,7 +114,7 @@ class SparseBucket(Bucket):
         self._producers = Producers(comm.cuda) if comm.has_streams else None
         # of messages, kept from round to round
         self._memory = torch.empty(0, dtype=torch.uint8, device=comm.device)
-        self._untouched, self._emptied, self._with_graph = {}, set(), {}
+        self._untouched, self._emptied, self._with_graph = {}, {}, {}
         self.reset()
 
     def reset(self) -> None:
@@ -150,7 +150,7 @@ class SparseBucket(Bucket):
         if self._producers is not None:
             self._producers.order_before_current()
         is_empty = own_weight is not None and not own_weight.total
-        gradients = self._taking_part(is_empty, keeps_graph)
+        gradients = self._taking_part(own_weight, is_empty, keeps_graph)
         if inspect is not None:
             self._show(gradients, inspect)
         rows = [None if g is None or not g.is_sparse else rows_of(g) for g in gradients]
@@ -160,7 +160,7 @@ class SparseBucket(Bucket):
             own_weight or _UNWEIGHTED,
             [_form_of(gradient) for gradient in gradients],
             [0 if one is None else len(one.indices) for one in rows],
-            [i not in self._untouched or i in self._emptied for i in range(len(gradients))],
+            [i not in self._untouched for i in range(len(gradients))],
         )
         self._take_part(own, rows, gradients)
         if self._producers is not None:
@@ -205,17 +205,20 @@ class SparseBucket(Bucket):
                 "waited for, which cannot be captured in a CUDA graph: use sparse=False"
             )
 
-    def _taking_part(self, is_empty: bool, keeps_graph: bool) -> list[Tensor | None]:
+    def _taking_part(
+        self, weight: Weight | None, is_empty: bool, keeps_graph: bool
+    ) -> list[Tensor | None]:
         """The gradients that this rank brings, by slot, and among them those that no backward has
         touched: as in a bucket of dense ones, the mean of what all ranks have stays what it is.
         """
         parameters = self.parameters
+        factor = 1.0 if weight is None or is_empty else weight.total / weight.scale
         taking_part = parameters
         if self.n_pending:
             taking_part = self.provenance.taking_part(parameters, self.ready)
         if is_empty:
             taking_part = self._leave_out(taking_part, keeps_graph)
-        gradients = []
+        gradients: list[Tensor | None] = []
         for i, parameter in enumerate(parameters):
             gradient = None if parameter is None else parameter.grad
             if taking_part[i] is None or gradient is None:
@@ -224,8 +227,17 @@ class SparseBucket(Bucket):
                 self._untouched[i] = gradient
             if parameter is not None and gradient is not None:
                 self._refuse_misfit(i, parameter, gradient)
-            gradients.append(None if is_empty else gradient)
+            if is_empty or gradient is None:
+                gradients.append(None)
+            elif factor != 1 and i in self._untouched:  # from an earlier round, and in no unit
+                gradients.append(gradient * factor)
+            else:
+                gradients.append(gradient)
         return gradients
+
+    def _kept(self, gradient: Tensor) -> Tensor:
+        """See Bucket."""
+        return gradient
 
     def _refuse_misfit(self, i: int, parameter: Parameter, gradient: Tensor) -> None:
         like = self._likes[i]
@@ -334,6 +346,8 @@ class SparseBucket(Bucket):
         for i, result in enumerate(self._results or ()):
             parameter = self._references[i]()
             if result is None:
+                if parameter is not None and i in self._emptied:
+                    parameter.grad = self._emptied[i]
                 self.provenance.note_left(i)
                 left.append(i)
             elif parameter is not None:

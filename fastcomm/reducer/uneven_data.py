@@ -39,12 +39,17 @@ class UnevenData(ReducedGradients):
         MismatchError.
 
         weight: a number, or a tensor of one, which is waited for. 0: a rank without data, whose
-            gradients count nothing, not even NaNs. If all are 0, gradients are None.
+            gradients count nothing, not even NaNs. If all are 0, gradients are None, or what an
+            earlier reduction has left.
         of: "sum" if losses are sums over the data: sum(g) / sum(w).
 
-        Holds for every backward until the next call, or until the reduction is over. With several
-        calls in one reduction, each before the backwards of its data in no_sync(), weights add up
-        and each batch counts with its own; zero_grad() drops gradients and weights.
+        Holds until the reduction is over: for one backward outside no_sync(), and for those inside
+        before it. After that ranks count alike until the next call. With several calls in one
+        reduction, each before the backwards of its data in no_sync(), weights add up and each batch
+        counts with its own; zero_grad() drops gradients and weights.
+
+        Gradients that an earlier reduction has left in .grad stay there, and the mean is added.
+        With several weights, or of="sum", the backward raises FastcommError, on every rank.
 
         Raises before any rank is involved: ValueError for a negative or infinite number, NaN, and
         reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;

@@ -5,10 +5,14 @@ round takes several batches (no_sync), .grad holds their gradients in one unit, 
 so far: gradients of a batch with a smaller weight are scaled before autograd adds them, and what
 stands in .grad is scaled when a larger weight comes. So nothing there is larger than a sum without
 weights would be. A batch of weight 0 adds zeros, whatever its gradients are.
+
+What an earlier reduction has left in .grad is in the unit of one weight, whatever that is. It
+counts once if this rank has one weight for means in the round; otherwise the round is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -28,6 +32,7 @@ from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.provenance import Provenance
+from fastcomm.reducer.sparse_rows import values_of
 
 # Sums and quotients of weights are far from the ends of float64.
 _LEAST, _GREATEST = 1e-30, 1e30
@@ -37,6 +42,8 @@ class Bucket(Protocol):
     """What is asked of a reducer's bucket here."""
 
     provenance: Provenance
+
+    names: list[str]
 
     @property
     def parameters(self) -> list[Parameter | None]: ...
@@ -81,6 +88,9 @@ class Weighting:
         self._before = 0.0  # of the batches before it in this round
         self._unit = 0.0  # the weight that a gradient in .grad stands for; 0 if there is none
         self._n_unsynced = 0  # see ReducerFlags: when the weight under way was set
+        # By name, gradients of earlier reductions to which this round's were added: whether they
+        # are not zeros, such as zero_grad(set_to_none=False) leaves.
+        self._earlier: dict[str, Tensor] = {}
         self._drop_hooks()
 
     def _drop_hooks(self) -> None:
@@ -110,15 +120,29 @@ class Weighting:
             raise ValueError(
                 f"of is the same for all weights of one reduction; got {self._of!r} and {of!r}"
             )
-        if any(bucket.provenance.is_mixed for bucket in buckets):
-            raise FastcommError(
-                "gradients of several weights were added to those of an earlier reduction, which "
-                "have another: call zero_grad() before the first backward in no_sync()"
-            )
+        self._refuse_added_to_earlier()
         self._before += self._now
+
+    def refuse_earlier(self) -> None:
+        """Raises FastcommError if the round would count gradients of an earlier reduction by the
+        wrong weight.
+        """
+        weighted = self.of_round()
+        if weighted is not None and weighted.weight.scale != weighted.weight.total:
+            self._refuse_added_to_earlier()
+
+    def _refuse_added_to_earlier(self) -> None:
+        for name, stands in self._earlier.items():
+            if stands:
+                raise FastcommError(
+                    "gradients of several weights, or of losses that are sums, were added to those "
+                    f"of an earlier reduction, which have another unit, in parameter {name}: call "
+                    "zero_grad() before the first backward of a reduction, on every rank"
+                )
 
     def _begin_batch(self, value: float, buckets: Sequence[Bucket]) -> None:
         self._drop_hooks()
+        self._watch_earlier(buckets)
         if value == 0:
             self._scale_what_comes(0.0, buckets)
         elif self._of == "sum":
@@ -129,6 +153,24 @@ class Weighting:
             if 0 < self._unit < value:
                 _scale_what_is_there(self._unit / value, buckets)
             self._unit = value
+
+    def _watch_earlier(self, buckets: Sequence[Bucket]) -> None:
+        """Notes where autograd adds to the gradients of an earlier reduction."""
+        for bucket in buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if bucket.provenance.is_earlier(i):
+                    node = get_gradient_edge(parameter).node
+                    note = functools.partial(self._note_earlier, bucket, i)
+                    self._hooks.append((node, node.register_prehook(Untraced(note))))
+
+    def _note_earlier(self, bucket: Bucket, i: int, _: object) -> None:
+        parameter = bucket.parameters[i]
+        # zero_grad() may have dropped it since
+        if parameter is not None and bucket.provenance.is_earlier(i):
+            assert parameter.grad is not None  # for the type checker
+            self._earlier[bucket.names[i]] = values_of(parameter.grad).any()
 
     def _scale_what_comes(self, factor: float, buckets: Sequence[Bucket]) -> None:
         """Multiplies the gradients that autograd makes before it adds them to .grad."""

@@ -125,15 +125,15 @@ MUTATIONS = (
     Mutation(
         name="sparse: a rank keeps back what no backward has touched",
         file=BUCKET,
-        old="gradients.append(None if is_empty else gradient)",
-        new="gradients.append(None if i in self._untouched else gradient)",
+        old="            if is_empty or gradient is None:",
+        new="            if is_empty or gradient is None or i in self._untouched:",
         tests=_sparse("test_gradients_add_up_over_rounds"),
     ),
     Mutation(
-        name="sparse: a rank without data leaves others' gradients to them",
+        name="sparse: a rank without data loses what earlier rounds have left",
         file=BUCKET,
-        old="i not in self._untouched or i in self._emptied for",
-        new="i not in self._untouched for",
+        old="if parameter is not None and i in self._emptied:",
+        new="if False:",
         tests=_sparse("test_weights_of_dense_and_of_kept_gradients"),
     ),
     Mutation(

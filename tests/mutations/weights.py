@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         name="weights: hooks of the batch before stay",
         file=WEIGHTS,
-        old="        self._drop_hooks()\n        if value == 0:\n",
-        new="        if value == 0:\n",
+        old="        self._drop_hooks()\n        self._watch_earlier(buckets)\n",
+        new="        self._watch_earlier(buckets)\n",
         tests=_ALL_DATA,
     ),
     Mutation(
@@ -107,9 +107,30 @@ MUTATIONS = (
     Mutation(
         name="weights: a rank without data loses what earlier rounds have left",
         file=BUCKET,
-        old="if is_present[i] or i in self._emptied:",
-        new="if is_present[i]:",
-        tests=_test("test_what_earlier_rounds_have_left_stays_on_a_rank_without_data"),
+        old="            if i in self._emptied:\n",
+        new="            if False:\n",
+        tests=_test("test_a_reduction_without_data_on_any_rank_leaves_earlier_gradients"),
+    ),
+    Mutation(
+        name="weights: a rank without data drops what it has kept over a refresh",
+        file="fastcomm/reducer/provenance.pyx",
+        old="        return self._is_known(i, gradient) and bool(values_of(gradient).any())\n",
+        new="        return False\n",
+        tests=_test("test_after_a_refresh_earlier_gradients_stay_on_a_rank_without_data"),
+    ),
+    Mutation(
+        name="weights: sums are added to what an earlier reduction has left",
+        file=ENDING,
+        old="        reducer._weighting.refuse_earlier()\n",
+        new="",
+        tests=_test("test_weights_of_sums_refuse_gradients_of_an_earlier_reduction"),
+    ),
+    Mutation(
+        name="weights: zeros count as gradients of an earlier reduction",
+        file=WEIGHTS,
+        old="values_of(parameter.grad).any()",
+        new="values_of(parameter.grad).new_ones(())",
+        tests=_test("test_zeros_that_zero_grad_has_left_are_no_earlier_gradients"),
     ),
     Mutation(
         name="weights: on shm a weight of 0 in all divides by 0",

@@ -421,3 +421,110 @@ def test_a_graph_of_gradients_needs_data(comm):
     why = r"is to be differentiated \(create_graph=True\)" if comm.rank == 0 else "rank 0 abandoned"
     with pytest.raises(FastcommError, match=why):
         loss_of(model, rows(2, comm.rank)).backward(create_graph=True)
+
+
+# Gradients of an earlier reduction, which stand in .grad
+
+
+@on_ranks(2)
+def test_weights_of_sums_refuse_gradients_of_an_earlier_reduction(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    accumulate(reducer, model, [3], "sum")
+    with pytest.raises(FastcommError, match=r"in parameter \d\.\w+: call zero_grad|abandoned"):
+        accumulate(reducer, model, [3], "sum")
+    accumulate(reducer, model, [3], "sum")  # the round was dropped, and all gradients with it
+    assert_gradients(model, joined(mlp(), [[3], [3]]))
+
+
+@on_ranks(2)
+def test_zeros_that_zero_grad_has_left_are_no_earlier_gradients(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for of in ("sum", "mean"):
+        accumulate(reducer, model, [3, 1 + comm.rank], of)
+        model.zero_grad(set_to_none=False)
+    accumulate(reducer, model, [2, 4 * comm.rank], "sum")
+    assert_gradients(model, joined(mlp(), [[2, 0], [2, 4]]))
+
+
+@pytest.mark.parametrize("of", ["mean", "sum"])
+@on_ranks(2)
+def test_a_reduction_without_data_on_any_rank_leaves_earlier_gradients(comm, of):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    accumulate(reducer, model, [3])
+    accumulate(reducer, model, [0], of)
+    assert_gradients(model, joined(mlp(), [[3], [3]]))
+
+
+def stepped(model, reducer):
+    """Leaves the gradients where they are."""
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+
+def refreshed(model, reducer):
+    reducer.refresh()
+
+
+@pytest.mark.parametrize("between", [stepped, refreshed])
+@on_ranks(2)
+def test_several_weights_are_not_added_to_an_earlier_reduction(comm, between):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    accumulate(reducer, model, [3])
+    between(model, reducer)
+    with pytest.raises(FastcommError, match="added to those of an earlier reduction"):
+        accumulate(reducer, model, [2, 5])
+    model.zero_grad()
+    accumulate(reducer, model, [2, 5])
+    assert_gradients(model, joined(mlp(), [[2, 5], [2, 5]]))
+
+
+@on_ranks(2)
+def test_a_weight_set_after_one_batch_does_not_meet_earlier_gradients_of_others(comm):
+    """The first batch uses other parameters than those that have an earlier gradient."""
+    model = Heads()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    x, y = rows(3, comm.rank)
+    F.mse_loss(model(x, 1), y).backward()
+    model.trunk.zero_grad()
+    reducer.set_weight(1)
+    with reducer.no_sync():
+        F.mse_loss(model(x, 0), y).backward()
+    reducer.set_weight(2)
+    with pytest.raises(FastcommError, match=r"heads\.1|abandoned"):
+        F.mse_loss(model(x, 1), y).backward()
+
+
+@on_ranks(2)
+def test_after_a_refresh_earlier_gradients_stay_on_a_rank_without_data(comm):
+    model = Heads()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    x, y = rows(3, comm.rank)
+    F.mse_loss(model(x, 0, 1), y).backward()
+    reducer.refresh()
+    left = gradients(model.heads[1])
+    reducer.set_weight(1 - comm.rank)
+    F.mse_loss(model(x, comm.rank), y).backward()
+    assert_gradients(model.heads[1], left)
+
+
+@on_ranks(2)
+def test_a_second_reduction_counts_ranks_alike_until_set_weight_is_called_again(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    counts = 1 + 2 * comm.rank
+    data = rows(counts, comm.rank)
+    for weighs_again in (False, True):
+        model.zero_grad()
+        reducer.set_weight(counts)
+        loss_of(model, data).backward()
+        if weighs_again:
+            reducer.set_weight(counts)
+        loss_of(model, data).backward()
+        weighted = joined(mlp(), [[1], [3]])
+        means = [joined(mlp(), [[1], [0]]), joined(mlp(), [[0], [3]])]
+        alike = [(a + b) / 2 for a, b in zip(*means, strict=True)]
+        again = weighted if weighs_again else alike
+        assert_gradients(model, [a + b for a, b in zip(weighted, again, strict=True)])
