@@ -103,8 +103,9 @@ class ShardedOptimizer(Optimizer):
         self.is_torn = self._is_mixed = False  # the ranks' parameters, the state
         self._overlaps = overlap_gather and reducer.comm.has_streams
         self._arrivals: Arrivals | None = None
-        # whole, on every rank: of parameters that no bucket has, because they are frozen now
-        self._aside: dict[Parameter, checkpoints.State] = {}
+        # whole, on every rank: of parameters that no bucket has, because they are frozen now.
+        # Adagrad makes some before the first step, of frozen ones, too.
+        self._aside: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[ShardedBucket] = []
         self._barrier = shares.StepBarrier(reducer.comm)
@@ -183,6 +184,7 @@ class ShardedOptimizer(Optimizer):
         """This rank's pieces of it: see full_state_dict(). An empty one may be assigned: the
         optimizer begins anew. Raises FastcommError for another.
         """
+        torch_helpers.refuse_checkpoint()
         return self._inner.state
 
     @state.setter
@@ -440,8 +442,9 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for this rank of as many: save one for each rank, or use
-        full_state_dict().
+        full_state_dict(). Raises FastcommError inside torch.distributed.checkpoint.
         """
+        torch_helpers.refuse_checkpoint()
         number_of = {parameter: i for i, parameter in enumerate(self._parameters())}
         states = {
             number_of[parameter]: self._inner.state.get(piece.parameter)

@@ -12,6 +12,7 @@ ShardedOptimizer was made.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -106,6 +107,19 @@ def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
         GradScaler._unscale_grads_, kind
     )
     _is_watching = True
+
+
+def refuse_checkpoint() -> None:
+    """Call it where a Holder shows its state. Raises FastcommError if that is asked for by
+    torch.distributed.checkpoint, whose recipes take what one rank has for the whole.
+    """
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    if asking.startswith("torch.distributed.checkpoint."):
+        raise FastcommError(
+            "torch.distributed.checkpoint would keep one rank's pieces for the whole state of a "
+            "ShardedOptimizer: on every rank call its full_state_dict() and save what that "
+            "returns; to resume, give the saved one to its load_full_state_dict()"
+        )
 
 
 def _refusing(clip: Callable[..., Any], is_held: Callable[[Tensor], bool]) -> Callable[..., Any]:

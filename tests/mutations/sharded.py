@@ -275,4 +275,18 @@ MUTATIONS = (
         new="",
         tests=STATE_TESTS,
     ),
+    Mutation(
+        name="sharded: torch's checkpoint takes a rank's pieces for the whole",
+        file=HELPERS,
+        old='    if asking.startswith("torch.distributed.checkpoint."):\n',
+        new="    if False:\n",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: the state that a frozen parameter begins with is dropped",
+        file=SHARDED,
+        old=" = dict(plain.state)\n",
+        new=" = {}\n",
+        tests=STATE_TESTS,
+    ),
 )

@@ -85,6 +85,32 @@ def test_a_distributed_checkpoint(comm, tmp_path):
     pair.train(first=STEPS)
 
 
+@pytest.mark.parametrize("n_steps", [0, STEPS])
+@on_ranks(2)
+def test_a_checkpoint_by_torch_is_refused_before_it_drops_state(comm, n_steps, tmp_path):
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict as recipes
+
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    model, optimizer = pair.models[1], pair.sharded
+    if n_steps:
+        pair.train()
+    folder = tmp_path / str(comm.rank)
+    other = mlp()
+    saved = recipes.get_optimizer_state_dict(other, torch.optim.AdamW(other.parameters()))
+    calls = (
+        lambda: recipes.get_state_dict(model, optimizer),
+        lambda: recipes.get_optimizer_state_dict(model, optimizer),
+        lambda: recipes.set_optimizer_state_dict(model, optimizer, saved),
+        lambda: checkpoint.save({"optimizer": optimizer}, checkpoint_id=folder, no_dist=True),
+    )
+    for call in calls:
+        with pytest.raises(Exception, match=r"one rank's pieces for.*full_state_dict\(\)"):
+            call()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pair.train(first=n_steps)
+
+
 @on_ranks(2)
 def test_hooks_of_the_state_are_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
@@ -141,6 +167,25 @@ def test_the_state_of_frozen_parameters_is_kept(comm, buckets):
     pair.models[1][2].weight.data = torch.zeros(16, 8)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 2\.weight has shape \[16, 16\]"):
         freeze(False)
+
+
+@on_ranks(2)
+def test_the_state_that_a_frozen_parameter_begins_with_is_kept(comm, buckets):
+    model = mlp()
+    model[2].requires_grad_(False)
+    options = {"lr": 0.01, "initial_accumulator_value": 0.5}
+    pair = Pair(comm, model, torch.optim.Adagrad, options, **buckets)
+    pair.train()
+    mine, theirs = pair.sharded.full_state_dict(), pair.plain.state_dict()
+    assert mine["state"].keys() == theirs["state"].keys()
+    assert torch.equal(mine["state"][2]["sum"], theirs["state"][2]["sum"])
+    pair.plain.load_state_dict(copy.deepcopy(mine))
+    pair.sharded.load_full_state_dict(copy.deepcopy(theirs))
+    for model, reducer in zip(pair.models, pair.reducers, strict=True):
+        model[2].requires_grad_(True)
+        model.zero_grad()
+        reducer.refresh()
+    pair.train(first=STEPS)
 
 
 @on_ranks(2)
