@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -56,16 +57,42 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises ValueError for a trainable parameter that lies where another tensor of the model does:
     a ShardedOptimizer moves parameters into memory of its own, each for itself.
     """
-    name_at: dict[int, tuple[str, bool]] = {}
-    for name, tensor in tensors:
-        if not tensor.numel():
-            continue
-        other, is_moved = name_at.setdefault(tensor.data_ptr(), (name, tensor.requires_grad))
-        if other != name and (is_moved or tensor.requires_grad):
-            raise ValueError(
-                f"{other} and {name} lie in the same memory, and ShardedOptimizer would part them: "
-                "make them one parameter (b.weight = a.weight), or clone one of them"
-            )
+    placed = [(*_span(tensor), name, tensor) for name, tensor in tensors if tensor.numel()]
+    before: list[tuple[int, str, Tensor]] = []  # those that may reach into the next one
+    for begin, end, name, tensor in sorted(placed, key=operator.itemgetter(0)):
+        before = [one for one in before if one[0] > begin]
+        for _, other, earlier in before:
+            is_moved = earlier.requires_grad or tensor.requires_grad
+            if other != name and is_moved and _share_elements(earlier, tensor):
+                raise ValueError(
+                    f"{other} and {name} lie in the same memory, and ShardedOptimizer would part "
+                    "them: make them one parameter (b.weight = a.weight), or clone one of them"
+                )
+        before.append((end, name, tensor))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which its elements lie."""
+    begin = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Whether some byte belongs to both. Columns of one matrix lie between each other's, and share
+    none.
+    """
+    (begin, end), (second_begin, second_end) = _span(first), _span(second)
+    n_octets = max(end, second_end) - min(begin, second_begin)
+    taken = torch.zeros(n_octets, dtype=torch.bool, device="cpu")
+
+    def octets(tensor: Tensor) -> Tensor:
+        size, offset = tensor.element_size(), tensor.data_ptr() - min(begin, second_begin)
+        strides = [stride * size for stride in tensor.stride()]
+        return taken.as_strided([*tensor.shape, size], [*strides, 1], offset)
+
+    octets(first).fill_(True)
+    return bool(octets(second).any())
 
 
 def places(groups: list[dict[str, Any]], named: Iterable[tuple[str, Parameter]]) -> dict[str, Any]:

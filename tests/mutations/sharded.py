@@ -289,4 +289,18 @@ MUTATIONS = (
         new=" = {}\n",
         tests=STATE_TESTS,
     ),
+    Mutation(
+        name="sharded: a view of a parameter's middle is parted from it",
+        file=GROUPS,
+        old="        before = [one for one in before if one[0] > begin]\n",
+        new="        before = []\n",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: columns of one matrix are taken for one memory",
+        file=GROUPS,
+        old="    return bool(octets(second).any())\n",
+        new="    return True\n",
+        tests=STATE_TESTS,
+    ),
 )

@@ -394,6 +394,36 @@ def test_parameters_in_the_same_memory_are_refused(comm):
 
 
 @on_ranks(2)
+def test_a_buffer_that_views_the_middle_of_a_parameter_is_refused(comm):
+    model = mlp()
+    model.register_buffer("rows", model[2].weight.detach()[4:6, 3:])
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(ValueError, match=r"2\.weight and rows lie in the same memory"):
+        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+
+
+@on_ranks(2)
+def test_parameters_that_are_columns_of_one_matrix_are_stepped(comm):
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            both = torch.ones(8, 8)
+            self.left, self.right = nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])
+
+        def forward(self, x):
+            return x[:, :4] @ self.left.T + 2 * x[:, :4] @ self.right.T
+
+    model = Halves()
+    assert model.right.data_ptr() < model.left[-1].data_ptr()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.5)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.left, torch.full((8, 4), 0.5))
+    assert torch.equal(model.right, torch.zeros(8, 4))
+
+
+@on_ranks(2)
 def test_gradients_are_used_up(comm):
     pair = Pair(comm, Heads(2), torch.optim.AdamW, {"lr": 0.01})
     for step in range(STEPS):
