@@ -124,7 +124,7 @@ cdef class Ring:
 
     def __dealloc__(self):
         # not in a forked child: the segment is the parent's to close
-        if self.handle != NULL and not self.life.is_forked():
+        if self.handle != NULL and self.life.failure is None and not self.life.is_forked():
             shm_set_state(self.handle, SHM_DROPPED, -1)
         shm_free_comm(self.handle)
 
@@ -139,7 +139,7 @@ cdef class Ring:
         """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes
         out.
         """
-        if self.handle == NULL or self.life.failure is not None:
+        if self.life.failure is not None:
             return
         self.life.end(failure)
         shm_set_state(self.handle, state, blames)
@@ -147,9 +147,9 @@ cdef class Ring:
             self._bury()
 
     cdef _bury(self):
-        """Frees the C core's part. All unfinished works end with the communicator's failure."""
-        shm_free_comm(self.handle)
-        self.handle = NULL
+        """All unfinished works end with the communicator's failure. The C core's part stays as long
+        as this ring: a thread that is back from the core still reads there what has come of it.
+        """
         for work in [*self._resolve_all(self.life.failure), *self.leaving]:
             (<ShmWork>work).release()
         self.leaving = []
@@ -157,14 +157,13 @@ cdef class Ring:
     cdef int _come_out(self) except -1:
         """Called when a thread is back from the C core."""
         self.busy = False
-        if self.life.failure is not None and self.handle != NULL:
+        if self.life.failure is not None:
             self._bury()
         return 0
 
     cdef keep_times(self, bint is_on):
         """See Communicator.keep_times."""
-        if self.handle != NULL:
-            shm_keep_times(self.handle, 1 if is_on else -1)
+        shm_keep_times(self.handle, 1 if is_on else -1)
 
     # -- how every collective is posted and finished --
 
@@ -375,7 +374,7 @@ cdef class Ring:
             self.finish(work)
             if work.error is None:
                 break
-            if self.handle == NULL:
+            if self.life.failure is not None:
                 raise again(work.error)
         for work in self.leaving:
             work.release()
@@ -405,7 +404,7 @@ cdef class Ring:
         self._look_at_signals()
         cdef double now = time.monotonic()
         cdef uint64_t progress
-        if self.handle == NULL:  # a signal handler has ended the communicator
+        if self.life.failure is not None:  # a signal handler has ended the communicator
             return 0
         progress = shm_progress(self.handle)
         if patience.deadline == 0 or progress != patience.progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -124,6 +125,52 @@ def _exit_inside_context_manager(place):
 @over(2)
 def test_a_rank_that_exits_in_good_order_inside_a_context_manager_has_closed(transport, world_size):
     values_of(new_ranks(transport, world_size, _exit_inside_context_manager)[:1])
+
+
+def _follow(comm, errors):
+    """What a thread that draws from a join() does once its rank has no data any more."""
+    try:
+        while not comm.shadow():
+            pass
+        comm.barrier()
+    except FastcommError as error:
+        errors.append(str(error))
+
+
+def _is_waited_in(comm):
+    try:
+        comm.check()
+    except FastcommError as error:
+        return "another thread" in str(error)
+    return False
+
+
+def _close_beside_a_thread_that_follows(place, closed):
+    comm, errors = communicator(place), []
+    thread = threading.Thread(target=_follow, args=(comm, errors))
+    if place.rank == 0:
+        while not closed.exists():  # then this rank comes, and ends what the other waits for
+            time.sleep(0.01)
+        thread.start()
+    else:
+        thread.start()
+        while comm.backend == "shm" and not _is_waited_in(comm):
+            pass
+        comm.close()
+        closed.touch()
+    thread.join()
+    return errors
+
+
+@over(2, nccl=())
+def test_a_communicator_may_be_closed_while_a_thread_follows_the_others(
+    transport, world_size, tmp_path
+):
+    lost, closed = values_of(
+        new_ranks(transport, world_size, _close_beside_a_thread_that_follows, tmp_path / "closed")
+    )
+    assert "rank 1 has closed this communicator" in closed[0]
+    assert re.search(r"rank 1 .*closed its communicator", lost[0])
 
 
 def _abort_from_another_thread(place):

@@ -11,6 +11,20 @@ COMMUNICATOR = "fastcomm/shm/communicator.pyx"
 
 MUTATIONS = (
     Mutation(
+        name="shm: close() frees what a thread on its way out still reads",
+        file=RING,
+        old="        for work in [*self._resolve_all(self.life.failure), *self.leaving]:\n",
+        new="""\
+        shm_free_comm(self.handle)
+        self.handle = NULL
+        for work in [*self._resolve_all(self.life.failure), *self.leaving]:
+""",
+        tests=(
+            "tests/contract/test_ending.py::"
+            "test_a_communicator_may_be_closed_while_a_thread_follows_the_others",
+        ),
+    ),
+    Mutation(
         name="shm: gradients of an abandoned round are freed at once",
         file=RING,
         old="self.leaving += self._resolve_all(error)",
