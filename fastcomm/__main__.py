@@ -142,13 +142,16 @@ def with_name(arguments: list[str]) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     find_this_package()
     try:
-        runner.run([options.script, *options.arguments], options.ranks, options.threads)
-    except (fastcomm.FastcommError, ValueError) as error:
+        failure = runner.run([options.script, *options.arguments], options.ranks, options.threads)
+    except (fastcomm.FastcommError, ValueError) as error:  # before a rank was started
         print(error, file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
+    if failure is None:
+        return 0
+    print(failure.text, file=sys.stderr)
+    return failure.exit_code
 
 
 def demo(arguments: list[str]) -> NoReturn:

@@ -23,10 +23,11 @@ _PREFIX = "launch-"
 
 
 class Raised(NamedTuple):
-    """What a rank has raised. is_lost: only that it has lost another one, which may say why."""
+    """How a rank has failed. is_lost: only because of another one, which may say why."""
 
     at_s: float
     is_lost: bool
+    exit_code: int
     text: str
 
 
@@ -52,20 +53,17 @@ class CallFolder:
         return path.read_bytes() if path.exists() else None
 
     def raised(self) -> dict[int, Raised]:
-        """By rank."""
+        """By rank, as rank_process.py has written it."""
         paths = self.path.glob("raised-*")
-        return {int(path.name.partition("-")[2]): pickle.loads(path.read_bytes()) for path in paths}
+        return {
+            int(path.name.partition("-")[2]): Raised(*pickle.loads(path.read_bytes()))
+            for path in paths
+        }
 
     # -- in a rank ---------------------------------------------------------------------------------
 
     def write_answer(self, rank: int, value: bytes) -> None:
         (self.path / f"answer-{rank}").write_bytes(value)
-
-    def write_raised(self, rank: int, raised: Raised) -> None:
-        """By a rename: a launcher that ends this rank meanwhile reads all of it, or nothing."""
-        written = self.path / f"writing-{rank}"
-        written.write_bytes(pickle.dumps(raised))
-        written.rename(self.path / f"raised-{rank}")
 
 
 @contextlib.contextmanager

@@ -67,3 +67,7 @@ class NcclError(FastcommError):
     """A call into NCCL failed. Names the call, the code and its text, ncclGetLastError and the NCCL
     version.
     """
+
+
+# What a rank raises because of another one. Where a rank has raised something else, that is why.
+OF_ANOTHER_RANK = (PeerLostError, AbandonedError, TimeoutError, InitError)

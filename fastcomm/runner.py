@@ -10,24 +10,32 @@ import importlib.util
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
-import time
-import traceback
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from fastcomm.call_folder import CallFolder, Raised, new_folder
-from fastcomm.errors import FastcommError, PeerLostError
+from fastcomm.errors import FastcommError
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _BEGINNING = str(Path(__file__).with_name("rank_process.py"))
+_PREFIX = re.compile(r"\[rank \d+\] ")
+
+
+class Failure(NamedTuple):
+    """Of the rank that has failed first. text: names it, and says how."""
+
+    text: str
+    exit_code: int
 
 
 def launch(
@@ -57,17 +65,21 @@ def launch(
     packed = _packed(function, args)
     with new_folder() as folder:
         folder.write_call(_preparation(), packed)
-        _start(ranks, threads, ["call", str(folder.path)], folder)
+        failure = _start(ranks, threads, [], folder)
+        if failure is not None:
+            raise FastcommError(failure.text)
         return [_returned(folder, rank) for rank in range(ranks)]
 
 
-def run(command: Sequence[str], ranks: int | None = None, threads: int | None = None) -> None:
-    """Runs a Python script, with its arguments, as launch() runs a function."""
+def run(
+    command: Sequence[str], ranks: int | None = None, threads: int | None = None
+) -> Failure | None:
+    """Runs a Python script, with its arguments, as launch() runs a function. None: all is well."""
     ranks, threads = _numbers(ranks, threads)
     if not Path(command[0]).exists():
         raise FastcommError(f"there is no script {command[0]} in {os.getcwd()}")
     with new_folder() as folder:
-        _start(ranks, threads, ["script", *command], folder)
+        return _start(ranks, threads, command, folder)
 
 
 def cores() -> int:
@@ -91,8 +103,10 @@ def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
     return ranks, threads
 
 
-def _start(ranks: int, threads: int, what: Sequence[str], folder: CallFolder) -> None:
-    """Returns when all have ended well. what: see rank_process.py."""
+def _start(ranks: int, threads: int, script: Sequence[str], folder: CallFolder) -> Failure | None:
+    """Returns when all have ended: None if well. script: with its arguments; without one the ranks
+    make the call that the folder holds.
+    """
     # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -112,13 +126,16 @@ def _start(ranks: int, threads: int, what: Sequence[str], folder: CallFolder) ->
             log_line_prefix_template="[rank ${rank}] ",
         )
         try:
-            elastic_launch(config, sys.executable)(_BEGINNING, str(os.getpid()), *what)
+            elastic_launch(config, sys.executable)(
+                _BEGINNING, str(os.getpid()), str(folder.path), *script
+            )
         except ChildFailedError as error:
-            raise FastcommError(_what_failed(error.failures, folder.raised())) from None
+            return _first_failure(error.failures, folder.raised())
         except SignalException as error:  # the ranks have ended
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+    return None
 
 
 @contextlib.contextmanager
@@ -133,7 +150,13 @@ def _surroundings(threads: int) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
-        yield
+        with (
+            _Lines(sys.stdout) as out,
+            _Lines(sys.stderr) as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            yield
     finally:
         log.setLevel(level)
         os.environ.clear()
@@ -142,6 +165,39 @@ def _surroundings(threads: int) -> Iterator[None]:
             for number, handler in handlers.items():
                 if handler is not None:  # else it is not Python's
                     signal.signal(number, handler)
+
+
+class _Lines:
+    """A stream that the launcher writes what ranks print to, each piece of a line behind the rank's
+    prefix: puts the pieces of one rank together, and other ranks on other lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()  # a thread of the launcher reads for each rank
+        self._open = ""  # the prefix of a line that has no end yet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            self._stream.write("\n")
+
+    def write(self, text: str) -> int:
+        found = _PREFIX.match(text)
+        prefix = found[0] if found else ""
+        with self._lock:
+            if self._open and prefix != self._open:
+                self._stream.write("\n")
+            elif self._open:
+                text = text.removeprefix(prefix)
+            self._stream.write(text)
+            self._open = "" if text.endswith("\n") else prefix
+        return len(text)
 
 
 # -- a call, its way to the ranks, and back --------------------------------------------------------
@@ -183,18 +239,8 @@ def _pickled(value: Any) -> bytes:
 
 
 def answer(path: Path, packed: bytes) -> None:
-    """In a rank: makes the call, and leaves for launch() what it returns, or has raised."""
+    """In a rank: makes the call, and leaves for launch() what it returns."""
     folder, rank = CallFolder(path), int(os.environ["RANK"])
-    try:
-        _call(folder, rank, packed)
-    except Exception as error:
-        stack = traceback.format_exc().rstrip()
-        what = f"rank {rank} (pid {os.getpid()}) raised {type(error).__name__}: {error}\n{stack}"
-        folder.write_raised(rank, Raised(time.time(), isinstance(error, PeerLostError), what))
-        sys.exit(1)
-
-
-def _call(folder: CallFolder, rank: int, packed: bytes) -> None:
     function, args = pickle.loads(packed)
     try:
         value = function(*args)
@@ -222,24 +268,26 @@ def _returned(folder: CallFolder, rank: int) -> Any:
     return pickle.loads(answer)
 
 
-def _what_failed(failures: Mapping[int, Any], raised: Mapping[int, Raised]) -> str:
-    """Of the first rank that has not merely lost another. failures: torch's ProcessFailure by rank,
-    of those that had ended first.
+def _first_failure(failures: Mapping[int, Any], raised: Mapping[int, Raised]) -> Failure:
+    """Of the first rank that has not failed because of another. failures: torch's ProcessFailure by
+    rank; those that had ended first come first, and the launcher has ended the others by SIGTERM.
     """
     causes = sorted(one for one in raised.values() if not one.is_lost)
     if causes:
-        return causes[0].text
-    others = [rank for rank in failures if rank not in raised]
+        return Failure(causes[0].text, causes[0].exit_code)
+    # A rank that has lost another waits. If one has come to its end, no other had failed by then.
+    is_over = any(failures[rank].exitcode > 0 for rank in raised.keys() & failures.keys())
+    others = [
+        rank
+        for rank, failure in failures.items()
+        if rank not in raised and not (is_over and failure.exitcode == -signal.SIGTERM)
+    ]
     if not others:
-        return min(raised.values()).text
+        first = min(raised.values())
+        return Failure(first.text, first.exit_code)
     rank = min(others, key=lambda rank: float(failures[rank].timestamp))
     failure = failures[rank]
-    message = failure.error_file_data.get("message")
-    how = (
-        f"was ended by {failure.signal_name()}"
-        if failure.exitcode < 0
-        else f"ended with exit code {failure.exitcode}"
-    )
-    if isinstance(message, dict):  # of a script that calls torch's record()
-        how = f"raised {message['message']}\n{message['extraInfo']['py_callstack'].rstrip()}"
-    return f"rank {rank} (pid {failure.pid}) {how}"
+    how, exit_code = f"ended with exit code {failure.exitcode}", failure.exitcode
+    if exit_code < 0:
+        how, exit_code = f"was ended by {failure.signal_name()}", 128 - exit_code
+    return Failure(f"rank {rank} (pid {failure.pid}) {how}", exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import select
@@ -14,13 +15,14 @@ import threading
 import time
 import types
 from importlib import util
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fastcomm
 from fastcomm import FastcommError, runner
-from fastcomm.call_folder import new_folder
+from fastcomm.call_folder import Raised, new_folder
 from tests.support.forked_python import fork_python, python
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
@@ -164,11 +166,144 @@ def test_a_line_that_a_script_writes_in_pieces_stays_whole(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["[rank 0] one two", "[rank 1] one two"]
 
 
-def test_a_script_that_fails_is_named_by_its_rank(tmp_path):
+ENDLESS = """
+import os, sys
+sys.stdout.write(f"no end {os.environ['RANK']}")
+sys.stderr.write("nor here")
+"""
+
+
+def test_lines_without_an_end_stay_lines_of_their_own(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ENDLESS)
+    done = python("-m", "fastcomm", "run", "--ranks", "2", script)
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] no end {rank}" for rank in range(2)]
+    assert sorted(done.stderr.splitlines()) == [f"[rank {rank}] nor here" for rank in range(2)]
+    assert done.stdout.endswith("\n")
+
+
+def test_pieces_of_a_line_are_put_together_unless_another_rank_comes_between():
+    stream = io.StringIO()
+    with runner._Lines(stream) as lines:
+        for piece in (
+            "[rank 0] one ", "[rank 0] two\n", "[rank 0] three ", "[rank 1] one\n",
+            "[rank 0] four", "of the notebook\n", "[rank 1] end",
+        ):  # fmt: skip
+            lines.write(piece)
+    assert stream.getvalue().splitlines() == [
+        "[rank 0] one two",
+        "[rank 0] three ",
+        "[rank 1] one",
+        "[rank 0] four",
+        "of the notebook",
+        "[rank 1] end",
+    ]
+    assert stream.getvalue().endswith("\n")
+
+
+def test_a_script_that_fails_is_named_by_its_rank_and_hands_on_its_exit_code(tmp_path):
     done = _run(tmp_path, "fail")
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert re.search(r"^rank 1 \(pid \d+\) ended with exit code 3$", done.stderr, re.MULTILINE)
     assert done.stderr.count("\n") == 1
+
+
+# Rank 1 fails; rank 0, in a barrier, loses it and fails, too. Which of them ends first is given:
+# the other one waits for what it has left in the launcher's folder.
+FAILING = """
+import os, signal, sys, tempfile, time
+from pathlib import Path
+import fastcomm
+
+def has_failed(rank):
+    return list(Path(tempfile.gettempdir()).glob(f"fastcomm-*/launch-*/raised-{rank}"))
+
+first, how = sys.argv[1:]
+rank = os.environ["RANK"]
+try:
+    with fastcomm.init() as comm:
+        comm.barrier()
+        if rank == "1":
+            exec(how)
+        comm.barrier()
+finally:
+    while first in ("0", "1") and rank != first and not has_failed(first):
+        time.sleep(0.01)
+"""
+
+
+def _fail_on_one(tmp_path, first, how):
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    place = tmp_path / "place.py"
+    place.write_text(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}")
+    command = ("-m", "fastcomm", "run", "--ranks", "2", script, first, how)
+    return python(*command, imports=[place])
+
+
+@pytest.mark.parametrize("first", ["1", "0"], ids=["cause first", "victim first"])
+@pytest.mark.parametrize(
+    "how, exit_code, words",
+    [
+        ("raise ValueError('out of luck')", 1, "raised ValueError: out of luck"),
+        ("sys.exit(7)", 7, "ended with exit code 7"),
+        ("sys.exit('no data')", 1, "ended with exit code 1"),
+    ],
+)
+def test_the_rank_is_named_that_others_have_lost(tmp_path, first, how, exit_code, words):
+    done = _fail_on_one(tmp_path, first, how)
+    assert done.returncode == exit_code
+    assert re.fullmatch(rf"rank 1 \(pid \d+\) {words}", done.stderr.splitlines()[-1])
+
+
+def test_a_traceback_begins_with_the_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('out of luck')")
+    done = python("-m", "fastcomm", "run", "--ranks", "1", script)
+    assert re.fullmatch(
+        r"\[rank 0\] Traceback \(most recent call last\):\n"
+        rf'\[rank 0\]   File "{re.escape(str(script))}", line 1, in <module>\n'
+        r"(\[rank 0\]     .*\n)*"
+        r"\[rank 0\] ValueError: out of luck\n"
+        r"rank 0 \(pid \d+\) raised ValueError: out of luck\n",
+        done.stderr,
+    )
+
+
+def _failure(exitcode):
+    return SimpleNamespace(
+        exitcode=exitcode, pid=5, timestamp=1, signal_name=lambda: signal.Signals(-exitcode).name
+    )
+
+
+def test_a_rank_that_the_launcher_has_ended_is_not_named():
+    """Rank 1 has waited in vain for another that has failed; then the launcher has ended rank 0."""
+    failures = {1: _failure(1), 0: _failure(-signal.SIGTERM)}
+    raised = {1: Raised(0.0, True, 1, "rank 1 raised PeerLostError: rank 0 has closed")}
+    assert runner._first_failure(failures, raised).text == raised[1].text
+
+
+def test_the_first_of_several_causes_is_named():
+    raised = {
+        0: Raised(3.0, False, 1, "rank 0 raised ValueError"),
+        1: Raised(2.0, False, 9, "rank 1 ended with exit code 9"),
+        2: Raised(1.0, True, 1, "rank 2 raised PeerLostError"),
+    }
+    assert runner._first_failure({2: _failure(1)}, raised) == (raised[1].text, 9)
+
+
+@pytest.mark.parametrize(
+    "how, exit_code, words",
+    [
+        ("os._exit(7)", 7, "ended with exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "was ended by SIGTERM"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_named(tmp_path, how, exit_code, words):
+    done = _fail_on_one(tmp_path, "nobody", how)
+    assert done.returncode == exit_code
+    assert re.fullmatch(rf"rank 1 \(pid \d+\) {words}", done.stderr.splitlines()[-1])
 
 
 SLEEP = """

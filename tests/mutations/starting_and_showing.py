@@ -9,6 +9,7 @@ TUNING = "tests/reducer/test_tuning.py"
 INTERRUPTED = "test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none"
 TIMELINE = "tests/insight/test_timeline.py"
 RUNNER = "tests/test_runner.py"
+PIECES = "test_pieces_of_a_line_are_put_together_unless_another_rank_comes_between"
 KILLED = "test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder"
 
 MUTATIONS = (
@@ -39,6 +40,34 @@ MUTATIONS = (
         old="            _lock(path, fcntl.LOCK_EX, ours)\n",
         new="",
         tests=(f"{RUNNER}::{KILLED}",),
+    ),
+    Mutation(
+        name="run: a rank that has lost another does not wait for that one to say why",
+        file="fastcomm/rank_process.py",
+        old="    if is_lost:\n        _wait_for_cause(folder)\n",
+        new="",
+        tests=(f"{RUNNER}::test_the_rank_is_named_that_others_have_lost",),
+    ),
+    Mutation(
+        name="run: the first rank that has raised is named, whatever it was",
+        file="fastcomm/runner.py",
+        old="if not one.is_lost)",
+        new="if True)",
+        tests=(f"{RUNNER}::test_the_first_of_several_causes_is_named",),
+    ),
+    Mutation(
+        name="run: a rank that the launcher has ended is named",
+        file="fastcomm/runner.py",
+        old="    is_over = any(",
+        new="    is_over = False and any(",
+        tests=(f"{RUNNER}::test_a_rank_that_the_launcher_has_ended_is_not_named",),
+    ),
+    Mutation(
+        name="run: the next rank's line goes on where one has not ended its own",
+        file="fastcomm/runner.py",
+        old="            if self._open and prefix != self._open:\n",
+        new="            if False:\n",
+        tests=(f"{RUNNER}::{PIECES}",),
     ),
     Mutation(
         name="launch: a rank that has returned nothing counts as one that returns None",
