@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )
-    options = report.parse(parser, "nowhere")
+    options = report.parse(parser)
     if options.plot is not None:
         parser.error("--plot is of one benchmark, or of results: --from FILE --plot FILE")
     if options.report is None and options.json is None:

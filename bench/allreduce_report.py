@@ -212,9 +212,7 @@ def write_results(rows: list[Size], missing: dict[str, str], options: argparse.N
         "peers_not_measured": missing,
         "rows": [as_json(row, options.ranks) for row in rows],
     }
-    on = "cuda-" if options.device == "cuda" else ""
-    default = f"allreduce-{on}{options.ranks}ranks-{options.tensors}.json"
-    report.write_results("allreduce", figures, options, default=default, prefix="# ")
+    report.write_results("allreduce", figures, options, prefix="# ")
 
 
 def as_json(row: Size, ranks: int) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def main() -> int:
             }
     print_summary(results)
     figures = {"ranks": options.ranks, "bucket_views": options.bucket_views, **results}
-    report.write_results("backend", figures, options, default=f"backend-{options.ranks}ranks.json")
+    report.write_results("backend", figures, options)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks, drawn from what they write to bench/results/: time over message
+"""The pictures of the benchmarks, drawn from the results they write: time over message
 size, and bars of what a step takes. Measures nothing.
 
 Every picture says what was measured and on which machine; bands and whiskers are the quartiles (in

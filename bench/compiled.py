@@ -73,7 +73,7 @@ def main() -> int:
                 "backend": options.backend,
                 "rows": rows,
             }
-            report.write_results("compiled", figures, options, default="compiled-2ranks.json")
+            report.write_results("compiled", figures, options)
     return 0
 
 

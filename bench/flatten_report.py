@@ -167,7 +167,7 @@ def write_results(
         "launches": [asdict(launch) for launch in launches],
         "bars": [asdict(bar) for bar in bars],
     }
-    report.write_results("flatten", figures, options, default="flatten.json", prefix="# ")
+    report.write_results("flatten", figures, options, prefix="# ")
 
 
 def as_json(row: Pass) -> dict[str, Any]:

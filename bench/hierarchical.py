@@ -124,7 +124,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--wires", nargs="+", choices=WIRES, default=list(WIRES), help="which of them (all)"
     )
-    options = report.parse(parser, "results/hierarchical.json, of the defaults", rounds=7)
+    options = report.parse(parser, rounds=7)
     if options.mib < 1:
         parser.error("--mib is at least 1")
     options.contenders = ["gloo", *options.wires, "backend"]
@@ -227,10 +227,7 @@ def write_results(rows: dict[str, dict[str, Any]], options: argparse.Namespace) 
         "rounds": options.rounds,
         "rows": rows,
     }
-    chosen = options.hosts, options.rate, options.mib, options.wires
-    are_defaults = chosen == ([2, 2], "1gbit", 64, list(WIRES))
-    default = "hierarchical.json" if are_defaults else None
-    report.write_results("hierarchical", figures, options, default=default, prefix="# ")
+    report.write_results("hierarchical", figures, options, prefix="# ")
 
 
 # -- the ranks -------------------------------------------------------------------------------------

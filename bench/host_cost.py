@@ -135,7 +135,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__)
-    return report.parse(parser, "nowhere", rounds=30)
+    return report.parse(parser, rounds=30)
 
 
 def take_turns(
@@ -292,7 +292,7 @@ def write_results(rows: Sequence[Row], options: argparse.Namespace) -> None:
         "rows": [asdict(row) for row in rows],
         "share_of_ddp": report.rounded(shares_of_ddp(rows)),
     }
-    report.write_results("host_cost", figures, options, default=None)
+    report.write_results("host_cost", figures, options)
     bars = [bar for row in rows for bar in row.bars()]
     report.print_bars(bars)
     print(report.count_bars(bars))

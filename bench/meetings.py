@@ -91,8 +91,7 @@ def main() -> int:
     print(f"# {machine.summary()}")
     for table in meetings_section.tables(figures):
         table.print()
-    default = "meetings.json" if options.part == "times" else "meetings-loss.json"
-    report.write_results("meetings", figures, options, default=default, prefix="# ")
+    report.write_results("meetings", figures, options, prefix="# ")
     return 0
 
 
@@ -140,7 +139,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the timed model (256)")
     parser.add_argument("--seeds", type=int, default=5, help="(5)")
     parser.add_argument("--steps", type=int, default=200, help="of a run for the loss (200)")
-    options = report.parse(parser, "results/meetings.json or meetings-loss.json", rounds=5)
+    options = report.parse(parser, rounds=5)
     if options.every % 8:
         parser.error("--every is a multiple of 8, for four fragments and a delay")
     return options

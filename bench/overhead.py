@@ -145,9 +145,7 @@ def main() -> int:
                 "models": models,
                 "rows": [row for name in models for row in rows_of(name, models[name])],
             }
-            report.write_results(
-                "overhead", figures, options, default=f"overhead-{comm.world_size}ranks.json"
-            )
+            report.write_results("overhead", figures, options)
         comm.barrier()
         dist.destroy_process_group()
     return 0

@@ -93,7 +93,7 @@ def main() -> int:
         **results,
     }
     print(f"\n{machine.summary()}")
-    report.write_results("paper", figures, options, default=f"paper-{name}-{options.wire}.json")
+    report.write_results("paper", figures, options)
     return 0
 
 

@@ -56,8 +56,6 @@ __all__ = [
     "write_results",
 ]
 
-# In the source tree only: an installed benchmark has no such folder.
-RESULTS = Path(__file__).resolve().with_name("results")
 STDOUT = Path("-")
 INSTALL = "pip install 'fastcomm[bench]'"
 # Options that count something.
@@ -144,12 +142,7 @@ def add_choices(
     )
 
 
-def parse(
-    parser: argparse.ArgumentParser,
-    default: str = "in the source tree: bench/results/",
-    *,
-    rounds: int | None = None,
-) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> argparse.Namespace:
     """Adds the options that all benchmarks have, and parses. `rounds` is the default of --rounds,
     where a benchmark has them. That results can go where they are to go is found out before
     anything is measured. With --from it draws, or writes a page, and ends the process.
@@ -162,7 +155,7 @@ def parse(
             metavar="N",
             help=f"rounds, in each of which every contender has its turn ({rounds})",
         )
-    _add_options_of_results(parser, default)
+    _add_options_of_results(parser)
     if parser.prog == Path(sys.argv[0]).name:  # else the script has named its command
         parser.prog = f"python -m fastcomm bench {Path(sys.argv[0]).stem}"
     options = parser.parse_args()
@@ -185,13 +178,13 @@ def several(text: str) -> int:
     return number
 
 
-def _add_options_of_results(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_options_of_results(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help=f"where to write them ({default}); - for stdout, and all else to stderr",
+        help="where to write them (nowhere); - for stdout, and all else to stderr",
     )
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg or .pdf")
     group.add_argument(
@@ -284,12 +277,10 @@ def write_results(
     figures: Mapping[str, Any],
     options: argparse.Namespace,
     *,
-    default: str | None,
     prefix: str = "",
 ) -> None:
-    """Writes the machine, the command and the figures, and shows them with --plot and --report.
-    Without --json they go into the file `default` of RESULTS, or nowhere if one of the two does not
-    exist.
+    """Writes the machine, the command and the figures where --json says, and shows them with --plot
+    and --report. Without these nothing is written.
     """
     results = {
         "benchmark": benchmark,
@@ -297,11 +288,8 @@ def write_results(
         "command": _command(benchmark, sys.argv[1:]),
         **figures,
     }
-    path = options.json
-    if path is None and default is not None and RESULTS.is_dir():
-        path = RESULTS / default
-    if path is not None:
-        write_json(results, path, options, prefix)
+    if options.json is not None:
+        write_json(results, options.json, options, prefix)
     if options.plot is not None:
         _draw(results, options.plot, prefix)
     if options.report is not None:

@@ -97,7 +97,7 @@ def main() -> int:
     if options.only != "validation":
         figures["scaling"] = scale(options.machine)
     print(f"\n{this_machine.summary()}")
-    report.write_results("simulate", figures, options, default="simulate.json")
+    report.write_results("simulate", figures, options)
     return 0
 
 

@@ -371,9 +371,8 @@ def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespa
         print(report.WIDE_NOTE)
     if options.device == "cuda":
         print(f"NCCL {machine.nccl_version()}")
-    on = "cuda-" if options.device == "cuda" else ""
     figures = {"device": options.device, "ranks": ranks, "models": results}
-    report.write_results("step", figures, options, default=f"step-{on}{ranks}ranks.json")
+    report.write_results("step", figures, options)
 
 
 def report_memory(comm: Any, options: argparse.Namespace) -> None:

@@ -59,7 +59,7 @@ def main() -> int:
             print_rows(rows)
             print(f"Recording alone: {tiny_us:.3f} us per parameter, of {N_TINY} in one bucket")
             figures = {"rows": rows, "recording_us_per_parameter": round(tiny_us, 4)}
-            report.write_results("timeline", figures, options, default=None)
+            report.write_results("timeline", figures, options)
     return 0
 
 
@@ -71,7 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--pairs", type=int, default=400, help="pairs of steps for the recording alone (400)"
     )
-    return report.parse(parser, default="nowhere")
+    return report.parse(parser)
 
 
 def measure(comm: Any, name: str, options: argparse.Namespace) -> dict[str, Any]:

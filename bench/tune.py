@@ -56,9 +56,7 @@ def main() -> int:
     measured = measure(predictions, options) if options.measure else {}
     print_sweep(predictions, measured, on, options)
     advice = advise(predictions, on, step, profile, options.ranks)
-    report.write_results(
-        "tune", figures(predictions, measured, options) | advice, options, default=None
-    )
+    report.write_results("tune", figures(predictions, measured, options) | advice, options)
     return 0
 
 
@@ -70,7 +68,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--measure", action="store_true", help="measure each size, too, here")
     parser.add_argument("--rounds", type=int, default=5, help="of measured steps (5)")
     parser.add_argument("--steps", type=int, default=5, help="that are profiled (5)")
-    options = report.parse(parser, "nowhere")
+    options = report.parse(parser)
     if options.measure and options.machine is not None:
         parser.error("--measure is for this machine: leave --machine out")
     if options.machine is not None:

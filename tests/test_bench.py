@@ -72,6 +72,12 @@ def test_allreduce_prints_the_table_of_nccl_tests_and_writes_json(tmp_path):
             assert row["caches"] in ("one", "two", "mixed")
 
 
+def test_without_json_a_benchmark_changes_no_committed_figures():
+    before = {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")}
+    assert "Results:" not in run("simulate.py", "--only", "scaling")
+    assert {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")} == before
+
+
 def test_allreduce_measures_ordinary_tensors_and_other_dtypes(tmp_path):
     path = tmp_path / "allreduce.json"
     run(

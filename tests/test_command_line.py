@@ -286,7 +286,7 @@ class Measured(ModuleType):
     def main(self) -> int:
         options = self.report.parse(argparse.ArgumentParser(), rounds=5)
         print("a table")
-        self.report.write_results("step", {"models": {}}, options, default=None)
+        self.report.write_results("step", {"models": {}}, options)
         return 0
 
 

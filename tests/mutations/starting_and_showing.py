@@ -70,6 +70,19 @@ MUTATIONS = (
         tests=(f"{RUNNER}::{PIECES}",),
     ),
     Mutation(
+        name="bench: results go where committed ones are",
+        file="bench/report.py",
+        old="""\
+    if options.json is not None:
+        write_json(results, options.json, options, prefix)
+""",
+        new="""\
+    path = options.json or Path(__file__).with_name("results") / f"{benchmark}.json"
+    write_json(results, path, options, prefix)
+""",
+        tests=("tests/test_bench.py::test_without_json_a_benchmark_changes_no_committed_figures",),
+    ),
+    Mutation(
         name="launch: a rank that has returned nothing counts as one that returns None",
         file="fastcomm/runner.py",
         old="    if answer is None:\n        raise FastcommError(",
