@@ -10,8 +10,10 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import ParseResult, urlparse
 
@@ -31,10 +33,7 @@ _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 # Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
 _FEW = 16
 _KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
-
-# How often this process has used each meeting point. The number keeps the communicators apart that
-# the same ranks make there.
-_uses: dict[str, int] = {}
+_PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
 
 
 class Caller(NamedTuple):
@@ -62,8 +61,11 @@ class StoreBootstrap:
         caller: Caller = _INIT,
         names: Sequence[int] | None = None,
         look: Callable[[], None] | None = None,
+        pass_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """names: the ranks' numbers, for messages. look: raises PeerLostError if one is lost."""
+        """names: the ranks' numbers, for messages. look: raises PeerLostError if one is lost.
+        pass_on: see own_part.
+        """
         self.rank = rank
         self.world_size = world_size
         self.caller = caller.name
@@ -71,6 +73,7 @@ class StoreBootstrap:
         self._names = names or range(world_size)
         self.name = f"rank {self._names[rank]}"
         self._look_at_peers = look
+        self._pass_on = pass_on
         self._store = store
         self._timeout = timeout
         self._n_exchanges = 0
@@ -104,15 +107,17 @@ class StoreBootstrap:
         """
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
+        values = self._exchange_now(value, look or self.look)
+        self._pass_on()
+        return values
+
+    def _exchange_now(self, value: Any, look: Callable[[], None]) -> list[Any]:
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             if self.rank > 0 and self.world_size > _FEW:
-                return list(json.loads(self._get("all", deadline, look or self.look)))
-            values = [
-                json.loads(self._get(r, deadline, look or self.look))
-                for r in range(self.world_size)
-            ]
+                return list(json.loads(self._get("all", deadline, look)))
+            values = [json.loads(self._get(r, deadline, look)) for r in range(self.world_size)]
             if self.world_size > _FEW:
                 self._store.set(f"{self._exchange}/all", json.dumps(values))
             return values
@@ -225,8 +230,8 @@ class GroupBootstrap:
         """
         self._is_over = True  # nobody is in an exchange here any more
         store = own_connection(dist.distributed_c10d._get_process_group_store(self._group))
-        part = own_part(store, f"group {self._group.group_name}")
-        return StoreBootstrap(part, self.rank, self.world_size, timeout)
+        part, pass_on = own_part(store, self.rank, f"group {self._group.group_name}")
+        return StoreBootstrap(part, self.rank, self.world_size, timeout, pass_on=pass_on)
 
     def fail(self, message: str) -> None:
         """Tells the others, in the exchange they are waiting in."""
@@ -270,17 +275,33 @@ def meet(
         raise InitError(
             f"rank {rank} of {world_size} cannot open the meeting point {where!r}: {reason}"
         ) from error
-    return StoreBootstrap(own_part(store, init_method), rank, world_size, timeout)
+    part, pass_on = own_part(store, rank)
+    return StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
 
 
-def own_part(store: Store, name: str) -> Store:
-    """The part of a store that belongs to one communicator alone. name: the meeting point, whose
-    uses are counted.
+def own_part(store: Store, rank: int, name: str = "ranks") -> tuple[Store, Callable[[], None]]:
+    """The part of a store that belongs to one meeting alone, and a function to call once all ranks
+    are there: who comes afterwards meets in the next part. name: of those who meet.
+
+    The store counts the meetings, not the process: one that has met others before, and one that has
+    not, meet as well. A meeting that has failed is left by each rank as it comes again, so that
+    those who have not come yet learn of the failure.
     """
-    _uses[name] = _uses.get(name, 0) + 1
     # torchrun restarts all ranks after a failure, on the same store: keep the attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"fastcomm/{attempt}/{_uses[name]}", store)
+    prefix = f"fastcomm/{attempt}/{name}"
+    counter, visitor = f"{prefix}/n_meetings", f"{_PROCESS}/{os.getpid()}"
+
+    def end(number: int) -> None:  # the first rank does; for the others it is over already
+        store.compare_set(counter, str(number), str(number + 1))
+
+    number = store.add(counter, 0)
+    came = f"{prefix}/{number}/came/{rank}"
+    if store.check([came]) and store.get(came).decode() == visitor:
+        end(number)
+        number = store.add(counter, 0)
+    store.set(f"{prefix}/{number}/came/{rank}", visitor)
+    return PrefixStore(f"{prefix}/{number}", store), partial(end, number)
 
 
 def own_connection(store: Store) -> Store:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import PrefixStore, ReduceOp, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
 
 from fastcomm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.bootstrap import Caller, count_as_finished, own_part
@@ -87,9 +87,8 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         # Ranks may begin again on a store that has outlived a group of the same name: its keys are
         # not for this group.
-        self._store: Store = own_part(
-            options.store, f"{options.group_id} of {options.global_ranks_in_group}"
-        )
+        members = f"{options.group_id} of {options.global_ranks_in_group}"
+        self._store, pass_on = own_part(options.store, self.rank(), members)
         self._timeout: timedelta = options.timeout
         # Rank r of this group is rank members[r] of all.
         self._members: list[int] = options.global_ranks_in_group or list(range(self.size()))
@@ -99,6 +98,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl: SharedCommunicator | None = None
         caller = _INIT if dist.group.WORLD is None else _NEW_GROUP
         self._cpu, self._peers = self._connect("cpu", torch.device("cpu"), caller)
+        pass_on()
         count_as_finished(options.store)
         self._register_engines(options)
         hold_works_of_join()

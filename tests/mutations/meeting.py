@@ -104,8 +104,8 @@ MUTATIONS = (
     Mutation(
         name="bootstrap: communicators of one process meet at one place",
         file=BOOTSTRAP,
-        old="_uses[name] = _uses.get(name, 0) + 1",
-        new="_uses[name] = 1",
+        old="        end(number)\n        number = store.add(counter, 0)\n",
+        new="        pass\n",
         tests=("tests/rendezvous/test_meeting.py",),
     ),
     Mutation(
@@ -116,10 +116,17 @@ MUTATIONS = (
         tests=("tests/rendezvous/test_refusals.py",),
     ),
     Mutation(
+        name="bootstrap: who has met others does not meet one that has met nobody",
+        file=BOOTSTRAP,
+        old="        self._pass_on()\n        return values",
+        new="        return values",
+        tests=("tests/rendezvous/test_meeting.py",),
+    ),
+    Mutation(
         name="bootstrap: attempts of torchrun meet at one place",
         file=BOOTSTRAP,
-        old='f"fastcomm/{attempt}/{_uses[name]}"',
-        new='f"fastcomm/{_uses[name]}"',
+        old='prefix = f"fastcomm/{attempt}/{name}"',
+        new='prefix = f"fastcomm/{name}"',
         tests=("tests/rendezvous/test_meeting.py",),
     ),
     Mutation(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
 import fastcomm
-from fastcomm import bootstrap
-from tests.support.bodies import my_place
-from tests.support.ranks import on_ranks
+from fastcomm import InitError, bootstrap, rendezvous
+from tests.support.bodies import my_place, note
+from tests.support.ranks import fresh_ranks, on_ranks
 
 
 def _meet(comm, path: str) -> fastcomm.Communicator:
@@ -43,14 +46,71 @@ def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monke
     store, parts = HashStore(), []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        monkeypatch.setattr(bootstrap, "_uses", {})  # every attempt is a process of its own
-        parts.append(bootstrap.own_part(store, "env://"))
+        monkeypatch.setattr(bootstrap, "_PROCESS", attempt)  # every attempt is one of its own
+        parts.append(bootstrap.own_part(store, 0)[0])
     parts[0].set("1/0", "a value of rank 0's")
     assert not parts[1].check(["1/0"])
 
 
 def test_communicators_of_one_process_do_not_meet_at_one_place():
     store = HashStore()
-    first, second = (bootstrap.own_part(store, "a place of this test alone") for _ in range(2))
+    first, second = (bootstrap.own_part(store, 0)[0] for _ in range(2))
     first.set("1/0", "a value of rank 0's")
     assert not second.check(["1/0"])
+
+
+def _wait_for(place, fact: str) -> None:
+    while not Path(place.directory, fact).exists():
+        time.sleep(0.01)
+
+
+def _meet_in_turns(place):
+    """Ranks 0 and 1 meet, then ranks 0 and 2, the latter as a rank 1 that has met nobody."""
+    for other, address in ((1, "first"), (2, "second"), (1, "again"), (2, "again")):
+        if place.rank == 0:
+            note(place, **{f"{address} with {other}": ""})
+        if place.rank in (0, other):
+            _wait_for(place, f"{address} with {other}")
+            with fastcomm.init(
+                "shm",
+                init_method=f"file://{place.directory}/{address}",
+                rank=min(place.rank, 1),
+                world_size=2,
+            ) as comm:
+                comm.barrier()
+
+
+def test_a_process_that_has_met_others_meets_one_that_has_met_nobody():
+    """At a place of its own, and at the same one."""
+    outcomes = fresh_ranks(3, _meet_in_turns)
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 3, outcomes
+
+
+def _fail_and_meet(place):
+    def meet() -> None:
+        with fastcomm.init(
+            "shm", init_method=place.init_method, rank=place.rank, world_size=place.world_size
+        ) as comm:
+            comm.barrier()
+
+    def fail() -> None:
+        raise OSError("out of luck")
+
+    if place.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rendezvous, "_host_identity", fail)
+            with pytest.raises(OSError):
+                meet()
+        note(place, failed="")
+        _wait_for(place, "heard")
+    else:
+        _wait_for(place, "failed")
+        with pytest.raises(InitError, match="out of luck"):
+            meet()
+        note(place, heard="")
+    meet()
+
+
+def test_who_comes_after_a_failure_learns_of_it_and_all_can_meet_then():
+    outcomes = fresh_ranks(2, _fail_and_meet)
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
