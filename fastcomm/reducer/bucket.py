@@ -108,6 +108,7 @@ class Bucket(Counter):
         self._sample = Sample(self.flat, offsets, self.views)
         self._is_gathered = False  # in this round
         self._is_vote = False  # launch_vote() has launched it in this round
+        self._n_writes: list[int] = []  # by slot, to the views, when backward launched the bucket
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
@@ -289,15 +290,31 @@ class Bucket(Counter):
             "Reducer(overlap=False)"
         )
 
-    def refuse_taken_gradient(self) -> None:
-        """Called at the end of backward, when the bucket is launched: the hooks on the parameter
-        that has filled it may have run since.
+    def watch_gradients(self) -> None:
+        """The bucket is under way while backward goes on: from here on nobody may write to it."""
+        self._n_writes = self._count_writes()
+
+    def _count_writes(self) -> list[int]:
+        return [view._version for view in self.views]
+
+    def refuse_changed_gradients(self) -> None:
+        """Called at the end of backward, when the bucket is under way. Raises FastcommError if a
+        hook has written to a gradient since watch_gradients(), or replaced it: what the ranks have
+        of it depends on which was faster.
         """
-        i = self.filled_by
-        if i >= 0 and i not in self._untouched and not self._is_vote:
-            parameter = self._references[i]()
-            if parameter is not None and parameter.grad is not self.views[i]:
-                self._refuse_taken(i)
+        if self._is_vote:
+            return
+        writes = zip(self.parameters, self._n_writes, self._count_writes(), strict=True)
+        for i, (parameter, before, now) in enumerate(writes):
+            if parameter is None or i in self._untouched:
+                continue
+            if parameter.grad is not self.views[i] or before != now:
+                raise FastcommError(
+                    f"the gradient of parameter {self.names[i]} was changed by a hook while it was "
+                    "reduced: change gradients after backward(), or in a hook of the parameter "
+                    "itself (register_hook, register_post_accumulate_grad_hook), or use "
+                    "Reducer(overlap=False)"
+                )
 
     def _refuse_taken(self, i: int) -> None:
         """The gradient is not the one autograd has made. That is fine if autograd has made none, or
@@ -306,9 +323,8 @@ class Bucket(Counter):
         parameter = self._references[i]()
         if parameter is not None and is_hooked_behind(parameter, GradientHook):
             raise FastcommError(
-                f"the gradient of parameter {self.names[i]} was dropped or replaced in a hook "
-                "before it was reduced: use gradients, and drop them, after backward(). A hook "
-                "that changes them must be there before attach()"
+                f"the gradient of parameter {self.names[i]} was dropped in a hook before it was "
+                "reduced: use gradients, and drop them, after backward()"
             )
 
     def finish(self) -> BucketWork:

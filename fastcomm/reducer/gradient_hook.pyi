@@ -20,8 +20,6 @@ class ReducerFlags:
 class Counter:
     @property
     def ready(self) -> list[bool]: ...
-    @property
-    def filled_by(self) -> int: ...
     n_pending: int
     first: int
     provenance: Provenance

@@ -45,14 +45,13 @@ cdef class Counter:
     """
 
     cdef readonly list ready
-    cdef readonly Py_ssize_t filled_by  # the slot that was ready last; -1 while one is pending
     cdef public Py_ssize_t first  # which of the reducer's gradients that of slot 0 is
     cdef public Py_ssize_t n_pending
     cdef public object provenance  # has the method note_unsynced
 
     def count_anew(self, Py_ssize_t n):
         """Starts again with n gradients, none of them ready."""
-        self.ready, self.n_pending, self.filled_by = [False] * n, n, -1
+        self.ready, self.n_pending = [False] * n, n
 
 
 cdef class GradientHook:
@@ -93,9 +92,15 @@ cdef class GradientHook:
             return
         self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
-        if self.bucket.n_pending == 0 and self.reducer._overlap:
-            self.bucket.filled_by = self.i
+        if self.bucket.n_pending == 0 and self.reducer._overlap and self._runs_last(parameter):
             _untraced(self.reducer._round.launch_full_buckets)
+
+    cdef bint _runs_last(self, parameter) except -1:
+        """Whether no other hook runs behind this one, which may change the gradient. Else the
+        bucket is launched with the next one, or at the end of backward.
+        """
+        hooks = parameter._post_accumulate_grad_hooks
+        return not hooks or next(reversed(hooks.values())) is self
 
 
 cdef class EndOfBackward:

@@ -101,17 +101,18 @@ class Round(RoundFlags):
             and not self._buckets[self._n_launched].waits_in_launch
         ):
             self._launch_next()
+            self._buckets[self._n_launched - 1].watch_gradients()
 
     # -- how it ends -------------------------------------------------------------------------------
 
     def launch_rest(self) -> None:
-        """Launches the other buckets. First raises FastcommError if a hook has taken a gradient out
+        """Launches the other buckets. First raises FastcommError if a hook has changed a gradient
         of a bucket under way: the other ranks cannot finish then.
         """
         if self._observer is not None:
             self._observer.end_backward()
         for bucket in self._buckets[: self._n_launched]:
-            bucket.refuse_taken_gradient()
+            bucket.refuse_changed_gradients()
         while self._n_launched < len(self._buckets):
             self._launch_next()
 

@@ -8,7 +8,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from tests.matrix.row import Training, error, reduced
-from tests.support.models import Fail, backward, batch, loss_of, mlp, seed
+from tests.support.bodies import finish_together
+from tests.support.models import SMALL_BUCKETS, Fail, backward, batch, loss_of, mlp, seed
 
 
 class _Scale(torch.autograd.Function):
@@ -148,6 +149,19 @@ def post_accumulate_hooks(case):
     case.train(_post_accumulate_hooked, backward)
 
 
+@reduced("`register_post_accumulate_grad_hook` after attach(): what it leaves is reduced")
+def late_post_accumulate_hooks(case):
+    training = case.train(mlp, backward)
+    training.change(_hook_all)
+    for _ in range(2):
+        training.step(backward)
+
+
+def _hook_all(model):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_double)
+
+
 @error(
     "`register_post_accumulate_grad_hook` that updates the parameter and drops its gradient (LOMO)",
     match=r"(weight|bias).* hook .*after backward\(\)",
@@ -175,6 +189,23 @@ def module_hooks(case):
         return model
 
     case.train(make, backward)
+
+
+@error(
+    "a module's backward hook that changes another layer's `.grad`, its bucket launched in between",
+    match=r"4\.weight was changed by a hook while",
+    instead="change it after backward, in the parameter's own hooks, or `Reducer(overlap=False)`",
+)
+def changing_another_layers_gradient(case):
+    training = Training(case, mlp, **SMALL_BUCKETS)
+    model = training.model
+    handle = model[0].register_full_backward_hook(lambda *_: model[4].weight.grad.mul_(2))
+    for _ in range(2):
+        finish_together(case.comm)
+        with case.refused(may_hear=True):
+            backward(model, case.rank)
+    handle.remove()
+    training.step(backward)
 
 
 @reduced("saved-tensor hooks (`save_on_cpu`) and `detect_anomaly`")

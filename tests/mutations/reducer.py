@@ -238,4 +238,22 @@ MUTATIONS = (
         new="is_of_this_rank(None):\n                return name\n",
         tests=(f"{STRANGERS}::test_the_other_ranks_hear_of_a_reduce_that_one_rank_refuses",),
     ),
+    Mutation(
+        name="reducer: a bucket is launched before the hooks of the parameter that fills it",
+        file="fastcomm/reducer/gradient_hook.pyx",
+        old=" and self.reducer._overlap and self._runs_last(parameter):",
+        new=" and self.reducer._overlap:",
+        tests=(
+            f"{UNREDUCED_TESTS[0]}::test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced",
+        ),
+    ),
+    Mutation(
+        name="reducer: writes to a gradient that is being reduced go unseen",
+        file=BUCKET,
+        old=" is not self.views[i] or before != now:",
+        new=" is not self.views[i]:",
+        tests=(
+            f"{UNREDUCED_TESTS[0]}::test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error",
+        ),
+    ),
 )

@@ -4,12 +4,15 @@ user makes of reduced ones is stepped.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import fastcomm
 from fastcomm import FastcommError
+from tests.support.bodies import finish_together, hear_of_it
 from tests.support.models import (
     Heads,
     assert_gradients,
@@ -360,14 +363,13 @@ def test_gradients_that_a_hook_drops_are_an_error(comm, small):
     optimizer.step()
 
 
-@pytest.mark.parametrize("becomes", ["nothing", "another tensor"])
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_from_a_launched_bucket_is_an_error(comm, becomes):
+def test_a_gradient_that_a_hook_takes_from_a_launched_bucket_is_an_error(comm):
     model, _, _ = attached(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
     weight = model[4].weight
 
     def take(p):
-        p.grad = None if becomes == "nothing" else p.grad * 2
+        p.grad = None
 
     handle = weight.register_post_accumulate_grad_hook(take)
     with pytest.raises(FastcommError, match=rf"4\.weight {TAKEN}"):
@@ -432,3 +434,60 @@ def test_no_sync_after_a_round_does_not_vouch_for_gradients_made_by_hand(comm, b
         backward(model, comm.rank, 1)
     put(model, comm.rank)
     assert_refused(model, optimizer, r"4\.bias")
+
+
+# Changed in hooks
+
+
+def halve_in_place(p):
+    p.grad.mul_(0.5)
+
+
+def halve(p):
+    p.grad = p.grad * 0.5
+
+
+def _of_step(step, model, rank):
+    backward(model, rank, step)
+
+
+@pytest.mark.parametrize("hook", [halve_in_place, halve], ids=lambda hook: hook.__name__)
+@on_ranks(2)
+def test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced(comm, buckets, hook):
+    """Registered after attach(), so that it runs behind the reducer's."""
+    model, reducer, _ = attached(comm, **buckets)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    for step in range(3):
+        expected = mean_gradients(mlp(), comm.world_size, functools.partial(_of_step, step))
+        model.zero_grad()
+        backward(model, comm.rank, step)
+        assert_gradients(model, [0.5 * gradient for gradient in expected])
+    reducer.detach()
+
+
+@pytest.mark.parametrize("how", [halve_in_place, halve], ids=lambda how: how.__name__)
+@on_ranks(2)
+def test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error(comm, how):
+    model, _, _ = attached(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
+    handle = model[0].register_full_backward_hook(lambda *_: how(model[4].weight))
+    finish_together(comm)
+    with pytest.raises(FastcommError, match=r"4\.weight was changed by a hook while|abandoned"):
+        backward(model, comm.rank)
+        hear_of_it(comm)
+    handle.remove()
+    finish_together(comm)
+    expected = mean_gradients(mlp(), comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_another_layers_hook_may_change_a_gradient_where_nothing_overlaps(comm):
+    model, _, _ = attached(comm, overlap=False, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
+    expected = mean_gradients(mlp(), comm.world_size, backward)
+    model[0].register_full_backward_hook(lambda *_: halve_in_place(model[4].weight))
+    backward(model, comm.rank)
+    names = [name for name, _ in model.named_parameters()]
+    halved = [g * 0.5 if n == "4.weight" else g for n, g in zip(names, expected, strict=True)]
+    assert_gradients(model, halved)
