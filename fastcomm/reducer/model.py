@@ -45,6 +45,22 @@ def unsynced_batch_norm(model: Model, world_size: int) -> ValueError | None:
     return None
 
 
+def renormalised_embedding(model: Model, world_size: int) -> ValueError | None:
+    """An error if the model has an embedding that each rank would change by itself in forward."""
+    if world_size == 1 or not isinstance(model, nn.Module):
+        return None
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding and module.max_norm is not None:
+            return ValueError(
+                f"module {name} is an {type(module).__name__} with max_norm, whose forward changes "
+                "the rows that this rank looks up: the ranks would drift apart. Make it without "
+                "max_norm, and renormalise all rows after each step, on every rank: "
+                "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm))"
+            )
+    return None
+
+
 def named_parameters(model: Model) -> list[tuple[str, Parameter]]:
     return list(model.named_parameters()) if isinstance(model, nn.Module) else model
 

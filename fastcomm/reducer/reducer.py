@@ -43,6 +43,7 @@ from fastcomm.reducer.model import (
     model_of,
     named_parameters,
     reference_to,
+    renormalised_embedding,
     unsynced_batch_norm,
 )
 from fastcomm.reducer.optimizer_steps import (
@@ -185,9 +186,13 @@ class Reducer(UnevenData):
     def _attach(self, source: Model) -> None:
         named = named_parameters(source)
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
-        problem = agreement.find_problem(
-            self._model is not None, named, buffers, self.comm.device, is_owned
-        ) or unsynced_batch_norm(source, self.comm.world_size)
+        problem = (
+            agreement.find_problem(
+                self._model is not None, named, buffers, self.comm.device, is_owned
+            )
+            or unsynced_batch_norm(source, self.comm.world_size)
+            or renormalised_embedding(source, self.comm.world_size)
+        )
         sparse: set[str] = set()
         if problem is None:
             sparse = sparsity.find(source, named, self._options.sparse_parameters)

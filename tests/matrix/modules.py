@@ -304,6 +304,16 @@ def complex_parameter(case):
 
 
 @error(
+    "`nn.Embedding(max_norm=...)`, `nn.EmbeddingBag(max_norm=...)`",
+    match=r"module words is an Embedding with max_norm",
+    instead="renormalise all rows after each step",
+    raises=ValueError,
+)
+def renormalised_embedding(case):
+    _refuse_to_attach(case, lambda: _with(words=lambda: nn.Embedding(4, 8, max_norm=1.0)))
+
+
+@error(
     "a lazy module that has not run yet",
     match=r"lazy\.weight is not initialised",
     instead="run the model once before attach()",

@@ -17,7 +17,8 @@ TRIPWIRES = "fastcomm/reducer/tripwires.py"
 
 STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
 STRANGERS = "tests/reducer/test_strangers.py"
-UNREDUCED_TESTS = ("tests/reducer/test_unreduced.py",)
+UNREDUCED = "tests/reducer/test_unreduced.py"
+UNREDUCED_TESTS = (UNREDUCED,)
 
 MUTATIONS = (
     Mutation(
@@ -243,9 +244,7 @@ MUTATIONS = (
         file="fastcomm/reducer/gradient_hook.pyx",
         old=" and self.reducer._overlap and self._runs_last(parameter):",
         new=" and self.reducer._overlap:",
-        tests=(
-            f"{UNREDUCED_TESTS[0]}::test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced",
-        ),
+        tests=(f"{UNREDUCED}::test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced",),
     ),
     Mutation(
         name="reducer: writes to a gradient that is being reduced go unseen",
@@ -253,7 +252,7 @@ MUTATIONS = (
         old=" is not self.views[i] or before != now:",
         new=" is not self.views[i]:",
         tests=(
-            f"{UNREDUCED_TESTS[0]}::test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error",
+            f"{UNREDUCED}::test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error",
         ),
     ),
 )

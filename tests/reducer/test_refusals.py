@@ -262,3 +262,14 @@ def test_a_synchronised_batch_norm_without_a_process_group_is_refused_by_name(co
         fastcomm.Reducer(comm).attach(model)
     with mock.patch.object(dist, "is_initialized", lambda: True):
         fastcomm.Reducer(comm).attach(model).detach()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@on_ranks(2)
+def test_an_embedding_that_each_rank_would_renormalise_by_itself_is_refused(comm, kind):
+    model = nn.ModuleDict({"words": kind(8, 4, max_norm=1.0), "out": nn.Linear(4, 2)})
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"module words is an {kind.__name__} with max_norm"):
+            fastcomm.Reducer(comm).attach(model)
+    model["words"].max_norm = None
+    fastcomm.Reducer(comm).attach(model)
