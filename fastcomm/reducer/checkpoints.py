@@ -7,12 +7,13 @@ other things (step), which every owner has alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from fastcomm.communicator import Communicator
 from fastcomm.errors import MismatchError
@@ -226,9 +227,23 @@ def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[A
     return {known[str(key)]: state for key, state in saved["state"].items()}
 
 
-def refuse(saved: Saved, place: Place, parts: Iterable[Part]) -> None:
+Fits = Callable[[Tensor, Tensor], bool]  # of a state's tensor and the parameter
+
+
+def is_shaped_as(value: Tensor, parameter: Tensor) -> bool:
+    return value.shape == parameter.shape
+
+
+def is_factor_of(value: Tensor, parameter: Tensor) -> bool:
+    """Whether it is shaped as the parameter, or averaged over some of its dimensions."""
+    return value.dim() == parameter.dim() and all(
+        n in (1, whole) for n, whole in zip(value.shape, parameter.shape, strict=True)
+    )
+
+
+def refuse(saved: Saved, place: Place, parts: Iterable[Part], fits: Fits = is_shaped_as) -> None:
     """Raises ValueError for another rank's part, and for a state that does not fit. place: this
-    rank's. parts: those whose states are cut.
+    rank's. parts: those whose states are compared.
     """
     if saved.place is not None and list(saved.place) != list(place):
         raise ValueError(
@@ -236,24 +251,59 @@ def refuse(saved: Saved, place: Place, parts: Iterable[Part]) -> None:
             f"rank {place[0]} of {place[1]} cannot take it: save full_state_dict(), which any rank "
             "takes"
         )
+    states = []
     for part in parts:
-        state = saved.states.get(part.parameter, {})
-        if saved.is_whole:
-            refuse_misfit(part.name, part.parameter, state)
-        elif part.piece is not None:
-            refuse_misfit(part.name, part.piece.parameter, state)
+        parameter: Tensor | None = part.parameter
+        if not saved.is_whole:
+            parameter = None if part.piece is None else part.piece.parameter
+        if parameter is not None:
+            states.append((part.name, parameter, saved.states.get(part.parameter, {})))
+    tensors = [pair for _, _, state in states for pair in state.items()]
+    large = {key for key, value in tensors if isinstance(value, Tensor) and value.numel() > 1}
+    for name, parameter, state in states:
+        refuse_misfit(name, parameter, state, large, fits)
 
 
-def refuse_misfit(name: str, parameter: Tensor, state: State) -> None:
-    """Raises ValueError if the state cannot be the parameter's, or cut as the parameter is."""
+def refuse_misfit(
+    name: str,
+    parameter: Tensor,
+    state: State,
+    large: Container[str] = (),
+    fits: Fits = is_shaped_as,
+) -> None:
+    """Raises ValueError if the state cannot be the parameter's, or cut as the parameter is. large:
+    keys of what has more than one element for a parameter that has.
+    """
     for key, value in state.items():
-        is_tensor = isinstance(value, Tensor) and value.is_floating_point() and value.numel() != 1
-        if is_tensor and value.shape != parameter.shape:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        may_be_scalar = key not in large or parameter.numel() == 1
+        if not fits(value, parameter) and not (may_be_scalar and value.numel() == 1):
             raise ValueError(
                 f"{key} of parameter {name} has shape {list(value.shape)} in this state, and the "
                 f"parameter has {list(parameter.shape)}: the state is another model's, of another "
                 "order of parameters, or one rank's part"
             )
+
+
+def refuse_missing_options(optimizer: Optimizer, saved: Saved) -> None:
+    """Raises ValueError if the saved groups lack an option of the optimizer's, which it does not
+    add by itself, as torch's classes do to a state of an older version. Loads those groups.
+    """
+    packed = numbered(optimizer.param_groups)
+    groups = [
+        {**options_of(theirs), "params": mine["params"]}
+        for mine, theirs in zip(packed, saved.groups, strict=True)
+    ]
+    needed = list(optimizer.defaults)  # to which torch adds some when it loads a state
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    for i, group in enumerate(optimizer.param_groups):
+        for key in needed:
+            if key not in group:
+                raise ValueError(
+                    f"group {i} of the state has no option {key}: it is of another class than "
+                    f"{type(optimizer).__name__}, and only what that has saved can be loaded"
+                )
 
 
 def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fastcomm.reducer import sparsity
+from fastcomm.reducer import checkpoints, sparsity
 from fastcomm.reducer.options import AUTO
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.shares import Sharding
@@ -37,6 +37,14 @@ def is_elementwise(optimizer_class: object) -> bool:
     not.
     """
     return optimizer_class in _ELEMENTWISE
+
+
+def fitting(optimizer_class: type[Optimizer], sharding: Sharding) -> checkpoints.Fits | None:
+    """How a state's tensors are shaped; None: as the class likes."""
+    if sharding.cuts:
+        return checkpoints.is_shaped_as
+    is_torchs = f"{optimizer_class.__module__}.".startswith("torch.optim.")  # Adafactor, Muon
+    return checkpoints.is_factor_of if is_torchs else None
 
 
 def refuse(

@@ -468,8 +468,9 @@ class ShardedOptimizer(Optimizer):
         loaded, described, problem = None, {}, None
         try:
             saved = checkpoints.read(state_dict, self.param_groups)
-            cut = self._parts.values() if self.sharding.cuts else ()
-            checkpoints.refuse(saved, self._place(), cut)
+            fits = shardable.fitting(self._class, self.sharding)
+            known = self._parts.values() if fits else ()
+            checkpoints.refuse(saved, self._place(), known, fits or checkpoints.is_shaped_as)
             names = {parameter: name for name, parameter in self.reducer._named_parameters()}
             described = self._places() | checkpoints.described(saved, self._parts, names)
             loaded = self._loaded(saved)
@@ -494,6 +495,7 @@ class ShardedOptimizer(Optimizer):
             {**group, **copy.deepcopy(options_of(theirs))}  # a tensor would be `saved`'s, too
             for group, theirs in zip(self.param_groups, saved.groups, strict=True)
         ]
+        checkpoints.refuse_missing_options(self._inner_of(groups, self._parts, {}), saved)
         inner = self._inner_of(groups, self._parts, {})
         mine = checkpoints.own_states(saved, pieces_of(self._parts, self._parameters()))
         packed = checkpoints.numbered(inner.param_groups)

@@ -303,4 +303,18 @@ MUTATIONS = (
         new="    return True\n",
         tests=STATE_TESTS,
     ),
+    Mutation(
+        name="sharded: a state of one element is taken for any parameter",
+        file=CHECKPOINTS,
+        old="        may_be_scalar = key not in large or parameter.numel() == 1\n",
+        new="        may_be_scalar = True\n",
+        tests=STATE_TESTS,
+    ),
+    Mutation(
+        name="sharded: a state of another class is taken in silence",
+        file=CHECKPOINTS,
+        old="            if key not in group:\n",
+        new="            if False:\n",
+        tests=STATE_TESTS,
+    ),
 )

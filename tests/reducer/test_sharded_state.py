@@ -230,6 +230,47 @@ def test_a_state_of_another_shape_is_refused(comm):
     pair.train(first=STEPS)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+@on_ranks(2)
+def test_a_state_of_one_element_for_a_larger_parameter_is_refused(comm, name):
+    kind, options = OPTIMIZERS[name]
+    pair = Pair(comm, mlp(), kind, options)
+    pair.train()
+    key = {"AdamW": "exp_avg", "Adafactor": "row_var"}[name]
+    for shape in ((), (1,), (1, 1, 1)):
+        whole = copy.deepcopy(pair.sharded.full_state_dict())
+        whole["state"][2][key] = torch.ones(shape)
+        with pytest.raises(ValueError, match=rf"{key} of parameter 2\.weight has shape"):
+            pair.sharded.load_full_state_dict(whole)
+    pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_a_state_of_another_shape_is_refused_where_parameters_are_stepped_whole(comm):
+    pair = Pair(comm, mlp(), torch.optim.Adafactor, {"lr": 0.01})
+    pair.train()
+    for number, key, name in ((2, "row_var", "2.weight"), (3, "variance", "2.bias")):
+        whole = copy.deepcopy(pair.sharded.full_state_dict())
+        whole["state"][number][key] = torch.ones(5, 1) if number == 2 else torch.ones(5)
+        with pytest.raises(ValueError, match=rf"{key} of parameter {name} has shape \[5"):
+            pair.sharded.load_full_state_dict(whole)
+    pair.train(first=STEPS)
+
+
+@on_ranks(2)
+def test_a_state_of_another_class_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    pair.train()
+    other = torch.optim.AdamW(mlp().parameters())
+    with pytest.raises(ValueError, match="has no option momentum: it is of another class than SGD"):
+        pair.sharded.load_full_state_dict(other.state_dict())
+    older = copy.deepcopy(pair.plain.state_dict())
+    del older["param_groups"][0]["fused"]  # as versions of torch without it have saved it
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(older))
+    pair.train(first=STEPS)
+
+
 @on_ranks(3)
 def test_the_state_of_a_parameter_without_elements(comm):
     class Odd(nn.Module):
