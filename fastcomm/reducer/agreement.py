@@ -173,7 +173,7 @@ class Call(NamedTuple):
 
 
 ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
-CHECK_IN_SYNC = Call("check_in_sync()", "models", "cannot compare its model")
+CHECK_IN_SYNC = Call("check_in_sync()", "arguments of check_in_sync()", "cannot compare its model")
 
 
 def compare(
@@ -269,16 +269,18 @@ def check_model_in_sync(
     comm: Communicator,
     model: nn.Module | list[tuple[str, Parameter]],
     optimizer: torch.optim.Optimizer | None,
+    kind: str,
 ) -> None:
     """Compares the model's parameters and buffers, and what the optimizer holds if there is one.
-    Raises MismatchError naming the first that is not the same on all ranks.
+    Raises MismatchError naming the first that is not the same on all ranks. kind: the optimizer's,
+    in words.
     """
     words, problem = {}, None
     try:
         words = _model_in_words(model, optimizer)
     except Exception as error:  # it may be no optimizer, and the others are to hear of it
         problem = error
-    compare(comm, problem, {}, [], CHECK_IN_SYNC)
+    compare(comm, problem, {"the optimizer": kind}, [], CHECK_IN_SYNC)
     ranks = gather_objects(comm, words, CHECK_IN_SYNC.name)
     for name in dict.fromkeys(name for words in ranks for name in words):
         holders: dict[str, list[str]] = {}

@@ -169,5 +169,6 @@ class ReducedGradients(ReducerFlags):
         the first that differs and the ranks. Waits for the device.
         """
         self.local_steps.refuse_comparison(self.comm)
-        agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer)
+        kind = self.sharded_by.described(optimizer)
+        agreement.check_model_in_sync(self.comm, self._attached_model(), optimizer, kind)
         self.sharded_by.compare_state(optimizer)

@@ -395,10 +395,20 @@ class ShardedBy:
                 "give each parameter to one optimizer"
             )
 
+    def described(self, optimizer: object) -> str:
+        """As ranks compare it: compare_state() is collective for one of them alone."""
+        kind = type(optimizer).__qualname__
+        return f"this model's {kind}" if self._steps_by(optimizer) else kind
+
+    def _steps_by(self, optimizer: object) -> Stepper | None:
+        """The optimizer, if it is the one."""
+        stepper = None if self._reference is None else self._reference()
+        return stepper if stepper is optimizer else None
+
     def compare_state(self, optimizer: object) -> None:
         """See Stepper. Does nothing for another optimizer."""
-        stepper = None if self._reference is None else self._reference()
-        if stepper is not None and stepper is optimizer:
+        stepper = self._steps_by(optimizer)
+        if stepper is not None:
             stepper.compare_state()
 
     def set_state_aside(self) -> None:

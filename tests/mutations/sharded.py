@@ -317,4 +317,11 @@ MUTATIONS = (
         new="            if False:\n",
         tests=STATE_TESTS,
     ),
+    Mutation(
+        name="sharded: check_in_sync() of another optimizer on one rank leaves the others waiting",
+        file=SHARES,
+        old='        return f"this model\'s {kind}" if self._steps_by(optimizer) else kind\n',
+        new='        return ""\n',
+        tests=STATE_TESTS,
+    ),
 )

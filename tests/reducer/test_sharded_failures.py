@@ -514,6 +514,26 @@ def test_a_state_on_one_rank_alone_is_found_on_both_though_the_groups_are_in_ano
     comm.barrier()  # both have come here
 
 
+@pytest.mark.parametrize("other", ["the plain one", "another sharded one", "None", "a scheduler"])
+@on_ranks(2)
+def test_check_in_sync_of_another_object_on_one_rank_is_an_error_on_all(comm, other):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    elsewhere = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    plain = torch.optim.SGD(pair.models[1].parameters(), lr=0.1)
+    others = {
+        "the plain one": plain,
+        "another sharded one": elsewhere.sharded,
+        "None": None,
+        "a scheduler": torch.optim.lr_scheduler.ExponentialLR(plain, 1.0),
+    }
+    given = pair.sharded if comm.rank == 0 else others[other]
+    with pytest.raises(
+        (FastcommError, AttributeError), match=r"optimizer is .* on rank|param_grou"
+    ):
+        pair.reducers[1].check_in_sync(given)
+    comm.barrier()  # both have come here
+
+
 @on_ranks(2)
 def test_options_that_are_objects(comm):
     class Decaying(torch.optim.SGD):
