@@ -134,17 +134,32 @@ class DiLoCo(LocalSGD):
             "outer_optimizer": self.outer_optimizer.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As LocalSGD.load_state_dict(). Raises ValueError, naming a parameter, for the state of
-        another model.
-        """
+    def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         saved: dict[str, Tensor] = state_dict["outer_parameters"]
         refuse_other_model(saved, dict(self._outer), "the model")
-        super().load_state_dict(state_dict)
         optimizer = state_dict["outer_optimizer"]
-        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-        states = checkpoints.states_by_number(optimizer, numbers)
+        name_of = {parameter: name for name, parameter in self._outer.items()}
+        own = [p for group in self.outer_optimizer.param_groups for p in group["params"]]
+        names = {
+            number: name_of[parameter]
+            for number, parameter in zip(_numbers(optimizer), own, strict=False)
+        }
+        states = checkpoints.states_by_number(optimizer, _numbers(optimizer))
+        tensors, values = agreement.optimizer_contents(optimizer["param_groups"], states, names)
+        outer = [(f"outer parameter {name}", tensor) for name, tensor in saved.items()]
+        contents = agreement.contents_in_words([*outer, *tensors], values)
+        return super()._described(state_dict) | contents
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        super()._load(state_dict)
+        optimizer = state_dict["outer_optimizer"]
+        states = checkpoints.states_by_number(optimizer, _numbers(optimizer))
         self.outer_optimizer.load_state_dict({**optimizer, "state": states})
         with torch.no_grad():
             for name, outer in self._outer.items():
-                outer.copy_(saved[name])
+                outer.copy_(state_dict["outer_parameters"][name])
+
+
+def _numbers(saved: dict[str, Any]) -> list[Any]:
+    """Of the parameters in an optimizer's saved state."""
+    return [number for group in saved["param_groups"] for number in group["params"]]

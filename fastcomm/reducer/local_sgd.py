@@ -343,22 +343,49 @@ class LocalSGD:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() has given. Every rank loads the same; no rank is asked. Raises
-        ValueError if it was saved with other fragments.
+        """Takes what state_dict() has given. Collective: every rank loads the same. Raises
+        ValueError if it was saved with other fragments, or of another model, and FastcommError on
+        the other ranks; MismatchError, on all, naming what differs. Nothing is loaded then.
         """
         self._refuse_ended()
+        described, problem = {}, None
+        try:
+            described = self._described(state_dict)
+        except Exception as error:  # the state may be anything, and the others are to hear of it
+            problem = error
+        call = f"load_state_dict() of {type(self).__name__}"
+        loading = agreement.Call(call, "states to load", "cannot load its state")
+        agreement.compare(self.comm, problem, described, [], loading)
+        self._load(state_dict)
+
+    def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
+        """The state, as the ranks compare it. Raises ValueError for one that does not fit."""
         if len(state_dict["met_at"]) != len(self._fragments):
             raise ValueError(
                 f"the state was saved with {len(state_dict['met_at'])} fragments, and there are "
                 f"{len(self._fragments)}"
             )
+        numbers = ("n_steps", "n_meetings", "met_at")
+        values = [(key, agreement.shown(state_dict[key])) for key in numbers]
+        saved, tensors = state_dict["under_way"], []
+        values.append(("the meeting under way", "none" if saved is None else "one"))
+        if saved is not None:
+            standing = Standing(*saved["standing"])
+            values.append(("the standing of the meeting under way", agreement.shown(standing)))
+            views = dict(_named_views(self._fragments[standing.fragment]))
+            refuse_other_model(saved["mean"], views, "this fragment")
+            tensors = [
+                (f"the mean of parameter {name}", mean) for name, mean in saved["mean"].items()
+            ]
+        return agreement.contents_in_words(tensors, values)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """What _described() has let pass."""
         under_way = None
         saved = state_dict["under_way"]
         if saved is not None:
             standing = Standing(*saved["standing"])
             buckets = self._fragments[standing.fragment]
-            views = dict(_named_views(buckets))
-            refuse_other_model(saved["mean"], views, "this fragment")
             for bucket in buckets:
                 bucket.vacate()
             for name, view in _named_views(buckets):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import re
 from types import SimpleNamespace
@@ -288,6 +289,60 @@ def test_states_of_other_models_and_fragments_are_refused(comm):
         )
     with pytest.raises(ValueError, match=r"0.bias was saved with shape \(3,\), and has \(16,\)"):
         meetings.load_state_dict(state | {"outer_parameters": {**outer, "0.bias": torch.zeros(3)}})
+
+
+@every_transport
+@on_ranks(2)
+def test_a_state_that_differs_between_ranks_is_refused_on_all(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, lr=0.5, momentum=0.9)
+    optimizer = adamw(model)
+    for i in range(4):
+        step(model, optimizer, comm.rank, i)
+    saved = copy.deepcopy(meetings.state_dict())
+
+    def refused(change, match, error=MismatchError):
+        state = copy.deepcopy(saved)
+        if comm.rank == 1:
+            change(state)
+        with pytest.raises(error, match=match):
+            meetings.load_state_dict(state)
+
+    refused(lambda s: s.update(n_steps=3), "n_steps is 4 on rank 0 and 3 on rank 1")
+    refused(
+        lambda s: s["outer_parameters"]["2.weight"].add_(1),
+        r"different states to load: outer parameter 2\.weight is .* on rank 0 and .* on rank 1",
+    )
+    refused(
+        lambda s: s["outer_optimizer"]["state"][3]["momentum_buffer"].add_(1),
+        r"momentum_buffer of parameter 2\.bias is .* on rank 0",
+    )
+    refused(
+        lambda s: s["outer_parameters"].pop("2.bias"),
+        r"the state has no parameter 2\.bias",
+        ValueError if comm.rank == 1 else FastcommError,
+    )
+    meetings.load_state_dict(saved)
+    meetings.finish()
+    reducer.check_in_sync()
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
+@pytest.mark.parametrize("kind", [fastcomm.LocalSGD, fastcomm.DiLoCo])
+@on_ranks(2)
+def test_a_state_that_one_rank_alone_loads_is_an_error_on_both(comm, kind):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    outer = () if kind is fastcomm.LocalSGD else (torch.optim.SGD,)
+    meetings = kind(reducer, *outer, every=1)
+    with pytest.raises(MismatchError) as caught:
+        if comm.rank == 0:
+            meetings.load_state_dict(meetings.state_dict())
+        else:
+            step(model, adamw(model), comm.rank, 0)
+    if comm.rank == 0:
+        assert f"(in load_state_dict() of {kind.__name__}, which every rank" in str(caught.value)
 
 
 @pytest.mark.parametrize("n, loads", [(1, [7]), (2, [4, 3]), (3, [4, 2, 1])])
