@@ -211,7 +211,7 @@ def test_a_script_that_fails_is_named_by_its_rank_and_hands_on_its_exit_code(tmp
 # Rank 1 fails; rank 0, in a barrier, loses it and fails, too. Which of them ends first is given:
 # the other one waits for what it has left in the launcher's folder.
 FAILING = """
-import os, signal, sys, tempfile, time
+import os, select, signal, sys, tempfile, time
 from pathlib import Path
 import fastcomm
 
@@ -229,6 +229,8 @@ try:
 finally:
     while first in ("0", "1") and rank != first and not has_failed(first):
         time.sleep(0.01)
+    if rank == "1" and first == "0":  # rank 0 stays, or else the launcher ends this rank now
+        select.select([os.pidfd_open(comm.pids[0])], [], [], 1)
 """
 
 

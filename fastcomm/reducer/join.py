@@ -13,6 +13,7 @@ import dis
 import gc
 import inspect
 import io
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,7 @@ from fastcomm.reducer.torch_helpers import watch_scalers
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.reducer.weights import WeightedRound
 
+_log = logging.getLogger("fastcomm")
 T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
@@ -151,7 +153,7 @@ class Join(Generic[T]):
         try:
             yield from self._loop(iter(self._batches))
         except GeneratorExit:
-            self._break(sys._getframe(1))
+            self._break(_caller())
             raise
         except BaseException as error:  # out of the batches
             if not self._is_inner:
@@ -187,6 +189,14 @@ class Join(Generic[T]):
             return
         if not _is_left_in_order(frame, self._asked_at):
             self._fail(None)
+            reason = (
+                f"rank {self._comm.rank} has aborted this communicator: the iterator of "
+                "join(batches) was dropped before its end, by an exception or with the variable "
+                "that held it. Loop by `for batch in reducer.join(batches)`, which break and "
+                "return may leave, or call next() until it has ended"
+            )
+            _log.warning(reason)  # what the caller goes on with may ask for nothing any more
+            self._reducer._deferred = FastcommError(reason)
             return
         try:
             if self._strategy == "stop":
@@ -401,6 +411,12 @@ def _refuse_pending(reducer: Joining) -> None:
                 f"of parameter {bucket.names[slot]} that was accumulated there would be lost: "
                 "reduce with the last batch, too, or call zero_grad() to drop it"
             )
+
+
+def _caller() -> FrameType | None:
+    """Of a generator that calls this. None where the interpreter itself drops it as it ends."""
+    generator = sys._getframe(1)
+    return generator.f_back
 
 
 def _places(frame: FrameType | None) -> list[_Place]:

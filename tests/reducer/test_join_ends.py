@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import subprocess
 import sys
 
 import pytest
@@ -168,6 +170,59 @@ def fail_in_a_loop(comm, how):
                 for _ in (1 // j for j in range(i, -1, -1)):
                     pass
     reducer.check_in_sync()
+
+
+def test_an_iterator_that_is_dropped_early_ends_all_ranks_with_a_reason(ranks, transport):
+    message = (
+        r"rank 1 has aborted this communicator: the iterator of join\(batches\) was dropped before "
+        r"its end|rank 1 .*aborted its communicator"
+    )
+    ranks.raises(2, FastcommError, drop_an_iterator, match=message)
+
+
+def drop_an_iterator(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    draw_until(0, reducer.join([3, 2, 0, 1][comm.rank :]), model)
+    loss_of(model, data_of(0, 0)).backward()
+
+
+def draw_until(last, batches, model):
+    iterator = iter(batches)
+    while (i := next(iterator, None)) is not None:
+        loss_of(model, data_of(0, i)).backward()
+        if i == last:
+            break
+
+
+@only_shm
+@on_ranks(1)
+def test_an_iterator_that_is_dropped_early_is_logged(comm):
+    model, logged = small(), []
+    reducer = fastcomm.Reducer(comm).attach(model)
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("fastcomm").addHandler(handler)
+    draw_until(0, reducer.join([1, 0, 2]), model)
+    logging.getLogger("fastcomm").removeHandler(handler)
+    assert len(logged) == 1 and "rank 0 has aborted this communicator: the iterator" in logged[0]
+
+
+DROPPED_AT_EXIT = """
+import torch, fastcomm
+model = torch.nn.Linear(2, 2)
+iterator = iter(fastcomm.Reducer(fastcomm.init(world_size=1)).attach(model).join(range(3)))
+next(iterator)
+"""
+
+
+def test_an_iterator_that_is_dropped_with_the_interpreter_says_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(DROPPED_AT_EXIT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert "the iterator of join(batches) was dropped" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def passed_on(batches):
