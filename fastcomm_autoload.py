@@ -1,7 +1,8 @@
 """Makes the backend "fastcomm" known to torch.distributed where nobody has imported fastcomm.
 `import torch` calls register(), through the entry point that pyproject.toml has in the group
-torch.backends; fastcomm itself is imported when the first group is made. A module beside the
-package, because every `import torch` pays for what it imports.
+torch.backends; from 2.15 on init_process_group does, too, through the one in
+torch.distributed.backends. fastcomm itself is imported when the first group is made. A module
+beside the package, because every `import torch` pays for what it imports.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@
 #
 #     bash ci/torch_versions.sh [version ...]
 #
-# The oldest version that pyproject.toml promises comes first.
+# The oldest version that pyproject.toml promises comes first; the newest is NEWEST_TESTED_TORCH of
+# fastcomm/rendezvous.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=build/torch-versions
 mkdir -p "$folder"
-(($#)) || set -- 2.7.0 2.8.0 2.11.0 2.13.0
+(($#)) || set -- 2.7.0 2.11.0 2.13.0 2.15.0
 table=()
 status=0
 

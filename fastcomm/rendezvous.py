@@ -7,6 +7,7 @@ How ranks meet is in bootstrap.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from fastcomm.nccl.library import CTA_POLICIES
 from fastcomm.shm.communicator import ShmCommunicator
 from fastcomm.shm.ring import MAX_RANKS
 
+NEWEST_TESTED_TORCH = (2, 15)
 BACKENDS = ("auto", "shm", "nccl", "group", "hierarchical")
 
 
@@ -105,6 +107,8 @@ def init(
         bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
+        if bootstrap.rank == 0:
+            _warn_of_torch()
         return comm
 
 
@@ -127,6 +131,8 @@ def connect(
     bootstrap = StoreBootstrap(
         own_connection(store), rank, world_size, timeout, caller, names, look
     )
+    if names[rank] == 0:
+        _warn_of_torch()
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
         if device.type == "cuda":
@@ -145,6 +151,18 @@ def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
             bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")
         raise
+
+
+@functools.cache
+def _warn_of_torch() -> None:
+    """Says, once in a process, that this torch is newer than any that the tests were run with."""
+    major, minor = NEWEST_TESTED_TORCH
+    if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST_TESTED_TORCH:
+        message = (
+            f"fastcomm was tested with torch 2.7 to {major}.{minor}, and never with this one, "
+            f"{torch.__version__}"
+        )
+        warnings.warn(message, stacklevel=3)
 
 
 def _choose_device(

@@ -1,6 +1,7 @@
 """DDP's buckets in a group's own memory, where its communicator reduces them without a copy.
 
-DDP's reducer allocates its buckets in C++, when it is made and once more before its second forward.
+DDP's reducer allocates its buckets in C++, when it is made and once more before its second forward
+(with lazy_bucket_allocation in each backward, on autograd's side: those stay ordinary memory).
 Torch asks a backend for that memory only where DDP_DISABLE_COMM_MEM=0 is set and, up to torch 2.13,
 the backend is written in C++. So this catches the operator that allocates, aten::empty, while a
 reducer makes its buckets. The tensors belong to DDP: the memory goes back with the last of them.
@@ -71,9 +72,16 @@ def _is_bucket(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    layout: torch.layout = torch.strided,  # torch 2.15 gives it
     **others: Any,
 ) -> bool:
-    return len(shape) == 1 and dtype in _DTYPES and device == torch.device("cpu") and not others
+    return (
+        len(shape) == 1
+        and dtype in _DTYPES
+        and device == torch.device("cpu")
+        and layout is torch.strided
+        and not others
+    )
 
 
 def _lending(init: Callable[..., None]) -> Callable[..., None]:

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined
 from fastcomm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.bootstrap import Caller, count_as_finished, own_part
 from fastcomm.collective import CPU_DTYPES, canonical_op
-from fastcomm.errors import PeerLostError
+from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.rendezvous import connect
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine
@@ -45,6 +45,10 @@ from fastcomm.torch_backend.work import (
 
 NAME = "fastcomm"
 _INIT = Caller("init_process_group")
+_NO_RECONFIGURE = (
+    f"a group of the backend {NAME!r} cannot be reconfigured: leave enable_reconfigure out; when "
+    "ranks are lost, destroy_process_group() and init_process_group() make a new one"
+)
 _NEW_GROUP = Caller(
     "new_group", "do all ranks call new_group for the same groups, in the same order?"
 )
@@ -82,8 +86,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, options: Any) -> None:
         """options: torch's _DistributedBackendOptions. Collective. Raises InitError where a rank is
-        missing, and names it.
+        missing, and names it; on a rank that asks for a group to be reconfigured later, too.
         """
+        if getattr(options, "enable_reconfigure", False):  # not before torch 2.15
+            raise InitError(_NO_RECONFIGURE)
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         # Ranks may begin again on a store that has outlived a group of the same name: its keys are
         # not for this group.
@@ -100,7 +106,13 @@ class ProcessGroup(dist.ProcessGroup):
         self._cpu, self._peers = self._connect("cpu", torch.device("cpu"), caller)
         pass_on()
         count_as_finished(options.store)
-        self._register_engines(options)
+        try:
+            self._register_engines(options)
+            # Gloo connects one side first: no rank may end the group while another connects.
+            self._cpu.comm.barrier()
+        except Exception:
+            self._cpu.close()  # else the others would wait for this rank
+            raise
         hold_works_of_join()
         lend_memory_to_ddp(self, self._cpu.empty)
 
@@ -135,7 +147,6 @@ class ProcessGroup(dist.ProcessGroup):
         if hasattr(gloo.options, "global_ranks_in_group"):  # not in torch 2.7
             gloo.options.global_ranks_in_group = options.global_ranks_in_group
             gloo.options.group_name = options.group_id
-        gloo._set_sequence_number_for_group()
         self._gloo = GlooEngine(gloo, self._peers, self._members)
         self._register_backend(torch.device("cpu"), types.CUSTOM, gloo)
         self._set_default_backend(types.CUSTOM)
@@ -147,7 +158,6 @@ class ProcessGroup(dist.ProcessGroup):
             nccl = dist.ProcessGroupNCCL(
                 PrefixStore("nccl", self._store), self.rank(), self.size(), nccl_options
             )
-            nccl._set_sequence_number_for_group()
             self._nccl_engine = nccl
             self._register_backend(torch.device("cuda"), types.NCCL, nccl)
 
@@ -172,6 +182,17 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _communicators(self) -> list[SharedCommunicator]:
         return [self._cpu] if self._nccl is None else [self._cpu, self._nccl]
+
+    # Torch 2.15 would reconfigure Gloo's engine, and leave the communicators as they are.
+    supports_reconfigure = False
+
+    def get_reconfigure_handle(self) -> str:
+        """Raises FastcommError: see _NO_RECONFIGURE."""
+        raise FastcommError(_NO_RECONFIGURE)
+
+    def reconfigure(self, opts: Any) -> c10d.Work:
+        """As get_reconfigure_handle."""
+        raise FastcommError(_NO_RECONFIGURE)
 
     # -- which way --
 

@@ -5,6 +5,7 @@ promises on them.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import resource
 
@@ -65,6 +66,46 @@ def test_buckets_of_every_dtype_lie_in_shared_memory(comm, dtype):
     for _ in range(3):
         model(torch.ones(2, 8, dtype=dtype)).sum().backward()
     assert set(seen) == {(dtype, True)}
+
+
+@pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="DDP has no bucket_cap_mb_list before torch 2.12",
+)
+@on_ranks(2)
+def test_buckets_with_a_limit_each_lie_in_shared_memory(comm):
+    models = [
+        DistributedDataParallel(mlp(), process_group=group, bucket_cap_mb_list=[1, 2])
+        for group in (world(), gloo())
+    ]
+    seen = _watch(models[0])
+    for model in models:
+        train(model, backward, comm.rank, 3)
+    assert set(seen) == {(torch.float32, True)}
+    assert_same_parameters(*models)
+
+
+@pytest.mark.skipif(
+    "lazy_bucket_allocation" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="DDP has no lazy_bucket_allocation before torch 2.15",
+)
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2)
+def test_buckets_made_anew_in_every_backward_stay_where_torch_puts_them(comm, views):
+    models = [
+        DistributedDataParallel(
+            mlp(),
+            process_group=group,
+            gradient_as_bucket_view=views,
+            lazy_bucket_allocation=True,
+        )
+        for group in (world(), gloo())
+    ]
+    seen = _watch(models[0])
+    for model in models:
+        train(model, backward, comm.rank, 3)
+    assert set(seen) == {(torch.float32, False)}
+    assert_same_parameters(*models)
 
 
 @on_ranks(2)

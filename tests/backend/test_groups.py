@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from fastcomm.errors import FastcommError, InitError
 from tests.support import process_groups
+from tests.support.outcomes import values_of
 from tests.support.process_groups import start, world
 from tests.support.ranks import fresh_ranks, on_ranks
 
@@ -48,6 +52,47 @@ def test_a_group_may_be_made_beside_a_default_one_over_gloo():
 def test_the_group_says_its_name(comm):
     assert dist.get_backend(world()) == "fastcomm"
     assert world().name() == "fastcomm"
+
+
+def _begin_quietly(place):
+    with open(f"{place.directory}/stderr{place.rank}", "w+") as stderr:
+        os.dup2(stderr.fileno(), 2)
+        start(place)
+        dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+        stderr.seek(0)
+        return stderr.read()
+
+
+def test_a_group_begins_and_ends_without_a_word():
+    assert [outcome.value for outcome in fresh_ranks(2, _begin_quietly)] == ["", ""]
+
+
+def _ask_for_a_group_that_can_be_reconfigured(place):
+    with pytest.raises(InitError, match="cannot be reconfigured: leave enable_reconfigure out"):
+        dist.init_process_group(
+            "fastcomm",
+            init_method=f"file://{place.directory}/backend",
+            rank=place.rank,
+            world_size=place.world_size,
+            enable_reconfigure=True,
+        )
+
+
+@pytest.mark.skipif(
+    "enable_reconfigure" not in inspect.signature(dist.init_process_group).parameters,
+    reason="no group can be reconfigured before torch 2.15",
+)
+def test_a_group_that_can_be_reconfigured_is_refused_at_once():
+    values_of(fresh_ranks(2, _ask_for_a_group_that_can_be_reconfigured))
+
+
+@on_ranks(2)
+def test_a_group_says_that_it_cannot_be_reconfigured(comm):
+    assert not world().supports_reconfigure
+    for call in (world().get_reconfigure_handle, lambda: world().reconfigure(None)):
+        with pytest.raises(FastcommError, match="cannot be reconfigured"):
+            call()
 
 
 def _begin_and_end_twice(place):

@@ -181,4 +181,18 @@ MUTATIONS = (
         new="return _DONE",
         tests=DDP_BUCKETS_TESTS,
     ),
+    Mutation(
+        name="backend: a group claims that Gloo can reconfigure it",
+        file=PROCESS_GROUP,
+        old="    supports_reconfigure = False\n",
+        new="    supports_reconfigure = True\n",
+        tests=("tests/backend/test_groups.py",),
+    ),
+    Mutation(
+        name="backend: DDP's buckets are known by no layout",
+        file=DDP_BUCKETS,
+        old="and layout is torch.strided",
+        new="and layout is None",
+        tests=DDP_BUCKETS_TESTS,
+    ),
 )

@@ -171,4 +171,18 @@ MUTATIONS = (
         new="),",
         tests=("tests/rendezvous/test_launchers.py",),
     ),
+    Mutation(
+        name="meeting: a torch that is too new is named at every start",
+        file=RENDEZVOUS,
+        old="@functools.cache\ndef _warn_of_torch",
+        new="def _warn_of_torch",
+        tests=("tests/rendezvous/test_init.py",),
+    ),
+    Mutation(
+        name="meeting: every rank of a process group names a torch that is too new",
+        file=RENDEZVOUS,
+        old="    if names[rank] == 0:\n        _warn_of_torch()",
+        new="    if True:\n        _warn_of_torch()",
+        tests=("tests/rendezvous/test_init.py",),
+    ),
 )

@@ -7,10 +7,12 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, InitError, rendezvous
-from tests.support.bodies import gloo
+from tests.support import process_groups
+from tests.support.bodies import communicator, gloo
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 from tests.support.reference import (
@@ -251,6 +253,32 @@ def test_ranks_that_are_bound_to_cores_of_their_own_may_have_as_many_threads():
     assert outcomes_of(2, _warnings_of_init, 6, SIX, SIX_OTHERS) == [[], []]
     of_first, _ = outcomes_of(2, _warnings_of_init, 7, SIX, SIX_OTHERS)
     assert "7 threads each, and 12 cores in all: set OMP_NUM_THREADS=6 " in of_first[0]
+
+
+def _warnings_of_two_starts(place, torch_version, start_backend):
+    torch.__version__ = torch_version
+    begin_or_end = (process_groups.start, lambda comm: dist.destroy_process_group())
+    if not start_backend:
+        begin_or_end = (communicator, lambda comm: comm.close())
+    begin, end = begin_or_end
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            end(begin(place))
+    return [str(one.message) for one in caught if "fastcomm was tested" in str(one.message)]
+
+
+@pytest.mark.parametrize("start_backend", [False, True], ids=["init", "init_process_group"])
+def test_rank_0_says_once_that_torch_is_newer_than_the_tests_know(start_backend):
+    of_first, of_second = outcomes_of(2, _warnings_of_two_starts, "2.16.0a0+cpu", start_backend)
+    (warning,) = of_first
+    assert "with torch 2.7 to 2.15, and never with this one, 2.16.0a0+cpu" in warning
+    assert of_second == []
+
+
+@pytest.mark.parametrize("version", ["2.7.0", "2.15.3+cu132"])
+def test_nothing_is_said_of_a_torch_that_was_tested(version):
+    assert outcomes_of(2, _warnings_of_two_starts, version, False) == [[], []]
 
 
 def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):
