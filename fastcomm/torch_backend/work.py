@@ -7,10 +7,12 @@ gets for their collectives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -72,6 +74,9 @@ class SharedCommunicator:
         )
         self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
         self._progress = _Progress(self.lock)
+        # Collectives whose results are to be put in place, in the order of the calls. Also those
+        # whose Work the caller has dropped: theirs are there after the next barrier, too.
+        self._unplaced: deque[UnderWay] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See Communicator.empty."""
@@ -88,6 +93,7 @@ class SharedCommunicator:
             with self.turn:
                 for call in calls:
                     call()
+                self.place_what_has_come()
             put_all(places)
             return Finished(value)
         works: list[Work] = []
@@ -98,7 +104,17 @@ class SharedCommunicator:
             finally:
                 if not self.comm.progresses_itself:
                     self._progress.watch([work for work in works if not work.is_completed()])
-        return UnderWay(self, works, value, places)
+        work = UnderWay(self, works, value, places)
+        if places:
+            self._unplaced.append(work)
+        return work
+
+    def place_what_has_come(self) -> None:
+        """Called by the thread whose turn it is; by several where no turns are needed."""
+        with contextlib.suppress(IndexError):  # there are no more
+            while (work := self._unplaced.popleft()).has_come():
+                work.place_if_good()
+            self._unplaced.appendleft(work)
 
     def lost(self, ranks: Collection[int]) -> dict[int, int]:
         """The pids of those of `ranks` that the communicator has found dead, by rank."""
@@ -107,10 +123,12 @@ class SharedCommunicator:
 
     def close(self) -> None:
         self._progress.stop()
+        self._unplaced.clear()
         self.comm.close()
 
     def abort(self) -> None:
         self._progress.stop()
+        self._unplaced.clear()
         self.comm.abort()
 
 
@@ -214,7 +232,7 @@ class UnderWay(BackendWork):
         """
         if timeout is not None and timeout > timedelta(0):
             self._poll(timeout.total_seconds())
-            self._finish()  # waits no more, neither for a rank nor for another thread
+            self._place()  # waits no more, neither for a rank nor for another thread
         elif not self._is_over:
             with self._shared.turn:
                 self._finish()
@@ -227,10 +245,26 @@ class UnderWay(BackendWork):
     def _finish(self) -> None:
         for work in self._works:
             work.wait()
+        self._shared.place_what_has_come()  # what came before, and then this one
+        self._place()
+
+    def _place(self) -> None:
+        """Puts results in place, once they have come. Raises what ended the collectives."""
+        for work in self._works:
+            work.wait()
         put_all(self._places)
         self._is_over, self._places = True, ()
         if self._shared.side_stream is not None:
             self._in_place = torch.cuda.current_stream(self._shared.comm.device).record_event()
+
+    def place_if_good(self) -> None:
+        """As _place, but leaves errors to those who wait."""
+        if not self._is_over:
+            with contextlib.suppress(FastcommError):
+                self._place()
+
+    def has_come(self) -> bool:
+        return self._is_over or all(work.is_completed() for work in self._works)
 
     def _poll(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -244,15 +278,25 @@ class UnderWay(BackendWork):
             time.sleep(_POLL_S)
 
     def is_completed(self) -> bool:
-        if self._is_over or self._shared.comm.is_threadsafe:
-            return self._is_over or all(work.is_completed() for work in self._works)
+        if self._is_over:
+            return True
+        if self._shared.comm.is_threadsafe:
+            return self._is_placed()
         # The thread whose turn it is may be waiting for something else: the answer is no then.
         if not self._shared.lock.acquire(timeout=_TURN_S):
             return False
         try:
-            return all(work.is_completed() for work in self._works)
+            return self._is_placed()
         finally:
             self._shared.lock.release()
+
+    def _is_placed(self) -> bool:
+        """Whether the collectives are over: then their results are in place."""
+        if not self.has_come():
+            return False
+        self._shared.place_what_has_come()
+        self.place_if_good()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None

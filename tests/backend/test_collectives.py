@@ -354,3 +354,72 @@ def test_two_threads_share_a_group(comm):
     for thread in threads:
         thread.join()
     assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
+# ---- results are in place once a work says that it is completed ----
+
+
+def _gather_a_list(comm):
+    rows = [torch.zeros(3) for _ in range(comm.world_size)]
+    work = dist.all_gather(rows, torch.full((3,), 1.0 + comm.rank), async_op=True)
+    return work, rows, [[1.0 + rank] * 3 for rank in range(comm.world_size)]
+
+
+def _reduce_a_tensor_with_gaps(comm):
+    column = torch.ones(3, 2)[:, 0]
+    work = dist.all_reduce(column, async_op=True)
+    return work, [column], [[float(comm.world_size)] * 3]
+
+
+def _broadcast_a_tensor_with_gaps(comm):
+    column = torch.full((3, 2), 1.0 + comm.rank)[:, 0]
+    return dist.broadcast(column, 1, async_op=True), [column], [[2.0] * 3]
+
+
+def _reduce_and_scatter_into_a_column(comm):
+    column = torch.zeros(3, 2)[:, 0]
+    whole = torch.ones(3 * comm.world_size)
+    work = dist.reduce_scatter_tensor(column, whole, async_op=True)
+    return work, [column], [[float(comm.world_size)] * 3]
+
+
+BEGIN = (
+    _gather_a_list,
+    _reduce_a_tensor_with_gaps,
+    _broadcast_a_tensor_with_gaps,
+    _reduce_and_scatter_into_a_column,
+)
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+@on_ranks(2)
+def test_a_work_that_says_it_is_completed_has_its_results_in_place(comm, begin):
+    world()
+    work, tensors, wanted = begin(comm)
+    while not work.is_completed():
+        time.sleep(0.001)
+    assert [tensor.tolist() for tensor in tensors] == wanted
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["barrier", "async barrier"])
+@pytest.mark.parametrize("begin", BEGIN)
+@on_ranks(2)
+def test_results_of_a_work_that_was_dropped_are_in_place_after_a_barrier(comm, begin, is_async):
+    world()
+    tensors, wanted = begin(comm)[1:]
+    barrier = dist.barrier(async_op=is_async)
+    if is_async:
+        barrier.wait()
+    assert [tensor.tolist() for tensor in tensors] == wanted
+
+
+@on_ranks(2)
+def test_what_a_caller_writes_after_its_work_was_completed_stays(comm):
+    world()
+    work, (column,), _ = _reduce_a_tensor_with_gaps(comm)
+    while not work.is_completed():
+        time.sleep(0.001)
+    column.fill_(7)
+    work.wait()
+    dist.barrier()
+    assert column.tolist() == [7.0] * 3

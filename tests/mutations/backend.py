@@ -112,6 +112,22 @@ MUTATIONS = (
         tests=("tests/backend/test_lost_processes.py",),
     ),
     Mutation(
+        name="backend: a work says that it is completed before its results are in place",
+        file=WORK,
+        old="        self._shared.place_what_has_come()\n        self.place_if_good()\n",
+        new="",
+        tests=(f"{COLLECTIVES}::test_a_work_that_says_it_is_completed_has_its_results_in_place",),
+    ),
+    Mutation(
+        name="backend: results of a work that was dropped never come",
+        file=WORK,
+        old="            self._unplaced.append(work)\n",
+        new="            pass\n",
+        tests=(
+            f"{COLLECTIVES}::test_results_of_a_work_that_was_dropped_are_in_place_after_a_barrier",
+        ),
+    ),
+    Mutation(
         name="backend: a late rank is a time-out of Gloo's",
         file=ENGINE,
         old="                if time.monotonic() >= deadline:\n",
