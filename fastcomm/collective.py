@@ -138,6 +138,32 @@ def mean_of_addends(sums: Tensor, n: int) -> Tensor:
     return mean - torch.where(sign * rest < 0, sign, 0)
 
 
+# ---- steps ---------------------------------------------------------------------------------------
+
+_RECORDS = 1 << 32
+RECORD = " (record "  # begins one in messages
+
+
+def steps_made(n_steps: int, record: int) -> int:
+    """What travels with a bucket of the steps that its rank's optimizers have made: how many, and a
+    number that also depends on which parameters were stepped, and how gradients were clipped.
+    """
+    return (record & 0x7FFFFFFF) * _RECORDS + n_steps % _RECORDS
+
+
+def count_of(steps: int) -> int:
+    """How many, of steps_made()."""
+    return steps % _RECORDS
+
+
+def record_in_words(steps: int) -> str:
+    """The record in steps_made(), in brackets; nothing where every step was of all parameters and
+    gradients were never clipped.
+    """
+    record = steps // _RECORDS
+    return f"{RECORD}{record:08x})" if record else ""
+
+
 # ---- sentences -----------------------------------------------------------------------------------
 
 OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
@@ -174,7 +200,8 @@ def sentence(
         else:
             words += f" (buffers of reducer {reducer - 1})"
     if step:
-        words += f" after {step} step{'s' if step > 1 else ''}"
+        n_steps = count_of(step)
+        words += f" after {n_steps} step{'s' if n_steps != 1 else ''}{record_in_words(step)}"
     return words
 
 

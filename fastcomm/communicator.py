@@ -130,8 +130,8 @@ class BoundBucket(abc.ABC):
         weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
         total is 0, all views are missing.
 
-        step: how many steps this rank's optimizers have made. Ranks that have made different
-        numbers get MismatchError, all of them; over NCCL only where one waits for ever.
+        step: what this rank's optimizers have done: see collective.steps_made. Ranks that have made
+        different numbers get MismatchError, all of them; over NCCL only where one waits for ever.
         """
 
     @abc.abstractmethod

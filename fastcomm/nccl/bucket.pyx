@@ -10,7 +10,7 @@ from fastcomm.communicator import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
 cimport cython
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastcomm.cuda.clock cimport Span
@@ -238,7 +238,7 @@ cdef class NcclBucket:
         self.flat.zero_()
         return len(self.views)
 
-    def launch(self, str op, list missing, uint32_t step=0, NcclWeight weight=None):
+    def launch(self, str op, list missing, uint64_t step=0, NcclWeight weight=None):
         """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
         lane's.
         """

@@ -16,7 +16,8 @@ cdef class Ticket:
     cdef Kind kind
     cdef object dtype, op
     cdef size_t numel
-    cdef uint32_t label, step
+    cdef uint32_t label
+    cdef uint64_t step
     cdef tuple tensors  # that the launch uses, where nothing else may keep them until it is over
     cdef object __weakref__
 

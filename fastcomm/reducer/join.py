@@ -61,6 +61,7 @@ class Joining(Steppable, Protocol):
     _tuning: Tuning
     _buckets: list[Bucket]
     _n_steps: int
+    _record: int
     _n_unsynced: int
     _deferred: BaseException | None
     _round: Any
@@ -289,8 +290,8 @@ class Join(Generic[T]):
         rounds = [progress.rounds for progress in ranks]
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
-        for reducer, (n_rounds, n_steps) in zip(reducers, rounds[src], strict=True):
-            reducer.n_rounds, reducer._n_steps = n_rounds, n_steps
+        for reducer, furthest in zip(reducers, rounds[src], strict=True):
+            reducer.n_rounds, reducer._n_steps, reducer._record = furthest
             agreement.broadcast(self._comm, _tensors_of(reducer), src)
             if is_uneven:
                 _drop_gradients(reducer)

@@ -29,6 +29,7 @@ class Counting(Steppable, Protocol):
     """A reducer, which counts what it has done."""
 
     _n_steps: int
+    _record: int
 
 
 class Stepped(NamedTuple):
@@ -52,14 +53,14 @@ class Stepped(NamedTuple):
 class Progress(NamedTuple):
     """What a rank tells the others.
 
-    rounds: of every reducer, how many rounds have ended, and steps were made.
+    rounds: of every reducer, how many rounds have ended, and steps were made; and their record.
     states: what was given as state, by type.
     has_schedule: whether that may keep learning rates, as a scheduler does.
     optimizers: those given, and those whose steps the reducers know.
     scalers: the GradScalers of these optimizers that were not given, by type.
     """
 
-    rounds: list[tuple[int, int]]
+    rounds: list[tuple[int, int, int]]
     states: list[str]
     has_schedule: bool
     optimizers: list[Stepped]
@@ -72,7 +73,7 @@ class Progress(NamedTuple):
         optimizers = [*given, *known]
         scalers = [scaler_of(one) for one in optimizers]
         return Progress(
-            [(reducer.n_rounds, reducer._n_steps) for reducer in reducers],
+            [(reducer.n_rounds, reducer._n_steps, reducer._record) for reducer in reducers],
             [type(one).__name__ for one in states],
             any(not isinstance(one, (torch.optim.Optimizer, GradScaler)) for one in states),
             [
@@ -103,7 +104,7 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
     """Why the ranks would train apart after different numbers of steps, or None. is_loaded: what
     was given as state is equal by now.
     """
-    steps = [[n for _, n in progress.rounds] for progress in ranks]
+    steps = [[n for _, n, _ in progress.rounds] for progress in ranks]
     counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
     advice = (
         "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "

@@ -7,6 +7,7 @@ Decides in one place whether gradients are reduced. How rounds begin and end is 
 from __future__ import annotations
 
 import abc
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,6 +38,8 @@ class ReducedGradients(ReducerFlags):
     local_steps: LocalSteps
     _buckets: list[Bucket]
     _n_steps: int
+    _record: int
+    _last_stepped: list[Share]
     _round: Round | None
     _skipping: Skipping
     _tripwires: Tripwires
@@ -75,8 +78,28 @@ class ReducedGradients(ReducerFlags):
             self.local_steps.meetings.after_step(shares)
             return
         self._n_steps += 1
+        self._note_stepped(shares)
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
+
+    def _note_stepped(self, shares: list[Share]) -> None:
+        """Adds to the record which parameters were stepped, unless all were: in any order."""
+        self._last_stepped = shares
+        n_all = sum(len(bucket.names) for bucket in self._buckets)
+        if sum(len(slots) for _, slots in shares) != n_all:
+            self._record += zlib.crc32(str([tuple(share) for share in shares]).encode())
+
+    def _last_in_words(self) -> str:
+        """For messages: what this rank has stepped last."""
+        slots = [(self._buckets[number], i) for number, held in self._last_stepped for i in held]
+        names = [bucket.names[i] for bucket, i in slots]
+        return (
+            f"rank {self.comm.rank} has last stepped "
+            f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}. Where "
+            "records differ, the ranks have stepped different parameters (two optimizers, of which "
+            "each rank chooses its own), or have not called clip_grad_norm_() alike: do both on "
+            "every rank, with the same max_norm"
+        )
 
     def _require_reduced(
         self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
@@ -144,10 +167,15 @@ class ReducedGradients(ReducerFlags):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
         as torch.nn.utils.clip_grad_norm_. Raises as grad_norm().
+
+        Every rank calls it, with the same number, or none: where ranks differ, the next reduction
+        raises MismatchError, but for NCCL's.
         """
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._require_all_reduced()
+        if not self.skipped and not self.steps_alone:
+            self._record += zlib.crc32(f"clip {float(max_norm)}".encode())
         return norms.clip_(self._buckets, max_norm, self.comm)
 
     def nonfinite_count(self) -> Tensor:

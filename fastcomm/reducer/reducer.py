@@ -20,7 +20,7 @@ from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.autograd_stack import enclosing_backward
-from fastcomm.collective import Op, canonical_op
+from fastcomm.collective import Op, canonical_op, steps_made
 from fastcomm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.observer import observer_of
@@ -152,6 +152,8 @@ class Reducer(UnevenData):
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
+        self._record = 0  # of what was stepped, and how gradients were clipped
+        self._last_stepped = []
         self._timeline: Timeline | None = None
         self._tuning = Tuning(self._options, self.comm.world_size)
         self.sharded_by = ShardedBy()
@@ -203,7 +205,8 @@ class Reducer(UnevenData):
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         self.number = next_number(self.comm)
-        self._n_steps = 0
+        self._n_steps = self._record = 0
+        self._last_stepped = []
         self._tuning.begin(self.n_rounds)
         self._make_buckets(source)
 
@@ -346,10 +349,11 @@ class Reducer(UnevenData):
                 self._buckets,
                 self.op,
                 number,
-                self._n_steps,
+                steps_made(self._n_steps, self._record),
                 observer,
                 weighted,
                 self._skipping,
+                self._last_in_words,
             )
         return self._round
 

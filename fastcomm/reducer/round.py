@@ -9,15 +9,15 @@ matters here and in the reducer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fastcomm.autograd_stack import running_backward
-from fastcomm.collective import SKIP
+from fastcomm.collective import RECORD, SKIP
 from fastcomm.communicator import Communicator
-from fastcomm.errors import AbandonedError, FastcommError
+from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.insight.observer import RoundObserver
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket
@@ -31,10 +31,11 @@ class Round(RoundFlags):
 
     buckets: all of the reducer's, in the order of the plan.
     number: among the finished rounds of the reducer, counted from 1.
-    step: how many steps the optimizers of this rank have made.
+    step: see collective.steps_made.
     observer: for a timeline or a profiler; or None.
     weighted: what this rank's gradients count; None: all ranks' count alike.
     skipping: whether the ranks drop the round.
+    last_in_words: for messages, what this rank's optimizers have stepped last.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Round(RoundFlags):
         observer: RoundObserver | None,
         weighted: WeightedRound | None,
         skipping: Skipping,
+        last_in_words: Callable[[], str] | None = None,
     ) -> None:
         self.number = number
-        self._step = step
+        self._step, self._last_in_words = step, last_in_words
         self._comm = comm
         self._buckets = buckets
         self._op = op if weighted is None else weighted.op
@@ -123,6 +125,12 @@ class Round(RoundFlags):
                 "this round was abandoned while its backward was running: skip this step"
             )
         bucket = self._buckets[self._n_launched]
+        try:
+            self._launch(bucket)
+        except MismatchError as error:
+            raise self._explained(error) from error.__cause__
+
+    def _launch(self, bucket: Bucket) -> None:
         if self._observer is not None:
             self._observer.begin_launch(self._n_launched)
         self._share_weight()
@@ -172,11 +180,19 @@ class Round(RoundFlags):
         self._reset_buckets()
 
     def _finish_bucket(self, i: int, bucket: Bucket) -> None:
-        if self._observer is None:
-            bucket.finish()
-            return
-        self._observer.begin_wait(i)
-        self._observer.end_wait(i, bucket.finish())
+        try:
+            if self._observer is None:
+                bucket.finish()
+                return
+            self._observer.begin_wait(i)
+            self._observer.end_wait(i, bucket.finish())
+        except MismatchError as error:
+            raise self._explained(error) from error.__cause__
+
+    def _explained(self, error: MismatchError) -> MismatchError:
+        if RECORD in str(error) and self._last_in_words is not None:
+            error.args = (f"{error}; {self._last_in_words()}",)
+        return error
 
     def leave(self) -> None:
         """Abandons the round, so that the other ranks learn of it. Call drop() next."""

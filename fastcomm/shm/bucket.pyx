@@ -137,7 +137,7 @@ cdef class ShmBucket:
         self.next = work
         return work
 
-    def launch(self, str op, list missing, uint32_t step=0, weight=None):
+    def launch(self, str op, list missing, uint64_t step=0, weight=None):
         """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SHARES

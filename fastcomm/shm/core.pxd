@@ -1,6 +1,6 @@
 """Declarations of the C core: kernels/shm/reduce.h and kernels/shm/core.h say what they mean."""
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 
 cdef extern from "shm/reduce.h" nogil:
@@ -19,9 +19,10 @@ cdef extern from "shm/core.h" nogil:
     uint64_t SHM_PRIVATE
 
     struct shm_descriptor:
-        uint32_t kind, op, dtype, root
-        uint64_t numel, where
-        uint32_t label, step
+        uint32_t kind, op
+        uint16_t dtype, root
+        uint32_t label
+        uint64_t numel, where, step
         double weight, scale
 
     struct shm_piece:

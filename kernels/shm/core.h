@@ -75,11 +75,12 @@ enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2, SHM_DROPPED = 3
  * and then nothing is moved: see shm_is_skipped. With the flag that announces it, a descriptor
  * fills one cache line. */
 struct shm_descriptor {
-    uint32_t kind, op, dtype, root;
+    uint32_t kind, op;
+    uint16_t dtype, root;
+    uint32_t label; /* the caller's name for this collective (a bucket's number) */
     uint64_t numel; /* of the input */
     uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
-    uint32_t label; /* the caller's name for this collective (a bucket's number) */
-    uint32_t step;  /* how many steps the caller has made */
+    uint64_t step;  /* how many steps the caller has made, and which: see collective.steps_made */
     double weight, scale;
 };
 #define SHM_PRIVATE UINT64_MAX

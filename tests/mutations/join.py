@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         name="join: rounds and steps are not made equal",
         file=JOIN,
-        old="            reducer.n_rounds, reducer._n_steps = n_rounds, n_steps\n",
+        old="            reducer.n_rounds, reducer._n_steps, reducer._record = furthest\n",
         new="",
         tests=_TRAINING,
     ),

@@ -19,8 +19,23 @@ STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
 STRANGERS = "tests/reducer/test_strangers.py"
 UNREDUCED = "tests/reducer/test_unreduced.py"
 UNREDUCED_TESTS = (UNREDUCED,)
+RECORD_TESTS = "tests/reducer/test_steps.py"
 
 MUTATIONS = (
+    Mutation(
+        name="steps: which parameters were stepped is not compared",
+        file="fastcomm/reducer/reduced.py",
+        old="        if sum(len(slots) for _, slots in shares) != n_all:\n",
+        new="        if False:\n",
+        tests=(f"{RECORD_TESTS}::test_ranks_that_made_as_many_steps_but_others_all_hear_of_it",),
+    ),
+    Mutation(
+        name="steps: how gradients are clipped is not compared",
+        file="fastcomm/reducer/reduced.py",
+        old="        if not self.skipped and not self.steps_alone:\n",
+        new="        if False:\n",
+        tests=(f"{RECORD_TESTS}::test_ranks_that_made_as_many_steps_but_others_all_hear_of_it",),
+    ),
     Mutation(
         name="reducer: what no_sync() has made is so for ever",
         file=BUCKET,
@@ -158,8 +173,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: steps count on after refresh()",
         file=REDUCER,
-        old="        self._n_steps = 0\n        self._tuning.begin(self.n_rounds)",
-        new="        self._tuning.begin(self.n_rounds)",
+        old="        self._n_steps = self._record = 0\n",
+        new="        self._record = 0\n",
         tests=("tests/reducer/test_steps.py",),
     ),
     Mutation(

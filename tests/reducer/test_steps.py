@@ -112,3 +112,55 @@ def test_several_optimizers_and_local_steps_count_alike_on_all_ranks(comm):
             others.step()
         model.zero_grad()
     backward(model, comm.rank)
+
+
+def _step_another_optimizer(comm, model, reducer):
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+    halves[comm.rank].step()
+    return r"rank [01] has last stepped \d parameters, [0-4]\.\w+ \.\.\. [0-4]\.\w+\."
+
+
+def _clip_alone(comm, model, reducer):
+    if comm.rank == 1:
+        reducer.clip_grad_norm_(1e-3)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return r"have not called clip_grad_norm_\(\) alike"
+
+
+def _clip_to_numbers_of_their_own(comm, model, reducer):
+    reducer.clip_grad_norm_(1e-3 * (1 + comm.rank))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return r"on every rank, with the same max_norm"
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
+@pytest.mark.parametrize(
+    "differ", [_step_another_optimizer, _clip_alone, _clip_to_numbers_of_their_own]
+)
+@on_ranks(2)
+def test_ranks_that_made_as_many_steps_but_others_all_hear_of_it(comm, differ):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    why = differ(comm, model, reducer)
+    model.zero_grad()
+    with pytest.raises(MismatchError, match=rf"after 1 step.*after 1 step.*{why}"):
+        backward(model, comm.rank, 1)
+    model.zero_grad()
+    reducer.refresh()
+    backward(model, comm.rank)
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_optimizers_may_step_in_any_order_and_clip(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+    for step in range(3):
+        model.zero_grad()
+        backward(model, comm.rank, step)
+        reducer.clip_grad_norm_(1e-3)
+        halves[comm.rank].step()
+        halves[1 - comm.rank].step()
+    reducer.check_in_sync()
