@@ -220,7 +220,13 @@ class ShardedOptimizer(Optimizer):
             shares.refuse_refresh(self._buckets, any(self._inner.state.values()), self._is_mixed)
         except FastcommError as error:
             problem = error
-        agreement.compare(self.comm, problem, self._places(), [], _REFRESH)
+        # of those that have a state: new ones may lack a group, of which take_buckets() tells
+        numbers = {
+            f"the place of parameter {self._parts[parameter].name}": i
+            for i, parameter in enumerate(self._parameters())
+            if parameter in self._parts
+        }
+        agreement.compare(self.comm, problem, numbers, [], _REFRESH)
 
     def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
         """See shares.Stepper."""
