@@ -17,6 +17,7 @@ WIDE_NOTE = (
     f"~ marks times that spread over more than {WIDE:.0%} of their median: run it again when the "
     "machine is quiet"
 )
+VERDICTS = {True: "met", False: "NOT met", None: "undecided"}
 # Of what is rendered, not of a terminal: rich would shorten cells to fit in less.
 UNLIMITED = 10_000
 
@@ -179,14 +180,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure is to reach, and whether it does."""
+    """What a figure is to reach, and whether it does; None: it scatters too much to tell."""
 
     what: str
     figure: str
-    is_met: bool
+    is_met: bool | None
 
     def verdict(self) -> str:
-        return f"{'met' if self.is_met else 'NOT met':>8}"
+        return f"{VERDICTS[self.is_met]:>9}"
 
 
 def print_bars(bars: Iterable[Bar]) -> None:
@@ -195,4 +196,4 @@ def print_bars(bars: Iterable[Bar]) -> None:
 
 
 def count_bars(bars: Sequence[Bar]) -> str:
-    return f"bars: {sum(bar.is_met for bar in bars)} of {len(bars)} met"
+    return f"bars: {sum(bar.is_met is True for bar in bars)} of {len(bars)} met"

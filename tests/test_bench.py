@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import namespaces
 from tests.support.forked_python import python
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
@@ -462,3 +463,30 @@ def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
     assert "| tests | failed (1) | 33 | 1 failed, 61 passed |" in page
     assert "| step | no time left | 0 |  |" in page
     assert "| launch | 3.1 us | met |" in page
+
+
+def test_hierarchical_reduces_right_over_every_wire():
+    reason = namespaces.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    printed = run("hierarchical.py", "--mib", "1", "--rounds", "2")
+    assert "backend" in printed
+
+
+def test_hierarchical_says_which_results_are_wrong(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    hierarchical = importlib.import_module("hierarchical")
+    assert hierarchical.report_wrong({"float32": 1e-7, "int8": 1e-3}) == 0
+    assert hierarchical.report_wrong({"float32": 1e-7, "int8": 1.0}) == 1
+    assert "int8 is 1.0e+00 of the largest value off Gloo's sum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "cost, half_width, verdict",
+    [(0.5, 0.1, "met"), (3.0, 1.0, "NOT met"), (-12.0, 44.6, "undecided")],
+)
+def test_timeline_leaves_undecided_what_scatters_too_much(monkeypatch, cost, half_width, verdict):
+    monkeypatch.syspath_prepend(str(BENCH))
+    timeline = importlib.import_module("timeline")
+    row = {"model": "mlp", "step_ms": 100.0, "cost_ms": {"on": cost}}
+    assert timeline.bar_of(row | {"half_width_ms": {"on": half_width}}).verdict().strip() == verdict
