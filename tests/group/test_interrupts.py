@@ -186,6 +186,7 @@ class _Interrupter:
     def _trace(self, frame, event, _):
         if "fastcomm/group/" not in frame.f_code.co_filename:
             return None
+        frame.f_trace = self._trace  # first: since Python 3.13 else no opcode is told
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         before = self._before.get(frame)
         self._before[frame] = frame.f_lasti
