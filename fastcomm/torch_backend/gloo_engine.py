@@ -8,6 +8,7 @@ Gloo moves and reduces; process_group.py decides which calls go there.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch.futures import Future
 
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
-from fastcomm.torch_backend.work import BackendWork, Finished, put_all
+from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all
 
 # How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
 # once only the waits for the lost rank itself; others would last until the time-out.
@@ -36,8 +37,16 @@ class GlooEngine:
         self._gloo, self._peers, self._members = gloo, peers, members
 
     def collective(self, name: str, *arguments: Any) -> EngineWork:
-        """Calls Gloo's method `name`, in which every rank takes part."""
-        return EngineWork(self._call(name, arguments), self, name)
+        """Calls Gloo's method `name`, in which every rank takes part. It writes to the first of the
+        arguments.
+        """
+        # Gloo looks at memory alone: it takes gaps, and signs that torch has put off, for nothing.
+        places: list[tuple[Tensor, Tensor]] = []
+        flat = [_flat(argument, places if i == 0 else []) for i, argument in enumerate(arguments)]
+        is_root = getattr(arguments[-1], "rootRank", None) == self._gloo.rank()
+        if (name == "broadcast" and is_root) or (name == "reduce" and not is_root):
+            places = []  # this rank only gives
+        return EngineWork(self._call(name, flat), self, name, _tensors(arguments[0]), places)
 
     def transfer(self, name: str, *arguments: Any) -> EngineWork:
         """As `collective`, between two ranks: the loss of a third one does not end it."""
@@ -84,6 +93,28 @@ class GlooEngine:
         raise PeerLostError(message, [self._members[rank] for rank in ended]) from error
 
 
+def _flat(argument: Any, places: list[tuple[Tensor, Tensor]]) -> Any:
+    """The argument with tensors whose memory holds their elements, one after the other. places:
+    gets the tensors that were copied, each with its copy.
+    """
+    if isinstance(argument, list):
+        return [_flat(one, places) for one in argument]
+    if not isinstance(argument, Tensor) or argument.layout is not torch.strided:
+        return argument
+    if argument.is_contiguous() and not argument.is_neg():
+        return argument
+    flat = argument.detach().resolve_neg().contiguous()
+    places.append((argument, flat))
+    return flat
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    """Those that a call writes to: one, a list, or a list for each of its inputs."""
+    if isinstance(outputs, list):
+        return _tensors(outputs[0]) if outputs and isinstance(outputs[0], list) else outputs
+    return [outputs]
+
+
 def _slice(left_s: float) -> timedelta:
     """How long to wait before the next look. Torch drops fractions of milliseconds, and takes 0 for
     no limit.
@@ -94,9 +125,18 @@ def _slice(left_s: float) -> timedelta:
 class EngineWork(BackendWork):
     """A collective that Gloo carries out."""
 
-    def __init__(self, work: Any, engine: GlooEngine, name: str) -> None:
+    def __init__(
+        self,
+        work: Any,
+        engine: GlooEngine,
+        name: str,
+        value: Sequence[Tensor] = (),
+        places: Places = (),
+    ) -> None:
+        """value: returned by result() where there are places: see SharedCommunicator.run."""
         super().__init__()
         self._work, self._engine, self._name = work, engine, name
+        self._value, self._places, self._is_copied = value, places, bool(places)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerLostError if a rank is known to be lost, else Gloo's error.
@@ -108,7 +148,8 @@ class EngineWork(BackendWork):
         deadline = time.monotonic() + seconds if seconds > 0 else math.inf
         while not self._work.is_completed():
             try:
-                return self._work.wait(_slice(deadline - time.monotonic()))
+                self._work.wait(_slice(deadline - time.monotonic()))
+                break
             except RuntimeError:
                 if self._work.is_completed():
                     break
@@ -116,16 +157,29 @@ class EngineWork(BackendWork):
                 if time.monotonic() >= deadline:
                     raise
         try:
-            return self._work.wait()
+            self._work.wait()
         except RuntimeError as error:
             self._engine.explain(self._name, error)
             raise
+        self._place()
+        return True
+
+    def _place(self) -> None:
+        put_all(self._places)
+        self._places = ()
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        """Also puts the results in place: an error is for wait()."""
+        if not self._work.is_completed():
+            return False
+        if self._places:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+                self._place()
+        return True
 
     def is_success(self) -> bool:
         return self._work.is_success()
@@ -140,11 +194,15 @@ class EngineWork(BackendWork):
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return self._work.result()
+        return self._work.result() if not self._is_copied else list(self._value)
 
     def get_future(self) -> Future[Any]:
-        """Gloo's own future, with Gloo's errors: no Python code may run in Gloo's threads."""
-        return self._work.get_future()
+        """Gloo's own future, with Gloo's errors: no Python code may run in Gloo's threads. So one
+        whose results have to be put in place is waited for.
+        """
+        if not self._is_copied:
+            return self._work.get_future()
+        return Finished(self.result()).get_future()
 
 
 class TransferWork(EngineWork):

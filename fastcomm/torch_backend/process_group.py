@@ -227,7 +227,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
         """Leaves a collective to torch's engine for the device of `tensor`.
 
-        name: of the engine's method.
+        name: of the engine's method. arguments: the tensors it writes to come first.
         """
         if tensor.is_cpu:
             return self._gloo.collective(name, *arguments)

@@ -217,3 +217,107 @@ def test_the_sequence_number_grows_with_every_collective_and_is_the_same_on_all_
     everyone: list[int] = [0] * n
     dist.all_gather_object(everyone, group._get_sequence_number_for_group())
     assert len(set(everyone)) == 1
+
+
+# ---- what does not lie in memory as it looks ----
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, torch.full_like(tensor, 3)], -1)[..., 0]
+
+
+def _negated(tensor: Tensor) -> Tensor:
+    """The imaginary part of a conjugate: torch puts off the change of sign."""
+    view = torch.complex(torch.zeros(tensor.shape), -tensor.float()).conj().imag
+    assert view.is_neg()
+    return view
+
+
+VIEWS = {
+    "floats with gaps": _with_gaps,
+    "bytes with gaps": lambda tensor: _with_gaps(tensor.to(torch.int8)),
+    "negated": _negated,
+}
+FROM_RANK = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+
+
+def _gather_views(rank, view):
+    outputs = [view(torch.zeros(2)), view(torch.zeros(2))]
+    dist.gather(view(FROM_RANK[rank]), outputs if rank == 0 else None, 0)
+    return torch.cat(outputs), view(FROM_RANK.view(-1) * (rank == 0))
+
+
+def _scatter_views(rank, view):
+    output = view(torch.zeros(2))
+    dist.scatter(output, [view(row) for row in FROM_RANK] if rank == 1 else None, 1)
+    return output, view(FROM_RANK[rank])
+
+
+def _exchange_views(rank, view):
+    output = view(torch.zeros(2))
+    dist.all_to_all_single(output, view(FROM_RANK[rank]))
+    return output, view(FROM_RANK[:, rank])
+
+
+def _broadcast_views(rank, view):
+    tensor = view(FROM_RANK[rank])
+    dist.broadcast(tensor, 1)
+    return tensor, view(FROM_RANK[1])
+
+
+def _gather_lists_of_views(rank, view):
+    outputs = [view(torch.zeros(2)), view(torch.zeros(2))]
+    dist.all_gather(outputs, view(FROM_RANK[rank]))
+    return torch.cat(outputs), view(FROM_RANK.view(-1))
+
+
+def _reduce_views(rank, view):
+    tensor = view(FROM_RANK[rank])
+    dist.reduce(tensor, 1)
+    return tensor, view(FROM_RANK.sum(0) if rank == 1 else FROM_RANK[0])
+
+
+def _all_reduce_views(rank, view):
+    tensor = view(FROM_RANK[rank])
+    dist.all_reduce(tensor)
+    return tensor, view(FROM_RANK.sum(0))
+
+
+MOVES = (
+    _gather_views,
+    _scatter_views,
+    _exchange_views,
+    _broadcast_views,
+    _gather_lists_of_views,
+    _reduce_views,
+    _all_reduce_views,
+)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("seen", VIEWS)
+@on_ranks(2)
+def test_a_view_travels_as_it_looks(comm, move, seen):
+    world()
+    ours, wanted = move(comm.rank, VIEWS[seen])
+    assert ours.tolist() == wanted.tolist()
+
+
+@on_ranks(2)
+def test_booleans_with_gaps_are_broadcast(comm):
+    world()
+    ours, wanted = _broadcast_views(comm.rank, lambda tensor: _with_gaps(tensor == 1))
+    assert ours.tolist() == wanted.tolist()
+
+
+@on_ranks(2)
+def test_a_view_is_in_place_once_its_work_is_completed(comm):
+    world()
+    column = _with_gaps(_bytes(2))
+    work = dist.all_reduce(column, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    assert column.tolist() == [2, 2] and work.result()[0] is column
+    assert work.get_future().wait()[0] is column
+    column.zero_()
+    assert work.wait() and column.tolist() == [0, 0]

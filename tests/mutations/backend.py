@@ -128,6 +128,20 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="backend: Gloo gets a negated view without its sign",
+        file=ENGINE,
+        old="argument.detach().resolve_neg().contiguous()",
+        new="argument.detach().contiguous()",
+        tests=("tests/backend/test_engine.py::test_a_view_travels_as_it_looks",),
+    ),
+    Mutation(
+        name="backend: a view that went to Gloo is completed before it is in place",
+        file=ENGINE,
+        old="                self._work.wait()\n                self._place()\n        return True",
+        new="                self._work.wait()\n        return True",
+        tests=("tests/backend/test_engine.py::test_a_view_is_in_place_once_its_work_is_completed",),
+    ),
+    Mutation(
         name="backend: a late rank is a time-out of Gloo's",
         file=ENGINE,
         old="                if time.monotonic() >= deadline:\n",
