@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
-from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all
+from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, registered
 
 # How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
 # once only the waits for the lost rank itself; others would last until the time-out.
@@ -46,7 +46,10 @@ class GlooEngine:
         is_root = getattr(arguments[-1], "rootRank", None) == self._gloo.rank()
         if (name == "broadcast" and is_root) or (name == "reduce" and not is_root):
             places = []  # this rank only gives
-        return EngineWork(self._call(name, flat), self, name, _tensors(arguments[0]), places)
+        value = _tensors(arguments[0])
+        work = EngineWork(self._call(name, flat), self, name, value, places)
+        registered(work, value)
+        return work
 
     def transfer(self, name: str, *arguments: Any) -> EngineWork:
         """As `collective`, between two ranks: the loss of a third one does not end it."""

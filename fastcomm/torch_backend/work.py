@@ -107,7 +107,7 @@ class SharedCommunicator:
         work = UnderWay(self, works, value, places)
         if places:
             self._unplaced.append(work)
-        return work
+        return registered(work, value)
 
     def place_what_has_come(self) -> None:
         """Called by the thread whose turn it is; by several where no turns are needed."""
@@ -167,6 +167,18 @@ class _Lender(dist.ProcessGroup):
 def held(work: BackendWork) -> c10d.Work:
     """The same Work for C++ to keep. It can wait and has the future; do not poll it."""
     return dist.ProcessGroup.barrier(_Lender(work), c10d.BarrierOptions())
+
+
+def registered(work: BackendWork, outputs: Sequence[Any]) -> BackendWork:
+    """The Work, which torch's wait_tensor() finds by its outputs where it is to: see torch's
+    allow_inflight_collective_as_graph_input_ctx().
+    """
+    if c10d._allow_inflight_collective_as_graph_input():
+        lent = held(work)
+        for output in outputs:
+            for tensor in output if isinstance(output, list) else [output]:
+                c10d._register_work(tensor, lent)
+    return work
 
 
 def hold_works_of_join() -> None:

@@ -321,3 +321,23 @@ def test_a_view_is_in_place_once_its_work_is_completed(comm):
     assert work.get_future().wait()[0] is column
     column.zero_()
     assert work.wait() and column.tolist() == [0, 0]
+
+
+# ---- what torch's wait_tensor() waits for ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@on_ranks(2)
+def test_wait_tensor_waits_for_a_collective_under_way_where_torch_is_told_so(comm, dtype):
+    world()
+    tensor, column = torch.ones(3, dtype=dtype), torch.ones(3, 2, dtype=dtype)[:, 0]
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        for reduced in (tensor, column):
+            if comm.rank == 0:
+                dist.all_reduce(reduced, async_op=True)
+                dist.send(torch.ones(1), 1)
+            else:
+                dist.recv(torch.ones(1), 0)
+                dist.all_reduce(reduced, async_op=True)
+            torch.ops.c10d_functional.wait_tensor(reduced)
+            assert reduced.tolist() == [2] * 3

@@ -142,6 +142,13 @@ MUTATIONS = (
         tests=("tests/backend/test_engine.py::test_a_view_is_in_place_once_its_work_is_completed",),
     ),
     Mutation(
+        name="backend: wait_tensor() does not find a collective under way",
+        file=WORK,
+        old="                c10d._register_work(tensor, lent)\n",
+        new="                pass\n",
+        tests=("tests/backend/test_engine.py",),
+    ),
+    Mutation(
         name="backend: a late rank is a time-out of Gloo's",
         file=ENGINE,
         old="                if time.monotonic() >= deadline:\n",
