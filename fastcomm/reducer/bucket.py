@@ -302,7 +302,7 @@ class Bucket(Counter):
         hook has written to a gradient since watch_gradients(), or replaced it: what the ranks have
         of it depends on which was faster.
         """
-        if self._is_vote:
+        if self._is_vote or not self._n_writes:  # else it was launched by no hook
             return
         writes = zip(self.parameters, self._n_writes, self._count_writes(), strict=True)
         for i, (parameter, before, now) in enumerate(writes):
@@ -466,6 +466,7 @@ class Bucket(Counter):
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
         self._is_gathered = self._is_vote = False
+        self._n_writes = []
         self._untouched.clear()
         self._emptied.clear()
         self._with_graph.clear()
