@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
+from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, checkpoints
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.checkpoints import options_of
@@ -91,6 +92,7 @@ class DiLoCo(LocalSGD):
                 f"parameter {min(frozen)} was frozen after attach(): call refresh() first"
             )
         self._outer = {name: Parameter(p.detach().clone()) for name, p in trainable}
+        self._versions = {name: p._version for name, p in trainable}  # until the first step
         self.outer_optimizer = make(list(self._outer.values()), **defaults)
         if not isinstance(self.outer_optimizer, Optimizer):
             raise TypeError(
@@ -99,6 +101,18 @@ class DiLoCo(LocalSGD):
             )
         if isinstance(self.outer_optimizer, LBFGS):
             raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
+
+    def before_step(self) -> None:
+        """Raises FastcommError before the first step if a parameter is not what was copied."""
+        versions, self._versions = self._versions, {}
+        for name, parameter in self.reducer._named_parameters() if versions else ():
+            if versions.get(name, parameter._version) != parameter._version:
+                self._versions = versions
+                raise FastcommError(
+                    f"parameter {name} was changed after DiLoCo() had copied it, and meetings "
+                    "would pull it back: load or change parameters first, and then make the "
+                    "DiLoCo, on every rank; or load a checkpoint of both"
+                )
 
     def _fill(self, bucket: Bucket) -> None:
         """Writes the pseudo-gradients into the bucket's views."""
@@ -152,6 +166,7 @@ class DiLoCo(LocalSGD):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         super()._load(state_dict)
+        self._versions = {}
         optimizer = state_dict["outer_optimizer"]
         states = checkpoints.states_by_number(optimizer, _numbers(optimizer))
         self.outer_optimizer.load_state_dict({**optimizer, "state": states})

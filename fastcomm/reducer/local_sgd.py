@@ -50,7 +50,9 @@ class LocalSGD:
     Making it is collective, and so is every meeting: the step() that makes it due, meet() and
     finish(). A step is counted when optimizers of torch.optim that together hold all trainable
     parameters of the model have stepped, each once. Optimizers' states and buffers stay each
-    rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again.
+    rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again. An
+    exception that leaves the block ends it without a meeting: every backward is an error then,
+    until reducer.refresh() has made the ranks equal.
 
     reducer: attached, with op "mean"; without a hook, wire_dtype, skip_nonfinite, sparse gradients
         or a ShardedOptimizer.
@@ -123,9 +125,20 @@ class LocalSGD:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """finish(), unless an exception ends the block: then other ranks may not come."""
+        """finish(), unless an exception ends the block: then other ranks may not come, and the
+        reducer reduces nothing until refresh().
+        """
         if kind is None:
             self.finish()
+        elif self.is_on:
+            self.reducer.local_steps.end()
+            self._forget_own_gradients()
+            self.reducer._stand_still(
+                self.reducer._attached_model(),
+                f"a block of {type(self).__name__} was left by an exception, without a meeting, "
+                "and the ranks' parameters differ: call refresh() on every rank, which copies "
+                "rank 0's",
+            )
 
     @property
     def comm(self) -> Communicator:
@@ -143,6 +156,9 @@ class LocalSGD:
         return all(n_steps == self.n_steps for n_steps in self._met_at) and not self._stepped
 
     # -- steps -------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """For the reducer: see local_steps.Meetings."""
 
     def after_step(self, shares: list[Share]) -> None:
         """For the reducer: see local_steps.Meetings."""
@@ -222,7 +238,11 @@ class LocalSGD:
         self.average_buffers()
         self.reducer.local_steps.meetings = None
         self.reducer.steps_alone = False
-        self.reducer._n_unsynced = 0  # what was made before is no accumulation
+        self._forget_own_gradients()
+
+    def _forget_own_gradients(self) -> None:
+        """Lets no optimizer step with what this rank has made by itself: it is no accumulation."""
+        self.reducer._n_unsynced = 0
         for bucket in self.reducer._buckets:
             bucket.provenance.begin_period()
 

@@ -19,6 +19,9 @@ class Meetings(Protocol):
     def is_agreed(self) -> bool:
         """Whether all parameters have been agreed on since this rank's last step."""
 
+    def before_step(self) -> None:
+        """An optimizer is about to step parameters of the reducer. May raise FastcommError."""
+
     def after_step(self, shares: list[Share]) -> None:
         """An optimizer has stepped these parameters of the reducer, with this rank's gradients."""
 

@@ -62,6 +62,8 @@ class ReducedGradients(ReducerFlags):
         """See optimizer_steps.Steppable."""
         self.sharded_by.before_step(optimizer)
         self.synchronize()
+        if self.local_steps.meetings is not None:
+            self.local_steps.meetings.before_step()
         if not self.skipped:
             chosen = ((self._buckets[number], slots) for number, slots in shares)
             self._require_reduced(chosen, since)

@@ -309,15 +309,15 @@ class Reducer(UnevenData):
             self._stand_still(model)
             raise
 
-    def _stand_still(self, model: Model) -> None:
-        """After a refresh() that failed: without hooks a loop that survives it would train on, each
-        rank for itself.
+    def _stand_still(self, model: Model, why: str = _FAILED_REFRESH) -> None:
+        """Refuses every backward and step until refresh(). After a refresh() that failed, for
+        example: without hooks a loop that survives it would train on, each rank for itself.
         """
         self._release()  # whatever attach() has left
         self._remember(model)
-        self._tripwires.refusal = _FAILED_REFRESH
+        self._tripwires.refusal = why
         for _, parameter in self._named_parameters():
-            refuse_step(parameter, _FAILED_REFRESH)
+            refuse_step(parameter, why)
 
     def _refuse_inside_backward(self, what: str) -> None:
         if self._round is not None and self._round.has_callback:

@@ -32,6 +32,20 @@ _OWN = _meeting("norms_and_clipping_are_of_own_gradients_of_any_origin")
 
 MUTATIONS = (
     Mutation(
+        name="local: an exception that leaves the block leaves it on",
+        file="fastcomm/reducer/local_sgd.py",
+        old="        elif self.is_on:\n",
+        new="        elif False:\n",
+        tests=_result("an_exception_that_leaves_the_block_ends_it"),
+    ),
+    Mutation(
+        name="local: parameters loaded after DiLoCo() are pulled back",
+        file="fastcomm/reducer/diloco.py",
+        old="if versions.get(name, parameter._version) != parameter._version:",
+        new="if False:",
+        tests=_result("parameters_loaded_after_diloco_has_copied_them_are_refused"),
+    ),
+    Mutation(
         name="local SGD: what was made alone counts as accumulated afterwards",
         file=LOCAL_SGD,
         old="            bucket.provenance.begin_period()\n",
@@ -141,7 +155,7 @@ MUTATIONS = (
         name="local sgd: an exception in the block leads to a meeting",
         file=LOCAL_SGD,
         old="        if kind is None:\n            self.finish()\n",
-        new="        self.finish()\n",
+        new="        if True:\n            self.finish()\n",
         tests=_meeting("an_exception_ends_the_block_without_a_meeting"),
     ),
     Mutation(
@@ -251,7 +265,7 @@ MUTATIONS = (
         file=MEETING,
         old="            bucket.provenance.forget_rounds()\n",
         new="            pass\n",
-        tests=_meeting("an_exception_ends_the_block_without_a_meeting"),
+        tests=_meeting("gradients_of_a_ranks_own_are_not_stepped_after_the_last_meeting"),
     ),
     Mutation(
         name="local sgd: skip_nonfinite looks at what is not reduced",

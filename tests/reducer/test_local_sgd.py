@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastcomm
+from fastcomm import FastcommError
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -270,3 +271,52 @@ def test_a_run_that_is_resumed_has_the_same_bits(comm):
     other_meetings.finish()
     assert_same_parameters(model, other)
     assert other_meetings.n_meetings == meetings.n_meetings
+
+
+class _EarlyStop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+@on_ranks(2)
+def test_an_exception_that_leaves_the_block_ends_it(comm, is_delayed):
+    """Caught outside by all ranks, whose parameters differ by then."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"every": 2, "delay": 1, **NESTEROV} if is_delayed else {"every": 2, **NESTEROV}
+    with (
+        pytest.raises(_EarlyStop),
+        fastcomm.DiLoCo(reducer, torch.optim.SGD, **options) as meetings,
+    ):
+        for i in (1, 2, 3)[: 2 if is_delayed else 3]:
+            step(model, optimizer, comm.rank, i)
+        raise _EarlyStop
+    assert not meetings.is_on
+    with pytest.raises(FastcommError, match=r"was left by an exception.*refresh\(\)"):
+        backward(model, comm.rank)
+    model.zero_grad()
+    reducer.refresh()
+    expected = mean_gradients(model, 2, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_parameters_loaded_after_diloco_has_copied_them_are_refused(comm):
+    model, pretrained = mlp(), mlp()
+    torch.nn.init.ones_(pretrained[2].bias)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
+    model.load_state_dict(pretrained.state_dict())
+    with pytest.raises(FastcommError, match=r"parameter \d\.\w+ was changed after DiLoCo\(\)"):
+        step(model, optimizer, comm.rank, 1)
+    meetings.finish()
+    model.load_state_dict(pretrained.state_dict())
+    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, lr=1.0):
+        step(model, optimizer, comm.rank, 1)
+    assert (model[2].bias > 0.5).all()
+    reducer.check_in_sync()

@@ -447,11 +447,25 @@ def test_an_exception_ends_the_block_without_a_meeting(comm):
     with pytest.raises(ZeroDivisionError), meetings:
         1 / 0  # noqa: B018
     assert_same_parameters(model, before)
-    assert meetings.is_on and not meetings.is_agreed
-    meetings.finish()
+    assert not meetings.is_on
+    reducer.refresh()
     reducer.check_in_sync()
     with pytest.raises(FastcommError, match="was made without a backward"):
         optimizer.step()  # with gradients of its own, which no rank has any more use for
+
+
+@on_ranks(2)
+def test_gradients_of_a_ranks_own_are_not_stepped_after_the_last_meeting(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = adamw(model)
+    meetings = fastcomm.LocalSGD(reducer, every=8)
+    step(model, optimizer, comm.rank, 0)
+    assert not meetings.is_agreed
+    meetings.finish()
+    reducer.check_in_sync()
+    with pytest.raises(FastcommError, match="was made without a backward"):
+        optimizer.step()
 
 
 @every_transport
