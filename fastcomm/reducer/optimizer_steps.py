@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.provenance import is_of_this_rank
 
 
@@ -129,8 +130,8 @@ def watch_steps(
     _epoch += 1
     _owner_of, _attached_names = owner_of, attached_names
     if not _is_watching:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        register_optimizer_step_pre_hook(Untraced(_before_step))
+        register_optimizer_step_post_hook(Untraced(_after_step))
         _is_watching = True
 
 

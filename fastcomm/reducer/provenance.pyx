@@ -23,6 +23,7 @@ cdef enum:
     ACCEPTED = 2  # stepped, or left by a round; the number is the version
     UNSYNCED = 3  # made under no_sync(); the number is the period's
 cdef object NEVER = -1
+cdef object NO_VERSION = -2  # of no tensor
 cdef object numbers = count(1)  # of the periods of all buckets; 0 stands for one that was detached
 
 
@@ -253,6 +254,8 @@ cdef class Provenance:
             setattr(gradient, MARK, (REDUCED, version_of(gradient)))
         elif self._is_accepted(i, before):
             setattr(gradient, MARK, (ACCEPTED, version_of(gradient)))
+        elif self._is_known(i, before):  # and written to since, as by zero_grad(set_to_none=False)
+            setattr(gradient, MARK, (ACCEPTED, NO_VERSION))
 
 
 def is_of_this_rank(gradient):

@@ -145,7 +145,9 @@ class ReducedGradients(ReducerFlags):
                 f"skip_step() came too late on rank {self.comm.rank}: the gradients are reduced, "
                 "and other ranks may step with them. Call it before backward() ends; to drop what "
                 "is reduced, by a number that is equal on all ranks (grad_norm()), leave out the "
-                "optimizer's step on every rank, and call zero_grad()"
+                "optimizer's step on every rank, and call zero_grad(). If they are left from the "
+                "backward of another model's loss (a GAN's generator), call zero_grad() first, and "
+                "skip_step() then"
             )
 
     def grad_norm(self) -> Tensor:

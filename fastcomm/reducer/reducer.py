@@ -164,6 +164,13 @@ class Reducer(UnevenData):
 
     __repr__ = describe
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Reducer can be neither copied nor pickled, since it holds a communicator and hooks "
+            "on its model: keep it out of what you copy or save, and attach another one to the "
+            "copy, on every rank"
+        )
+
     # -- attaching ---------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module | Iterable[tuple[str, Parameter]]) -> Reducer:

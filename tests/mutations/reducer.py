@@ -23,6 +23,20 @@ RECORD_TESTS = "tests/reducer/test_steps.py"
 
 MUTATIONS = (
     Mutation(
+        name="steps: torch's compiler traces the hooks on optimizers",
+        file=STEPS,
+        old="register_optimizer_step_pre_hook(Untraced(_before_step))",
+        new="register_optimizer_step_pre_hook(_before_step)",
+        tests=(f"{RECORD_TESTS}::test_a_compiled_step_is_not_compiled_again_and_again",),
+    ),
+    Mutation(
+        name="reducer: zeros are unknown after a refresh",
+        file=PROVENANCE,
+        old="            setattr(gradient, MARK, (ACCEPTED, NO_VERSION))\n",
+        new="            pass\n",
+        tests=(f"{RECORD_TESTS}::test_zeros_that_a_refresh_has_kept_may_be_stepped",),
+    ),
+    Mutation(
         name="steps: which parameters were stepped is not compared",
         file="fastcomm/reducer/reduced.py",
         old="        if sum(len(slots) for _, slots in shares) != n_all:\n",

@@ -4,6 +4,8 @@ rank waits for another.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict
 from unittest import mock
 
@@ -273,3 +275,12 @@ def test_an_embedding_that_each_rank_would_renormalise_by_itself_is_refused(comm
             fastcomm.Reducer(comm).attach(model)
     model["words"].max_norm = None
     fastcomm.Reducer(comm).attach(model)
+
+
+@pytest.mark.transports("shm")
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@on_ranks(1)
+def test_a_reducer_is_neither_copied_nor_pickled(comm, copied):
+    reducer = fastcomm.Reducer(comm).attach(mlp())
+    with pytest.raises(TypeError, match="attach another one to the copy, on every rank"):
+        copied(reducer)

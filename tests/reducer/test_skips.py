@@ -398,3 +398,20 @@ def test_ranks_skip_what_is_not_finite_together(ranks):
     ranks.raises(
         2, MismatchError, _attach_with_other_options, match="skip_nonfinite", survives=True
     )
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_a_vote_over_gradients_of_another_models_loss_is_told_of_zero_grad(comm):
+    """As in a GAN, whose generator's loss leaves gradients in the discriminator."""
+    generator, discriminator = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    reducers = [fastcomm.Reducer(comm).attach(one) for one in (generator, discriminator)]
+    discriminator(generator(torch.ones(2, 4))).sum().backward()
+    if comm.rank == 0:
+        with pytest.raises(FastcommError, match=r"a GAN's generator\), call zero_grad\(\) first"):
+            reducers[1].skip_step()
+    discriminator.zero_grad()
+    if comm.rank == 0:
+        reducers[1].skip_step()
+    discriminator(torch.ones(2, 4)).sum().backward()
+    assert reducers[1].skipped

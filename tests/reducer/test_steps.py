@@ -164,3 +164,31 @@ def test_optimizers_may_step_in_any_order_and_clip(comm):
         halves[comm.rank].step()
         halves[1 - comm.rank].step()
     reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_zeros_that_a_refresh_has_kept_may_be_stepped(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, comm.rank)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    reducer.refresh()
+    optimizer.step()
+    reducer.check_in_sync()
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_a_compiled_step_is_not_compiled_again_and_again(comm):
+    """torch's compiler traces the steps of optimizers, and is to trace nothing of fastcomm."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=3):
+        for step in range(8):
+            optimizer.zero_grad()
+            backward(model, comm.rank, step)
+            compiled()
