@@ -168,7 +168,9 @@ class LocalSGD:
                 f"parameter {self._left_out()} was not stepped between two steps of others: its "
                 f"optimizer steps less often, or it has none. {type(self).__name__} counts one "
                 "step when every trainable parameter has been stepped: call count_step() after "
-                "each where an optimizer is left out, or freeze the parameter before attach()"
+                "each where an optimizer is left out, or freeze the parameter before attach(). To "
+                "freeze one midway, call finish(), freeze it, call refresh() and make another "
+                f"{type(self).__name__}, on every rank"
             )
         self._stepped |= slots
         if len(self._stepped) == self._n_parameters:

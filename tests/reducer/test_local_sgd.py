@@ -320,3 +320,21 @@ def test_parameters_loaded_after_diloco_has_copied_them_are_refused(comm):
         step(model, optimizer, comm.rank, 1)
     assert (model[2].bias > 0.5).all()
     reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_midway_asks_for_another_local_sgd(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    meetings = fastcomm.LocalSGD(reducer, every=2)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)
+    step(model, optimizer, comm.rank, 1)
+    with pytest.raises(FastcommError, match=r"parameter 0\.\w+ .*call finish\(\), freeze it"):
+        step(model, optimizer, comm.rank, 2)
+    meetings.finish()
+    reducer.refresh()
+    with fastcomm.LocalSGD(reducer, every=2):
+        for i in (3, 4):
+            step(model, optimizer, comm.rank, i)
+    reducer.check_in_sync()
