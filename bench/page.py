@@ -77,7 +77,7 @@ def write(all_results: Sequence[Results]) -> str:
 <main>
 <h1>fastcomm beside its peers</h1>
 <p>{_text(_where(all_results))} Measured {" to ".join(dict.fromkeys((dates[0], dates[-1])))}.</p>
-<p>{_text(READING)}</p>
+{_reading([section for _, section in made])}
 {_glance([section for _, section in made])}
 {"".join(parts)}
 <section>
@@ -92,6 +92,10 @@ def write(all_results: Sequence[Results]) -> str:
 </body>
 </html>
 """
+
+
+def _reading(made: Sequence[Section]) -> str:
+    return f"<p>{_text(READING)}</p>" if any(section.ratios for section in made) else ""
 
 
 def _where(all_results: Sequence[Results]) -> str:

@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import chart
@@ -159,6 +160,7 @@ def parse(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> argp
     if parser.prog == Path(sys.argv[0]).name:  # else the script has named its command
         parser.prog = f"python -m fastcomm bench {Path(sys.argv[0]).stem}"
     options = parser.parse_args()
+    sys.excepthook = _without_traceback
     problem = _find_problem(options)
     if problem is not None:
         parser.error(problem)
@@ -169,6 +171,14 @@ def parse(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> argp
     if options.json == STDOUT:
         sys.stdout = sys.stderr
     return options
+
+
+def _without_traceback(
+    kind: type[BaseException], error: BaseException, stack: TracebackType | None
+) -> None:
+    """Of Ctrl-C, which says where it came from to nobody's use."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, stack)
 
 
 def several(text: str) -> int:
@@ -306,7 +316,8 @@ def _command(benchmark: str, arguments: Sequence[str]) -> str:
             kept.append(argument)
         elif not equals:
             next(rest)
-    return f"python -m fastcomm bench {shlex.join([benchmark, *kept])}"
+    command = [benchmark, *kept] if benchmark == "tune" else ["bench", benchmark, *kept]
+    return f"python -m fastcomm {shlex.join(command)}"
 
 
 def write_json(

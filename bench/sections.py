@@ -17,6 +17,7 @@ from typing import Any
 
 import meetings_section
 import paper_section
+import simulate_section
 from chart import LOOKS, size_text, spread_of
 from tables import Column, Ratio, Section, Spread, Table, Times
 
@@ -433,24 +434,6 @@ def _host_cost(results: Results) -> Section:
     )
 
 
-# ---- the model of a step -------------------------------------------------------------------------
-
-
-def _simulate(results: Results) -> Section:
-    titles = ("model", "ranks", "wire", "buckets (MB)", "predicted (ms)", "measured (ms)")
-    names = ("model", "ranks", "wire", "cap_mb", "predicted_ms", "measured_ms")
-    table = Table([Column(14, (title,)) for title in titles])
-    table.rows = [[str(row[name]) for name in names] for row in results["validation"]]
-    return Section(
-        "A model of a step",
-        f"Steps predicted from two ranks' calibration, then measured: off by "
-        f"{results['errors']['all']:.1%} at the median.",
-        [table],
-        [],
-        "python -m fastcomm bench simulate",
-    )
-
-
 # ---- any other -----------------------------------------------------------------------------------
 
 
@@ -493,7 +476,8 @@ SECTIONS: dict[str, Callable[[Results], Section]] = {
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_section.section,
-    "simulate": _simulate,
+    "simulate": simulate_section.simulate,
+    "tune": simulate_section.tune,
     "timeline": _plain,
     "overhead": _plain,
     "compiled": _plain,

@@ -79,7 +79,8 @@ def tune(figure: Any, results: Mapping[str, Any]) -> None:
     if rows[0]["measured_ms"]:
         axes.plot(places, [row["measured_ms"] for row in rows], "s--", label="measured")
     axes.set_xticks(places, [f"{row['cap_mb']:g}" for row in rows])
-    axes.set_ylim(bottom=0)
+    slowest = max(max(row["predicted_ms"], row["measured_ms"] or 0) for row in rows)
+    axes.set_ylim(0, 1.15 * slowest)  # a line that is nearly level would lie on the border
     axes.set_xlabel("bucket_cap_mb")
     axes.set_ylabel("step (ms)")
     axes.set_title(f"{results['model']}, {results['ranks']} ranks")

@@ -21,9 +21,9 @@ from typing import Any
 import launch
 import machine as this_machine
 import report
+import simulate_section
 import turns
 from models import CASES
-from report import Column, Table
 from simulate_rank import CALIBRATED_RANKS, SCRIPT, costs_of
 from step_profile import Profile
 
@@ -54,9 +54,12 @@ def main() -> int:
     step = profile.step().lasting(on.step)
     predictions = sweep(on, options.ranks, step, profile.plan)
     measured = measure(predictions, options) if options.measure else {}
-    print_sweep(predictions, measured, on, options)
-    advice = advise(predictions, on, step, profile, options.ranks)
-    report.write_results("tune", figures(predictions, measured, options) | advice, options)
+    found = figures(predictions, measured, options)
+    print(f"{CASES[options.model].description}, {options.ranks} ranks, {on.name}")
+    simulate_section.tune_table(found).print()
+    found |= advise(predictions, on, step, profile, options.ranks)
+    print("\n" + "\n".join(found["advice"]))
+    report.write_results("tune", found, options)
     return 0
 
 
@@ -101,24 +104,6 @@ def measure(
     }
 
 
-def print_sweep(
-    predictions: Mapping[float, Prediction],
-    measured: Mapping[float, float],
-    on: Machine,
-    options: argparse.Namespace,
-) -> None:
-    print(f"{CASES[options.model].description}, {options.ranks} ranks, {on.name} (ms)")
-    titles = [("MB", 7), ("buckets", 9), ("step", 10), ("communication", 15), ("exposed", 10)]
-    titles += [("measured", 10)] if measured else []
-    table = Table([Column(width, (title,)) for title, width in titles])
-    table.print_head()
-    for cap, one in predictions.items():
-        times = [one.seconds, one.communication_s, one.exposed_s]
-        times += [measured[cap]] if measured else []
-        cells = [f"{1e3 * seconds:.1f}" for seconds in times]
-        table.print_row([f"{cap:g}", str(len(one.buckets)), *cells])
-
-
 def advise(
     predictions: Mapping[float, Prediction],
     on: Machine,
@@ -126,18 +111,19 @@ def advise(
     profile: Profile,
     ranks: int,
 ) -> dict[str, Any]:
-    """Prints what the model says; returns it."""
+    """What the model says, as figures and in words."""
     choice = choose_cap({cap: one.seconds for cap, one in predictions.items()})
     plan = profile.plan(choice.cap_mb)
     every = sync_every(predict_on(on, ranks, step, plan), step.crowded(on.crowding(ranks)))
     gain = wire_gain(on, ranks, step, plan)
-    print(
-        f"\nbucket_cap_mb={choice.cap_mb:g}: {why_size(choice)}\n"
+    words = [
+        f"bucket_cap_mb={choice.cap_mb:g}: {why_size(choice)}",
         f"synchronise every {every} backward{'s' if every > 1 else ''}: communication then takes "
-        f"at most {CHEAP:.0%}{'' if every < 32 else ', or is as rare as is sensible'}\n"
-        f"wire: {why_wire(on, gain)}"
-    )
-    return {"cap_mb": choice.cap_mb, "every": every, "wire_gain": round(gain, 4)}
+        f"at most {CHEAP:.0%}{'' if every < 32 else ', or is as rare as is sensible'}",
+        f"wire: {why_wire(on, gain)}",
+    ]
+    advice = {"cap_mb": choice.cap_mb, "every": every, "wire_gain": round(gain, 4)}
+    return advice | {"advice": words}
 
 
 def why_size(choice: Choice) -> str:
@@ -161,7 +147,10 @@ def figures(
     rows = [
         {
             "cap_mb": cap,
+            "buckets": len(one.buckets),
             "predicted_ms": round(1e3 * one.seconds, 3),
+            "communication_ms": round(1e3 * one.communication_s, 3),
+            "exposed_ms": round(1e3 * one.exposed_s, 3),
             "measured_ms": round(1e3 * measured[cap], 3) if measured else None,
         }
         for cap, one in predictions.items()
