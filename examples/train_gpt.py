@@ -11,6 +11,7 @@ of a single process, and what communication cost beside torch DDP (compare_ddp.p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from functools import partial
 
@@ -52,7 +53,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         default=8,
         help="rounds of the comparison with DDP (default: %(default)s)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.width < 64 or options.width % 64:
+        parser.error(f"--width is a multiple of 64; got {options.width}")
+    return options
 
 
 def main() -> None:
@@ -190,4 +194,5 @@ def gradient_difference(comm: Communicator, model: GPT, batch: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -166,7 +166,7 @@ def demo(arguments: list[str]) -> NoReturn:
     if "RANK" in os.environ:  # as a rank that torchrun has started
         become(str(path), *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // 2)))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    launcher = ("-m", "fastcomm.torchrun", "--standalone", "--nproc-per-node=2")
     become(*launcher, str(path), *arguments)
 
 

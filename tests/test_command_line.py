@@ -175,6 +175,7 @@ def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.Mo
         (("info", "--yaml"), "--yaml"),
         (("run", "--thread=2", "train.py"), "run does not take --thread=2"),
         (("demo", "--steps", "many"), "invalid int value: 'many'"),
+        (("demo", "--width", "100"), "--width is a multiple of 64; got 100"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_sentence(

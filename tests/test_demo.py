@@ -5,7 +5,11 @@ costs is for the benchmarks to show.
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -55,3 +59,14 @@ def test_step_times_are_compared(output: str) -> None:
 
 def test_training_script_stays_short() -> None:
     assert len((ROOT / "examples" / "train_gpt.py").read_text().splitlines()) < 200
+
+
+def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "fastcomm", "demo", "--steps", "100000", "--width", "64"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline().startswith("2 ranks")
+        demo.send_signal(signal.SIGINT)
+        _, err = demo.communicate(timeout=100)
+    assert demo.returncode == 128 + signal.SIGINT, err
+    assert "Traceback" not in err

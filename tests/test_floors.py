@@ -16,7 +16,7 @@ FLOORS = (
     ("errors", "autograd_stack", "collective", "flat_buffers", "gradient_slot", "lifetime"),
     ("communicator", "cuda", "watchdog"),
     ("shm", "nccl", "group", "objects"),
-    ("bootstrap", "launchers", "rendezvous", "call_folder", "runner", "rank_process"),
+    ("bootstrap", "launchers", "rendezvous", "call_folder", "runner", "rank_process", "torchrun"),
     ("insight",),
     ("reducer",),
     ("torch_backend",),
