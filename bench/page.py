@@ -47,6 +47,8 @@ th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
 th { color: var(--quiet); font-weight: 500; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { padding-left: 0; }
 .text { text-align: left; }
+td.text { white-space: normal; min-width: 8rem; }
+nav ul { columns: 18rem; padding-left: 1.25rem; }
 td i { visibility: hidden; }
 tbody tr + tr > * { border-top: 1px solid var(--tint); }
 tr.own { color: var(--own); }
@@ -78,6 +80,7 @@ def write(all_results: Sequence[Results]) -> str:
 <h1>fastcomm beside its peers</h1>
 <p>{_text(_where(all_results))} Measured {" to ".join(dict.fromkeys((dates[0], dates[-1])))}.</p>
 {_reading([section for _, section in made])}
+{_contents([section for _, section in made])}
 {_glance([section for _, section in made])}
 {"".join(parts)}
 <section>
@@ -92,6 +95,16 @@ def write(all_results: Sequence[Results]) -> str:
 </body>
 </html>
 """
+
+
+def _contents(made: Sequence[Section]) -> str:
+    if len(made) < 2:
+        return ""
+    links = [
+        f'<li><a href="#part{number}">{_text(section.title)}</a></li>'
+        for number, section in enumerate(made)
+    ]
+    return f'<nav aria-label="Contents"><ul>{"".join(links)}</ul></nav>'
 
 
 def _reading(made: Sequence[Section]) -> str:
@@ -148,7 +161,7 @@ def _section(number: int, results: Results, section: Section) -> str:
     has_marks = any("~" in cell for table in section.tables for row in table.rows for cell in row)
     note = f'<p class="quiet">{_text(WIDE_NOTE)}.</p>' if has_marks else ""
     return f"""
-<section>
+<section id="part{number}">
 <h2>{_text(section.title)}</h2>
 <p>{_text(section.how)}</p>
 {_picture(results, section.title, f"s{number}")}

@@ -94,6 +94,14 @@ def test_results_of_every_benchmark_have_a_section(
         assert ratio.spread.low <= ratio.spread.middle <= ratio.spread.high
 
 
+def test_a_page_of_several_benchmarks_has_a_contents_list(modules: dict[str, ModuleType]) -> None:
+    written = modules["page"].write([results_of(name) for name in SHOWN])
+    links = re.findall(r'<li><a href="#(part\d+)">', written)
+    assert len(links) == len(SHOWN)
+    assert all(written.count(f'<section id="{name}">') == 1 for name in links)
+    assert "<nav" not in modules["page"].write([results_of(SHOWN[0])])
+
+
 def test_results_of_one_benchmark_are_told_apart(modules: dict[str, ModuleType]) -> None:
     names = ("step-weighted", "step-joined", "paper-fig7-shm")
     written = modules["page"].write([results_of(name) for name in names])
