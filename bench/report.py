@@ -89,9 +89,13 @@ def rounded(figures: Mapping[str, float], digits: int = 3) -> dict[str, float]:
 
 
 def tracked(items: Sequence[T], what: str, *, shown: bool = True) -> Iterator[T]:
-    """The items, while a bar on stderr says how many are through. Only a terminal shows it. It
-    moves between the items and not during one: a thread that moved it would be measured as well.
+    """The items, while a bar on stderr says how many are through. Only a terminal shows it, and
+    where rich is installed. It moves between the items and not during one: a thread that moved it
+    would be measured as well.
     """
+    if importlib.util.find_spec("rich") is None:
+        yield from items
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -234,8 +238,6 @@ def _find_problem(options: argparse.Namespace) -> str | None:
                 return f"--from {path}: there is no such file"
         if options.plot is not None and len(options.source) > 1:
             return f"--plot draws the results of one file, and --from names {len(options.source)}"
-    elif importlib.util.find_spec("rich") is None:
-        return f"the benchmarks need rich for what they print: {INSTALL}"
     if options.plot is not None and options.plot.suffix not in chart.SUFFIXES:
         return f"--plot {options.plot}: the name must end in {', '.join(chart.SUFFIXES)}"
     if options.report is not None and options.report.suffix != ".html":

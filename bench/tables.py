@@ -1,6 +1,5 @@
-"""The figures of the benchmarks as values: times with their spread, ratios of them, and tables,
-which rich prints. What a benchmark measures and where its results go is not this file's: see
-report.py.
+"""The figures of the benchmarks as values: times with their spread, ratios of them, and tables.
+What a benchmark measures and where its results go is not this file's: see report.py.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ WIDE_NOTE = (
     "machine is quiet"
 )
 VERDICTS = {True: "met", False: "NOT met", None: "undecided"}
-# Of what is rendered, not of a terminal: rich would shorten cells to fit in less.
-UNLIMITED = 10_000
 
 
 class Spread(NamedTuple):
@@ -116,34 +113,18 @@ class Table:
 
     def print_head(self) -> None:
         for titles in zip(*(column.titles for column in self.columns), strict=True):
-            self._print_line(self.prefix, titles, "bold")
+            self._print_line(self.prefix, titles)
 
     def print_row(self, cells: Iterable[str]) -> None:
-        self._print_line(" " * INDENT, cells, "")
+        self._print_line(" " * INDENT, cells)
 
-    def _print_line(self, indent: str, cells: Iterable[str], style: str) -> None:
-        """Each line is a table of its own, so that it is printed when it is measured. The widths
-        are what aligns them.
-        """
-        from rich.console import Console
-        from rich.table import Table as Grid
-        from rich.text import Text
-
-        grid = Grid.grid()
-        grid.add_column(width=INDENT)
-        texts = [Text(indent)]
-        for column, cell in zip(self.columns, cells, strict=True):
-            grid.add_column(
-                justify="left" if column.align == "<" else "right",
-                min_width=self._width(column),
-                no_wrap=True,
-            )
-            texts.append(Text(f" {cell}" if len(texts) > 1 else cell, no_wrap=True))
-        grid.add_row(*texts, style=style)
-        console = Console(width=UNLIMITED, highlight=False)
-        with console.capture() as captured:
-            console.print(grid)
-        print(captured.get().rstrip(), flush=True)
+    def _print_line(self, indent: str, cells: Iterable[str]) -> None:
+        """Line by line, so that each is printed when it is measured."""
+        line = indent.ljust(INDENT)
+        for number, (column, cell) in enumerate(zip(self.columns, cells, strict=True)):
+            text = f" {cell}" if number else cell
+            line += f"{text:{column.align}{self._width(column)}}"
+        print(line.rstrip(), flush=True)
 
     @staticmethod
     def _width(column: Column) -> int:

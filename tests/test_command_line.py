@@ -259,7 +259,7 @@ def test_a_folder_in_the_place_of_results_is_refused_before_anything_is_measured
 
 @pytest.mark.parametrize(
     "module, arguments",
-    [("rich", ()), ("matplotlib", ("--plot", "x.svg")), ("matplotlib", ("--report", "x.html"))],
+    [("matplotlib", ("--plot", "x.svg")), ("matplotlib", ("--report", "x.html"))],
 )
 def test_what_is_not_installed_is_said_in_a_sentence(
     console: Console,
@@ -275,6 +275,19 @@ def test_what_is_not_installed_is_said_in_a_sentence(
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and err.count("error:") == 1
     assert f"{module}" in err and "pip install 'fastcomm[bench]'" in err
+
+
+def test_without_rich_benchmarks_print_their_tables_and_no_bar(
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    tables = bench["tables"]
+    columns = [tables.Column(6, ("way",), "<"), tables.Column(8, ("ms",))]
+    tables.Table(columns, rows=[["local", "1.5"]]).print()
+    assert capsys.readouterr().out == "  way         ms\n  local      1.5\n"
+    assert list(bench["report"].tracked([1, 2], "rounds")) == [1, 2]
 
 
 class Measured(ModuleType):
