@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from torch.distributed import Backend
 
 import fastcomm
 
@@ -279,6 +280,28 @@ def test_torch_has_the_backend_of_the_installed_wheel_without_an_import(
     assert installed[0].splitlines()[-1] == "fastcomm.torch_backend.process_group"
 
 
+# Where torch may not load backends when it is imported.
+LOOKED_FOR = """
+import sys, torch.distributed as dist
+
+assert "FASTCOMM" not in dist.Backend._plugins
+dist.init_process_group("fastcomm", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+print(type(dist.group.WORLD).__module__)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(Backend, "_ensure_backend_registered"),
+    reason="before torch 2.15 only an import makes a backend known",
+)
+def test_torch_looks_for_the_backend_of_the_installed_wheel_when_it_is_named(
+    clean_python: Path, tmp_path: Path
+) -> None:
+    arguments = (clean_python, "-c", LOOKED_FOR, tmp_path / "store")
+    printed = call(*arguments, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert printed.splitlines()[-1] == "fastcomm.torch_backend.process_group"
+
+
 def test_info_of_the_installed_wheel(clean_python: Path, installed: list[str]) -> None:
     lines = installed[1].splitlines()
     facts = {name: fact.strip() for name, _, fact in (line.partition(" ") for line in lines)}
@@ -304,3 +327,15 @@ def test_sources_that_are_not_built_say_so(clean_python: Path, tmp_path: Path) -
         timeout=60,
     )
     assert "is not built" in done.stderr and "pip install -e ." in done.stderr
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a free-threaded Python"
+)
+def test_an_import_turns_the_interpreters_lock_on_again() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+    code = "import sys, torch, fastcomm; print(sys._is_gil_enabled())"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.stdout == "True\n", result.stderr
