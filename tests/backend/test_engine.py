@@ -236,7 +236,7 @@ def _negated(tensor: Tensor) -> Tensor:
 VIEWS = {
     "floats with gaps": _with_gaps,
     "bytes with gaps": lambda tensor: _with_gaps(tensor.to(torch.int8)),
-    "negated": _negated,
+    "negated with gaps": _negated,
 }
 FROM_RANK = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
 
@@ -300,6 +300,14 @@ MOVES = (
 def test_a_view_travels_as_it_looks(comm, move, seen):
     world()
     ours, wanted = move(comm.rank, VIEWS[seen])
+    assert ours.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("move", [_gather_views, _scatter_views, _exchange_views, _reduce_views])
+@on_ranks(2)
+def test_a_negated_view_without_gaps_travels_as_it_looks(comm, move):
+    world()
+    ours, wanted = move(comm.rank, lambda tensor: torch._neg_view(-tensor.float()))
     assert ours.tolist() == wanted.tolist()
 
 

@@ -132,7 +132,9 @@ MUTATIONS = (
         file=ENGINE,
         old="argument.detach().resolve_neg().contiguous()",
         new="argument.detach().contiguous()",
-        tests=("tests/backend/test_engine.py::test_a_view_travels_as_it_looks",),
+        tests=(
+            "tests/backend/test_engine.py::test_a_negated_view_without_gaps_travels_as_it_looks",
+        ),
     ),
     Mutation(
         name="backend: a view that went to Gloo is completed before it is in place",
