@@ -7,6 +7,7 @@ Knows no transport. Raises only ValueError and TypeError.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NoReturn, TypeAlias
 
@@ -216,6 +217,13 @@ FEWER_BACKWARDS = (
 )
 
 
+SEVERAL_REDUCERS = (
+    ". Ranks have come to the reducers of this communicator in different orders, as one loss of "
+    "several models does where ranks use different parameters: give each reducer a communicator of "
+    "its own"
+)
+
+
 _FIRST_OF_OBJECTS = sentence("all_gather_single", 1, torch.int64)  # of gather_objects()
 _CALL_ALIKE = (
     f". A rank at {_FIRST_OF_OBJECTS} may be in attach(), refresh(), check_in_sync(), "
@@ -236,6 +244,8 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
         )
     elif 0 < n_buckets < len(words):
         advice = FEWER_BACKWARDS
+    elif len({one for call in words for one in re.findall(r"reducer (\d+)\)", call)}) > 1:
+        advice = SEVERAL_REDUCERS
     if any(call.startswith(_FIRST_OF_OBJECTS) for call in words):
         advice += _CALL_ALIKE
     return (

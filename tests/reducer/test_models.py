@@ -271,3 +271,13 @@ def test_a_reducer_of_named_parameters_says_so(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm, op="sum").attach(model.named_parameters())
     assert "<Reducer: named parameters, " in repr(reducer) and "op sum" in repr(reducer)
+
+
+@pytest.mark.transports("shm", "group")
+@on_ranks(2)
+def test_models_that_ranks_reach_in_different_orders_want_a_communicator_each(comm):
+    models = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
+    reducers = [fastcomm.Reducer(comm).attach(one) for one in models]
+    with pytest.raises(fastcomm.FastcommError, match="give each reducer a communicator of its own"):
+        models[comm.rank](torch.ones(2, 4)).sum().backward()
+    assert len(reducers) == 2
