@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Looks for tests whose outcome depends on which rank is first, on how fast a core is, or on what ran
-# before: runs them on one core, beside load, with one rank late, in random order, and many times.
+# Looks for tests whose outcome depends on which rank is first, on how fast a core is, or on what
+# ran before: runs them on one core, beside load, with one rank late, in random order, many times.
 # Ends with 1, and names the runs, if one has failed.
 #
 #     bash ci/flaky.sh          the tests that depend on order most: some ten minutes on two cores
