@@ -143,13 +143,20 @@ def mean_of_addends(sums: Tensor, n: int) -> Tensor:
 
 _RECORDS = 1 << 32
 RECORD = " (record "  # begins one in messages
+_RECORD_IN_WORDS = r" \(record [0-9a-f]{8}\)"
 
 
 def steps_made(n_steps: int, record: int) -> int:
     """What travels with a bucket of the steps that its rank's optimizers have made: how many, and a
-    number that also depends on which parameters were stepped, and how gradients were clipped.
+    number that also depends on which parameters were stepped, how gradients were clipped, and what
+    came of it.
     """
     return (record & 0x7FFFFFFF) * _RECORDS + n_steps % _RECORDS
+
+
+def with_checksum(steps: int, checksum: int) -> int:
+    """steps_made(), with what a bucket's parameters have become added to the record."""
+    return steps_made(count_of(steps), steps // _RECORDS + checksum)
 
 
 def count_of(steps: int) -> int:
@@ -158,9 +165,7 @@ def count_of(steps: int) -> int:
 
 
 def record_in_words(steps: int) -> str:
-    """The record in steps_made(), in brackets; nothing where every step was of all parameters and
-    gradients were never clipped.
-    """
+    """The record in steps_made(), in brackets; nothing for 0."""
     record = steps // _RECORDS
     return f"{RECORD}{record:08x})" if record else ""
 
@@ -231,9 +236,15 @@ _CALL_ALIKE = (
 )
 
 
+def with_needed_records(words: list[str]) -> list[str]:
+    """What the ranks call, by rank: with their records only where nothing else differs."""
+    others = [re.sub(_RECORD_IN_WORDS, "", one) for one in words]
+    return words if len(set(others)) == 1 and len(set(words)) > 1 else others
+
+
 def mismatch(number: int, calls: Iterable[object]) -> str:
     """The message when ranks call different collectives. calls: each rank's, in words, by rank."""
-    words = [str(call) for call in calls]
+    words = with_needed_records([str(call) for call in calls])
     wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(words))
     n_buckets = sum("(bucket " in call for call in words)
     advice = ""

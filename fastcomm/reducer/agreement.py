@@ -7,6 +7,8 @@ every rank.
 
 from __future__ import annotations
 
+import platform
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -242,6 +244,17 @@ def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | No
         kind, name, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
         return f"rank {longer} has {kind} {name}, which rank {shorter} lacks"
     return None
+
+
+def is_arithmetic_alike(comm: Communicator) -> bool:
+    """Whether an optimizer's step on the CPU has the same bits on all ranks: they have one torch,
+    and processors of one kind. Collective.
+    """
+    kind = torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()
+    number = zlib.crc32(repr(kind).encode())
+    extremes = torch.tensor([number, -number])
+    comm.all_reduce(extremes, "max")
+    return extremes.tolist() == [number, -number]
 
 
 def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int, label: int = 0) -> None:

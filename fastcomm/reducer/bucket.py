@@ -23,7 +23,7 @@ from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
 from fastcomm.reducer.layout import BucketLayout
 from fastcomm.reducer.misfit import misfit_in_slot
-from fastcomm.reducer.provenance import Provenance
+from fastcomm.reducer.provenance import Provenance, checksum
 from fastcomm.reducer.sample import Sample
 from fastcomm.reducer.shares import RankShare, Sharding
 
@@ -41,6 +41,7 @@ class Bucket(Counter):
     tensor of the user's own, or missing.
     """
 
+    stepped = 0  # a checksum of what the last step has made of the parameters; 0: none is compared
     waits_in_launch = False  # for the other ranks, so that it is launched at the end of backward
 
     def __init__(
@@ -129,6 +130,12 @@ class Bucket(Counter):
         """The names and parameters of those that are not gone."""
         pairs = zip(self.names, self.parameters, strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
+
+    def note_step(self, n_rounds: int) -> None:
+        """An optimizer has stepped parameters of this bucket, which all ranks are to have made
+        equal. n_rounds: so many have ended.
+        """
+        self.stepped = checksum(self._references, n_rounds)
 
     @property
     def is_launched(self) -> bool:

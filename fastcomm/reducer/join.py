@@ -292,6 +292,8 @@ class Join(Generic[T]):
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
             reducer.n_rounds, reducer._n_steps, reducer._record = furthest
+            for bucket in reducer._buckets:
+                bucket.stepped = 0  # some ranks have stepped less often
             agreement.broadcast(self._comm, _tensors_of(reducer), src)
             if is_uneven:
                 _drop_gradients(reducer)

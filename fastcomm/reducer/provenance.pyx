@@ -15,6 +15,8 @@ from itertools import count
 
 from torch import strided
 
+from libc.stdint cimport uint32_t, uint64_t
+
 # An attribute of gradients that are not views of a flat buffer: one of the states below, and a
 # number. What is known of views is kept by slot.
 cdef str MARK = "_known_to_fastcomm"
@@ -22,6 +24,7 @@ cdef enum:
     REDUCED = 1  # and not stepped since; the number is the version. Good until attach() reads it.
     ACCEPTED = 2  # stepped, or left by a round; the number is the version
     UNSYNCED = 3  # made under no_sync(); the number is the period's
+cdef Py_ssize_t MOST_COMPARED = 8  # parameters of a bucket in one checksum
 cdef object NEVER = -1
 cdef object NO_VERSION = -2  # of no tensor
 cdef object numbers = count(1)  # of the periods of all buckets; 0 stands for one that was detached
@@ -268,6 +271,47 @@ def is_of_this_rank(gradient):
     if mark is not None and mark[0] != UNSYNCED and mark[1] == version_of(gradient):
         return False
     return bool(values_of(gradient).any())
+
+
+def checksum(list references, uint32_t turn):
+    """Of some elements of some parameters on the CPU: the first, the last, and two more. Which
+    ones changes with `turn`, so that a bucket of many parameters costs no more than one of few.
+    Equal parameters have equal ones; 0 stands for unknown.
+    """
+    cdef uint32_t value = 0x1C9DC5, spread = turn
+    cdef Py_ssize_t numel, size, i, n = len(references), first = 0
+    cdef const char *data
+    if n > MOST_COMPARED:
+        first = <uint64_t>turn * MOST_COMPARED % n
+    for i in range(min(n, MOST_COMPARED)):
+        parameter = references[(first + i) % n]()
+        if parameter is None:
+            continue
+        numel = parameter.numel()
+        if not numel:
+            continue
+        data = <const char *><size_t>parameter.data_ptr()
+        size = parameter.element_size()
+        value = _mixed(value, data, size)
+        if not parameter.is_contiguous():
+            strides = zip(parameter.shape, parameter.stride())
+            last = sum([(n - 1) * stride for n, stride in strides])
+            value = _mixed(value, data + <Py_ssize_t>last * size, size)
+            continue
+        value = _mixed(value, data + (numel - 1) * size, size)
+        spread = spread * 1664525 + 1013904223
+        value = _mixed(value, data + (spread % numel) * size, size)
+        spread = spread * 1664525 + 1013904223
+        value = _mixed(value, data + (spread % numel) * size, size)
+    return value or 1
+
+
+cdef uint32_t _mixed(uint32_t value, const char *element, Py_ssize_t size) noexcept:
+    """FNV-1a, byte by byte."""
+    cdef Py_ssize_t i
+    for i in range(size):
+        value = (value ^ <unsigned char>element[i]) * 16777619
+    return value
 
 
 cdef version_of(gradient):

@@ -39,6 +39,7 @@ class ReducedGradients(ReducerFlags):
     _buckets: list[Bucket]
     _n_steps: int
     _record: int
+    _compares_steps: bool
     _last_stepped: list[Share]
     _round: Round | None
     _skipping: Skipping
@@ -83,6 +84,8 @@ class ReducedGradients(ReducerFlags):
         self._note_stepped(shares)
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
+            if self._compares_steps and self.sharded_by.sharding() is None:
+                self._buckets[number].note_step(self.n_rounds)
 
     def _note_stepped(self, shares: list[Share]) -> None:
         """Adds to the record which parameters were stepped, unless all were: in any order."""
@@ -99,8 +102,11 @@ class ReducedGradients(ReducerFlags):
             f"rank {self.comm.rank} has last stepped "
             f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}. Where "
             "records differ, the ranks have stepped different parameters (two optimizers, of which "
-            "each rank chooses its own), or have not called clip_grad_norm_() alike: do both on "
-            "every rank, with the same max_norm"
+            "each rank chooses its own), have not called clip_grad_norm_() alike (on every rank, "
+            "with the same max_norm), or their parameters differ: a rank has stepped gradients "
+            "that no round has reduced (of no_sync()), has another learning rate, has changed "
+            "gradients after backward or parameters by itself. check_in_sync() names the first "
+            "that differs; refresh() copies rank 0's"
         )
 
     def _require_reduced(

@@ -153,6 +153,7 @@ class Reducer(UnevenData):
         self.n_rounds = 0  # that have ended as they should
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
         self._record = 0  # of what was stepped, and how gradients were clipped
+        self._compares_steps = False  # a few elements of what they have made of the parameters
         self._last_stepped = []
         self._timeline: Timeline | None = None
         self._tuning = Tuning(self._options, self.comm.world_size)
@@ -211,6 +212,10 @@ class Reducer(UnevenData):
         model = [] if problem else agreement.signature(named, buffers, sparse)
         agreement.compare(self.comm, problem, self._options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
+        # Over NCCL nobody compares, and the host would wait for the device.
+        self._compares_steps = not self.comm.has_streams and agreement.is_arithmetic_alike(
+            self.comm
+        )
         self.number = next_number(self.comm)
         self._n_steps = self._record = 0
         self._last_stepped = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastcomm.autograd_stack import running_backward
-from fastcomm.collective import RECORD, SKIP
+from fastcomm.collective import RECORD, SKIP, with_checksum
 from fastcomm.communicator import Communicator
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.insight.observer import RoundObserver
@@ -134,19 +134,20 @@ class Round(RoundFlags):
         if self._observer is not None:
             self._observer.begin_launch(self._n_launched)
         self._share_weight()
+        step = with_checksum(self._step, bucket.stepped) if bucket.stepped else self._step
         if self._skipping.vote is None:
             bucket.launch(
                 self._op,
-                self._step,
+                step,
                 keeps_graph=self._keeps_graph,
                 weight=self._shared_weight,
                 own_weight=None if self._weighted is None else self._weighted.weight,
                 inspect=self._skipping.inspect if self._skipping.inspects else None,
             )
         elif self._skipping.hears_votes:
-            bucket.launch_vote(SKIP, self._step, None, with_nan=False)
+            bucket.launch_vote(SKIP, step, None, with_nan=False)
         else:
-            bucket.launch_vote(self._op, self._step, self._shared_weight, with_nan=True)
+            bucket.launch_vote(self._op, step, self._shared_weight, with_nan=True)
         if self._observer is not None:
             self._observer.end_launch(self._n_launched)
         self._n_launched += 1

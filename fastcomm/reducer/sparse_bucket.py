@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import BUCKET_OPS, SKIP, as_pairs, count_of, record_in_words
+from fastcomm.collective import (
+    BUCKET_OPS,
+    SKIP,
+    as_pairs,
+    count_of,
+    record_in_words,
+    with_needed_records,
+)
 from fastcomm.communicator import BucketWork, Communicator, Weight, Work
 from fastcomm.cuda.driver import Producers
 from fastcomm.errors import FastcommError, MismatchError
@@ -257,12 +264,12 @@ class SparseBucket(Bucket):
         offers = [Offer.of(row) for row in table]
         ops = {offer.op for offer in offers} - {SKIP}  # which goes with any
         if len(ops) > 1 or len({offer.step for offer in offers}) > 1:
-            words = (
-                f"rank {r}: {o.op} after {count_of(o.step)} steps{record_in_words(o.step)}"
-                for r, o in enumerate(offers)
+            words = with_needed_records(
+                [f"{o.op} after {count_of(o.step)} steps{record_in_words(o.step)}" for o in offers]
             )
             raise MismatchError(
-                f"the ranks reduce sparse gradients differently: {'; '.join(words)}"
+                "the ranks reduce sparse gradients differently: "
+                + "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(words))
             )
         return offers
 

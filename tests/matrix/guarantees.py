@@ -18,15 +18,22 @@ Whatever you do with autograd and `nn.Module`, one of two things happens under a
   own where torch refuses) that names the parameter, if it is about one, and says what to do.
   No parameter has moved, and after the remedy training goes on.
 
-There is no third outcome: no hang, and no rank that silently diverges. A rank has to report one
-thing itself, with `comm.abandon()`: that it skips a step, or fails before its first gradient. A
+No line below has a third outcome: no hang, and no rank that silently diverges. A rank has to report
+one thing itself, with `comm.abandon()`: that it skips a step, or fails before its first gradient. A
 rank that skips an optimizer's step after backward, or makes one alone, is found in the next
 backward, where every rank gets `MismatchError`.
+
+What a rank does to parameters by itself is no line below: it steps gradients of `no_sync()`, has
+another learning rate, clips or drops gradients that were reduced, or adds noise. On the CPU ranks
+compare a few elements of what an optimizer's step has made of their parameters, and get
+`MismatchError`, mostly in the next backward. Not found are differences in elements that are hardly
+ever compared, in frozen parameters, in buffers, in what an optimizer written by hand does, under a
+`ShardedOptimizer`, and with a hook: see [limits.md](limits.md).
 
 NCCL compares nothing before data moves. So over NCCL such a rank is not found, nor are ranks whose
 backward reaches two reducers of one communicator in different orders: give each reducer a
 communicator of its own if graphs differ between ranks. `reducer.check_in_sync()`, called now and
-then, finds both.
+then, finds all of it.
 
 Every line below is a test in `tests/matrix`. It runs with 2 ranks over shared memory and over NCCL,
 and with 3 over `torch.distributed` (what compiles, over the first two alone): every second line on

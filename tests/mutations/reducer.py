@@ -19,9 +19,17 @@ STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
 STRANGERS = "tests/reducer/test_strangers.py"
 UNREDUCED = "tests/reducer/test_unreduced.py"
 UNREDUCED_TESTS = (UNREDUCED,)
+DRIFT = "tests/reducer/test_drift.py"
 RECORD_TESTS = "tests/reducer/test_steps.py"
 
 MUTATIONS = (
+    Mutation(
+        name="steps: what they have made of the parameters is not compared",
+        file="fastcomm/reducer/bucket.py",
+        old="        self.stepped = checksum(self._references, n_rounds)\n",
+        new="        self.stepped = 0\n",
+        tests=(f"{DRIFT}::test_ranks_that_drift_apart_hear_of_it_in_the_next_backward",),
+    ),
     Mutation(
         name="steps: torch's compiler traces the hooks on optimizers",
         file=STEPS,

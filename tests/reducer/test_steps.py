@@ -108,7 +108,7 @@ def test_several_optimizers_and_local_steps_count_alike_on_all_ranks(comm):
         others.step()
         if step == 1:  # as often as one likes, alike on all ranks
             with reducer.no_sync():
-                backward(model, comm.rank, step)
+                backward(model, 0, step)  # of the same data, so that parameters stay equal
             others.step()
         model.zero_grad()
     backward(model, comm.rank)
