@@ -72,6 +72,25 @@ class Oracle:
             optimizer.step()
             reduced -= self.attached
 
+    def drop_gradients_of_strangers(self) -> set[str]:
+        """Drops gradients of parameters that no bucket has, and which some rank has made by itself.
+        Returns the names.
+        """
+        names = set().union(*self.fresh) - self.attached
+        for replica, fresh, reduced in zip(self.replicas, self.fresh, self.reduced, strict=True):
+            for name in names:
+                replica.get_parameter(name).grad = None
+            fresh -= names
+            reduced -= names
+        return names
+
+    def has_drifted(self) -> bool:
+        """Whether steps have made parameters that the reducer has differ between the ranks."""
+        first, *others = (dict(replica.named_parameters()) for replica in self.replicas)
+        return any(
+            not torch.equal(first[name], other[name]) for name in self.attached for other in others
+        )
+
     def zero_grad(self, to_none: bool) -> None:
         for rank, replica in enumerate(self.replicas):
             replica.zero_grad(set_to_none=to_none)

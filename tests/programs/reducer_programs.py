@@ -231,6 +231,7 @@ class _Run:
         for rank, touches in enumerate(operation.touches):
             for touch in touches:
                 self._touch(rank, touch, number, is_set=True)
+        self._drop_gradients_of_strangers()
         self.reducer.reduce()
         for fresh in self.oracle.fresh:
             fresh |= self.oracle.attached
@@ -241,6 +242,18 @@ class _Run:
         self.oracle.zero_grad(operation.to_none)
 
     def step(self, operation: Step, number: int) -> None:
+        self._drop_gradients_of_strangers()
+        self._step()
+        if self.oracle.has_drifted():  # with gradients of no_sync(): ranks compare what came of it
+            self.reducer.refresh()
+            self.oracle.attach()
+
+    def _drop_gradients_of_strangers(self) -> None:
+        """Of frozen parameters: steps, and reduce(), refuse what no reduction has made."""
+        for name in self.oracle.drop_gradients_of_strangers():
+            self.model.get_parameter(name).grad = None
+
+    def _step(self) -> None:
         self.optimizer.step()
         self.oracle.step()
 
@@ -291,7 +304,7 @@ class _Run:
                 pass
             for _ in stages(self.model, alone, self.comm.rank, number):
                 pass
-            self.step(Step(), number)
+            self._step()
             self.zero_grad(ZeroGrad(), number)
         if operation.renew:
             self.reducer = self._new_reducer()
