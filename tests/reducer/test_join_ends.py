@@ -14,7 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
-from tests.support.ranks import on_ranks
+from tests.support.bodies import communicator
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 from tests.support.uneven import ANNOUNCING, LR, data_of, loss_of, small
 
@@ -195,17 +197,20 @@ def draw_until(last, batches, model):
             break
 
 
-@only_shm
-@on_ranks(1)
-def test_an_iterator_that_is_dropped_early_is_logged(comm):
+def log_of_an_iterator_that_is_dropped(place):
     model, logged = small(), []
-    reducer = fastcomm.Reducer(comm).attach(model)
+    reducer = fastcomm.Reducer(communicator(place)).attach(model)
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("fastcomm").addHandler(handler)
     draw_until(0, reducer.join([1, 0, 2]), model)
-    logging.getLogger("fastcomm").removeHandler(handler)
-    assert len(logged) == 1 and "rank 0 has aborted this communicator: the iterator" in logged[0]
+    return logged
+
+
+@only_shm
+def test_an_iterator_that_is_dropped_early_is_logged(transport):
+    [[message]] = values_of(fresh_ranks(1, log_of_an_iterator_that_is_dropped))
+    assert "rank 0 has aborted this communicator: the iterator" in message
 
 
 DROPPED_AT_EXIT = """

@@ -73,7 +73,8 @@ def carry_out(body: Callable[..., Any], *args: Any) -> Any:
 
 def _left_behind(comm: Any) -> AssertionError | None:
     """An error if the body leaves reducers in circles that nobody can collect: the next body's
-    join() would take them in. What can be collected is, as it would hold on to shared memory.
+    join() would take them in; or a communicator that the next body cannot use. What can be
+    collected is, as it would hold on to shared memory.
     """
     if comm is None:
         gc.collect()
@@ -83,6 +84,8 @@ def _left_behind(comm: Any) -> AssertionError | None:
 
     free_failed_backwards()
     gc.collect()
+    if comm.failure is not None:
+        return AssertionError(f"this test has ended the communicator of the next: {comm.failure}")
     reducers = reducers_on(comm)
     return AssertionError(f"these outlive their test: {reducers}") if reducers else None
 
