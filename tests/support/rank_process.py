@@ -35,9 +35,10 @@ def serve(
     place: Place,
     env: Environment,
     pass_comm: bool,
+    lasts: bool,
 ) -> None:
     """The life of a rank: answers calls until the pipe closes. With `pass_comm`, bodies get a
-    communicator over the place's transport, else the place.
+    communicator over the place's transport, else the place. lasts: that of the first body is for all.
     """
     stand_at(place)
     _settle(place, env)
@@ -57,7 +58,7 @@ def serve(
         except BaseException as error:  # pytest.fail's exception is not an Exception
             has_raised = True
             answer = pickle.dumps(("raised", described(error)))
-        left = _left_behind(comm)
+        left = _left_behind(comm, lasts)
         if left is not None and not has_raised:
             answer = pickle.dumps(("raised", described(left)))
         with contextlib.suppress(BrokenPipeError):
@@ -71,7 +72,7 @@ def carry_out(body: Callable[..., Any], *args: Any) -> Any:
     return body(*args)
 
 
-def _left_behind(comm: Any) -> AssertionError | None:
+def _left_behind(comm: Any, lasts: bool) -> AssertionError | None:
     """An error if the body leaves reducers in circles that nobody can collect: the next body's
     join() would take them in; or a communicator that the next body cannot use. What can be
     collected is, as it would hold on to shared memory.
@@ -84,7 +85,7 @@ def _left_behind(comm: Any) -> AssertionError | None:
 
     free_failed_backwards()
     gc.collect()
-    if comm.failure is not None:
+    if lasts and comm.failure is not None:
         return AssertionError(f"this test has ended the communicator of the next: {comm.failure}")
     reducers = reducers_on(comm)
     return AssertionError(f"these outlive their test: {reducers}") if reducers else None

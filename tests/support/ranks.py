@@ -104,7 +104,7 @@ class Ranks:
     ) -> list[Outcome]:
         key = self.transport, world_size
         if key not in self._worlds:
-            self._worlds[key] = _World(world_size, transport=self.transport)
+            self._worlds[key] = _World(world_size, transport=self.transport, lasts=True)
         # In between they stand still: threads of Gloo's wake up a hundred times a second.
         self._worlds[key].signal(signal.SIGCONT)
         try:
@@ -226,7 +226,9 @@ class _World:
         env: Environment | Sequence[Environment] = NO_VARIABLES,
         pass_comm: bool = True,
         transport: str = "shm",
+        lasts: bool = False,
     ) -> None:
+        """lasts: for further bodies, which need the communicator that this one leaves."""
         self._directory = tempfile.mkdtemp(prefix="ranks-")
         self._processes = []
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -242,7 +244,7 @@ class _World:
             variables = {**environment_of(transport, rank), **environments[rank]}
             process = context.Process(
                 target=serve,
-                args=(theirs, place, variables, pass_comm),
+                args=(theirs, place, variables, pass_comm, lasts),
                 daemon=True,
             )
             process.start()
