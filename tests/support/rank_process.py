@@ -38,7 +38,7 @@ def serve(
     lasts: bool,
 ) -> None:
     """The life of a rank: answers calls until the pipe closes. With `pass_comm`, bodies get a
-    communicator over the place's transport, else the place. lasts: that of the first body is for all.
+    communicator over the place's transport, else the place. lasts: all bodies get the same one.
     """
     stand_at(place)
     _settle(place, env)
