@@ -14,6 +14,7 @@ python=${PYTHON:-.venv/bin/python}
 logs=${LOGS:-build/flaky}
 mkdir -p "$logs"
 failed=()
+trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT # the busy loops, if this is interrupted
 
 # run NAME COMMAND ...: its output goes to a log, its last line to the terminal.
 run() {

@@ -147,8 +147,8 @@ _RECORD_IN_WORDS = r" \(record [0-9a-f]{8}\)"
 
 
 def steps_made(n_steps: int, record: int) -> int:
-    """What travels with a bucket of the steps that its rank's optimizers have made: how many, and a
-    number that also depends on which parameters were stepped, how gradients were clipped, and what
+    """Packs into one number, which travels with each bucket, how many steps its rank's optimizers
+    have made and the record: of which parameters were stepped, how gradients were clipped, and what
     came of it.
     """
     return (record & 0x7FFFFFFF) * _RECORDS + n_steps % _RECORDS
@@ -160,7 +160,7 @@ def with_checksum(steps: int, checksum: int) -> int:
 
 
 def count_of(steps: int) -> int:
-    """How many, of steps_made()."""
+    """The number of steps in what steps_made() has packed."""
     return steps % _RECORDS
 
 
@@ -237,7 +237,7 @@ _CALL_ALIKE = (
 
 
 def with_needed_records(words: list[str]) -> list[str]:
-    """What the ranks call, by rank: with their records only where nothing else differs."""
+    """Removes the records from what the ranks call, by rank, unless nothing else differs."""
     others = [re.sub(_RECORD_IN_WORDS, "", one) for one in words]
     return words if len(set(others)) == 1 and len(set(words)) > 1 else others
 

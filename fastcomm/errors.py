@@ -69,5 +69,5 @@ class NcclError(FastcommError):
     """
 
 
-# What a rank raises because of another one. Where a rank has raised something else, that is why.
+# Errors that another rank's failure causes. A rank that raises anything else has failed by itself.
 OF_ANOTHER_RANK = (PeerLostError, AbandonedError, TimeoutError, InitError)

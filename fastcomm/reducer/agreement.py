@@ -248,9 +248,10 @@ def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | No
 
 def is_arithmetic_alike(comm: Communicator) -> bool:
     """Whether an optimizer's step on the CPU has the same bits on all ranks: they have one torch,
-    and processors of one kind. Collective.
+    processors of one kind, and as many threads, among which torch divides a tensor. Collective.
     """
-    kind = torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()
+    processor = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    kind = torch.__version__, *processor, torch.get_num_threads()
     number = zlib.crc32(repr(kind).encode())
     extremes = torch.tensor([number, -number])
     comm.all_reduce(extremes, "max")

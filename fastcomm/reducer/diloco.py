@@ -106,7 +106,8 @@ class DiLoCo(LocalSGD):
         """Raises FastcommError before the first step if a parameter is not what was copied."""
         versions, self._versions = self._versions, {}
         for name, parameter in self.reducer._named_parameters() if versions else ():
-            if versions.get(name, parameter._version) != parameter._version:
+            is_written_to = versions.get(name, parameter._version) != parameter._version
+            if is_written_to and not torch.equal(parameter, self._outer[name]):
                 self._versions = versions
                 raise FastcommError(
                     f"parameter {name} was changed after DiLoCo() had copied it, and meetings "

@@ -61,7 +61,7 @@ class Joining(Steppable, Protocol):
     _tuning: Tuning
     _buckets: list[Bucket]
     _n_steps: int
-    _record: int
+    record: int
     _n_unsynced: int
     _deferred: BaseException | None
     _round: Any
@@ -291,12 +291,12 @@ class Join(Generic[T]):
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
-            reducer.n_rounds, reducer._n_steps, reducer._record = furthest
-            for bucket in reducer._buckets:
-                bucket.stepped = 0  # some ranks have stepped less often
+            reducer.n_rounds, reducer._n_steps, reducer.record = furthest
             agreement.broadcast(self._comm, _tensors_of(reducer), src)
             if is_uneven:
                 _drop_gradients(reducer)
+                for bucket in reducer._buckets:
+                    bucket.stepped = 0  # some ranks have stepped less often
         if not is_uneven:
             return
         reason = why_apart(ranks, is_loaded=not self._states)

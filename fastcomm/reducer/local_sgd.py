@@ -94,6 +94,8 @@ class LocalSGD:
         described = {"every": schedule.every, "fragments": schedule.n_fragments}
         described |= {"delay": schedule.delay, **options}
         agreement.compare(reducer.comm, problem, described, [], making)
+        for bucket in reducer._buckets:
+            bucket.stepped = 0  # parameters may differ between the ranks from here on
         self.reducer = reducer
         self.n_steps = 0  # of this rank, that were counted
         self.n_meetings = 0  # that are over
@@ -131,14 +133,16 @@ class LocalSGD:
         if kind is None:
             self.finish()
         elif self.is_on:
-            self.reducer.local_steps.end()
-            self._forget_own_gradients()
-            self.reducer._stand_still(
-                self.reducer._attached_model(),
-                f"a block of {type(self).__name__} was left by an exception, without a meeting, "
-                "and the ranks' parameters differ: call refresh() on every rank, which copies "
-                "rank 0's",
-            )
+            try:
+                self.reducer.local_steps.end()
+            finally:
+                self._forget_own_gradients()
+                self.reducer._stand_still(
+                    self.reducer._attached_model(),
+                    f"a block of {type(self).__name__} was left by an exception, without a "
+                    "meeting, and the ranks' parameters differ: call refresh() on every rank, "
+                    "which copies rank 0's",
+                )
 
     @property
     def comm(self) -> Communicator:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -52,11 +53,12 @@ def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[
 
 class Steppable(Protocol):
     """A reducer, as an optimizer's step sees it. number: the order of reducers, equal on all
-    ranks.
+    ranks. record: of what was stepped, which the ranks compare: see collective.steps_made.
     """
 
     number: int
     n_rounds: int
+    record: int
 
     @property
     def skipped(self) -> bool:
@@ -89,7 +91,7 @@ class Steppable(Protocol):
 
 class _Steps:
     """What is known of one optimizer: which reducers own its parameters, what shares of their
-    buckets it has, and how many rounds each had ended before the last step.
+    buckets it has, and how many rounds each had ended before the last step, with what record.
 
     refusal: why it must not step, or None.
     strangers: the parameters that nobody reduces, which must have no gradient, and their names.
@@ -103,7 +105,8 @@ class _Steps:
         self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
         self.refusal = _refusal_of(parameters)
         self.shares = [(weakref.ref(r), r.shares_of(parameters)) for r in reducers]
-        self.before: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
+        self.before: weakref.WeakKeyDictionary[Steppable, tuple[int, int]]
+        self.before = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
         # by reducer, how many rounds it had dropped at the last step that was left out
         self.left_out: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
@@ -186,7 +189,7 @@ def _before_step(
         reducer = reference()
         if reducer is not None:
             reducer.before_step(optimizer, shares, steps.seen.get(reducer))
-            steps.before[reducer] = reducer.n_rounds
+            steps.before[reducer] = reducer.n_rounds, reducer.record
     if skips_itself:
         return None
     return _without_skipped(optimizer, steps, args, kwargs)
@@ -273,9 +276,12 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
             steps.left_out[reducer] = reducer.n_skipped
             reducer.after_step(None)
             continue
-        steps.seen[reducer] = steps.before[reducer]
+        steps.seen[reducer], record = steps.before[reducer]
         # A closure may have ended rounds: then the gradients are not those from before the step.
-        reducer.after_step(shares if reducer.n_rounds == steps.before[reducer] else [])
+        is_of_one_round = reducer.n_rounds == steps.seen[reducer]
+        if is_of_one_round:  # a step within this one, as ZeRO's of a rank's own part, is part of it
+            reducer.record = record
+        reducer.after_step(shares if is_of_one_round else [])
 
 
 def _steps_of(optimizer: Optimizer) -> _Steps:
@@ -283,7 +289,7 @@ def _steps_of(optimizer: Optimizer) -> _Steps:
     reducers have changed since.
     """
     groups = optimizer.param_groups
-    known = tuple(id(parameter) for group in groups for parameter in group["params"])
+    known = tuple(map(id, itertools.chain.from_iterable(group["params"] for group in groups)))
     steps = _steps.get(optimizer)
     if steps is None or steps.groups != known or steps.epoch != _epoch:
         parameters = [parameter for group in groups for parameter in group["params"]]

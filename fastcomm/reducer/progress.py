@@ -29,7 +29,7 @@ class Counting(Steppable, Protocol):
     """A reducer, which counts what it has done."""
 
     _n_steps: int
-    _record: int
+    record: int
 
 
 class Stepped(NamedTuple):
@@ -73,7 +73,7 @@ class Progress(NamedTuple):
         optimizers = [*given, *known]
         scalers = [scaler_of(one) for one in optimizers]
         return Progress(
-            [(reducer.n_rounds, reducer._n_steps, reducer._record) for reducer in reducers],
+            [(reducer.n_rounds, reducer._n_steps, reducer.record) for reducer in reducers],
             [type(one).__name__ for one in states],
             any(not isinstance(one, (torch.optim.Optimizer, GradScaler)) for one in states),
             [

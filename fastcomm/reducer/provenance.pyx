@@ -15,7 +15,7 @@ from itertools import count
 
 from torch import strided
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t
 
 # An attribute of gradients that are not views of a flat buffer: one of the states below, and a
 # number. What is known of views is kept by slot.
@@ -274,23 +274,24 @@ def is_of_this_rank(gradient):
 
 
 def checksum(list references, uint32_t turn):
-    """Of some elements of some parameters on the CPU: the first, the last, and two more. Which
-    ones changes with `turn`, so that a bucket of many parameters costs no more than one of few.
-    Equal parameters have equal ones; 0 stands for unknown.
+    """Hashes four elements of up to 8 of these parameters, of those that lie in the CPU's memory.
+    `turn` chooses which, so that a bucket of many parameters costs no more than one of few. Never
+    returns 0.
     """
     cdef uint32_t value = 0x1C9DC5, spread = turn
     cdef Py_ssize_t numel, size, i, n = len(references), first = 0
     cdef const char *data
     if n > MOST_COMPARED:
-        first = <uint64_t>turn * MOST_COMPARED % n
+        # of the hashed turn: turns that go up by a stride leave no parameter out
+        first = (<uint32_t>(turn * <uint32_t>2654435761) >> 16) % n
     for i in range(min(n, MOST_COMPARED)):
         parameter = references[(first + i) % n]()
-        if parameter is None:
+        if parameter is None or not parameter.is_cpu:
             continue
         numel = parameter.numel()
-        if not numel:
-            continue
         data = <const char *><size_t>parameter.data_ptr()
+        if not numel or data == NULL:  # its storage may have been freed
+            continue
         size = parameter.element_size()
         value = _mixed(value, data, size)
         if not parameter.is_contiguous():

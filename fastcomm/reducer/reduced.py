@@ -7,6 +7,7 @@ Decides in one place whether gradients are reduced. How rounds begin and end is 
 from __future__ import annotations
 
 import abc
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 
@@ -38,7 +39,7 @@ class ReducedGradients(ReducerFlags):
     local_steps: LocalSteps
     _buckets: list[Bucket]
     _n_steps: int
-    _record: int
+    record: int
     _compares_steps: bool
     _last_stepped: list[Share]
     _round: Round | None
@@ -82,9 +83,10 @@ class ReducedGradients(ReducerFlags):
             return
         self._n_steps += 1
         self._note_stepped(shares)
+        compares = self._compares_steps and self.sharded_by.sharding() is None
         for number, slots in shares:
             self._buckets[number].provenance.note_stepped(slots, self.n_rounds)
-            if self._compares_steps and self.sharded_by.sharding() is None:
+            if compares and slots:
                 self._buckets[number].note_step(self.n_rounds)
 
     def _note_stepped(self, shares: list[Share]) -> None:
@@ -92,7 +94,7 @@ class ReducedGradients(ReducerFlags):
         self._last_stepped = shares
         n_all = sum(len(bucket.names) for bucket in self._buckets)
         if sum(len(slots) for _, slots in shares) != n_all:
-            self._record += zlib.crc32(str([tuple(share) for share in shares]).encode())
+            self.record += zlib.crc32(str([tuple(share) for share in shares]).encode())
 
     def _last_in_words(self) -> str:
         """For messages: what this rank has stepped last."""
@@ -184,8 +186,8 @@ class ReducedGradients(ReducerFlags):
         if max_norm <= 0:
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._require_all_reduced()
-        if not self.skipped and not self.steps_alone:
-            self._record += zlib.crc32(f"clip {float(max_norm)}".encode())
+        if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:
+            self.record += zlib.crc32(f"clip {float(max_norm)}".encode())
         return norms.clip_(self._buckets, max_norm, self.comm)
 
     def nonfinite_count(self) -> Tensor:

@@ -152,7 +152,7 @@ class Reducer(UnevenData):
         self.number = 0  # among the reducers of the communicator
         self.n_rounds = 0  # that have ended as they should
         self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
-        self._record = 0  # of what was stepped, and how gradients were clipped
+        self.record = 0  # of what was stepped, and how gradients were clipped
         self._compares_steps = False  # a few elements of what they have made of the parameters
         self._last_stepped = []
         self._timeline: Timeline | None = None
@@ -217,8 +217,7 @@ class Reducer(UnevenData):
             self.comm
         )
         self.number = next_number(self.comm)
-        self._n_steps = self._record = 0
-        self._last_stepped = []
+        self._n_steps = self.record = 0
         self._tuning.begin(self.n_rounds)
         self._make_buckets(source)
 
@@ -239,6 +238,7 @@ class Reducer(UnevenData):
                 self.comm.abandon()
             note_abandoned(error)
             raise
+        self._last_stepped = []  # by the numbers of the buckets before
         self._handles = take_over(self, self._buckets, self.comm.has_streams)
         if self._timeline is not None:
             self._timeline.follow(self._buckets, source)
@@ -361,7 +361,7 @@ class Reducer(UnevenData):
                 self._buckets,
                 self.op,
                 number,
-                steps_made(self._n_steps, self._record),
+                steps_made(self._n_steps, self.record),
                 observer,
                 weighted,
                 self._skipping,

@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         name="join: rounds and steps are not made equal",
         file=JOIN,
-        old="            reducer.n_rounds, reducer._n_steps, reducer._record = furthest\n",
+        old="            reducer.n_rounds, reducer._n_steps, reducer.record = furthest\n",
         new="",
         tests=_TRAINING,
     ),

@@ -24,6 +24,15 @@ RECORD_TESTS = "tests/reducer/test_steps.py"
 
 MUTATIONS = (
     Mutation(
+        name="steps: those within a step are recorded, too",
+        file="fastcomm/reducer/optimizer_steps.py",
+        old="            reducer.record = record\n",
+        new="            pass\n",
+        tests=(
+            f"{DRIFT}::test_an_optimizer_that_steps_a_part_on_each_rank_and_shares_it_may_step",
+        ),
+    ),
+    Mutation(
         name="steps: what they have made of the parameters is not compared",
         file="fastcomm/reducer/bucket.py",
         old="        self.stepped = checksum(self._references, n_rounds)\n",
@@ -54,7 +63,7 @@ MUTATIONS = (
     Mutation(
         name="steps: how gradients are clipped is not compared",
         file="fastcomm/reducer/reduced.py",
-        old="        if not self.skipped and not self.steps_alone:\n",
+        old="        if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:\n",
         new="        if False:\n",
         tests=(f"{RECORD_TESTS}::test_ranks_that_made_as_many_steps_but_others_all_hear_of_it",),
     ),
@@ -124,7 +133,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: a round that ended within a step counts as stepped",
         file=STEPS,
-        old="shares if reducer.n_rounds == steps.before[reducer] else []",
+        old="shares if is_of_one_round else []",
         new="shares",
         tests=STEPS_TESTS,
     ),
@@ -195,8 +204,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: steps count on after refresh()",
         file=REDUCER,
-        old="        self._n_steps = self._record = 0\n",
-        new="        self._record = 0\n",
+        old="        self._n_steps = self.record = 0\n",
+        new="        self.record = 0\n",
         tests=("tests/reducer/test_steps.py",),
     ),
     Mutation(

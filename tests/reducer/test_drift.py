@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fastcomm
 from fastcomm import MismatchError
+from tests.support.bodies import communicator
 from tests.support.models import backward, mlp
-from tests.support.ranks import on_ranks
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("transport"),
@@ -129,3 +132,58 @@ def test_rows_of_a_sparse_embedding_that_drift_apart_are_found(comm):
     with pytest.raises(MismatchError, match=DIFFER):
         step()
     reducer.detach()
+
+
+def _train_with_a_part_on_each_rank(place):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    address = f"file://{place.directory}/gloo"
+    dist.init_process_group("gloo", address, rank=place.rank, world_size=place.world_size)
+    model = mlp()
+    reducer = fastcomm.Reducer(communicator(place)).attach(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for step in range(3):
+        train(model, optimizer, place.rank, step)
+    reducer.check_in_sync()
+    dist.destroy_process_group()
+
+
+def test_an_optimizer_that_steps_a_part_on_each_rank_and_shares_it_may_step(transport):
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    values_of(fresh_ranks(2, _train_with_a_part_on_each_rank, transport=transport, env=env))
+
+
+@on_ranks(2)
+def test_a_norm_that_one_rank_takes_by_clipping_to_infinity_is_no_difference(comm):
+    model, reducer, optimizer = attached(comm)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        if comm.rank:
+            reducer.clip_grad_norm_(float("inf"))
+        optimizer.step()
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_ranks_that_have_stepped_alone_may_begin_to_average(comm):
+    model, reducer, optimizer = attached(comm)
+    train(model, optimizer, comm.rank)
+    step_what_no_sync_has_left(comm, model, reducer, optimizer)
+    with fastcomm.LocalSGD(reducer, every=1):
+        train(model, optimizer, comm.rank)
+    train(model, optimizer, comm.rank)
+    reducer.check_in_sync()
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_a_parameter_without_memory_is_not_looked_at(comm):
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "freed": nn.Linear(4, 4)})
+    fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model["used"].parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model["used"](torch.ones(1, 4)).sum().backward()
+        model["freed"].weight.untyped_storage().resize_(0)
+        optimizer.step()

@@ -109,6 +109,8 @@ def test_a_checkpoint_by_torch_is_refused_before_it_drops_state(comm, n_steps, t
             call()
     assert all(parameter.grad is None for parameter in model.parameters())
     pair.train(first=n_steps)
+    if hasattr(recipes._get_fqns, "cache_clear"):  # torch 2.7 keeps models for good
+        recipes._get_fqns.cache_clear()
 
 
 @on_ranks(2)

@@ -34,7 +34,7 @@ _start_process: Callable[..., None] = subprocess.Popen.__init__
 
 
 def python(
-    *arguments: str | Path, timeout: float = 100, **options: Any
+    *arguments: str | Path, timeout: float = 270, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """How `python *arguments` has ended. For the options see `pythons`."""
     (done,) = pythons([arguments], timeout=timeout, **options)
@@ -46,7 +46,7 @@ def pythons(
     *,
     env: Environment = NO_VARIABLES,
     imports: Sequence[str | Path] = (),
-    timeout: float = 100,
+    timeout: float = 270,
 ) -> list[subprocess.CompletedProcess[str]]:
     """How each `python *command` has ended, one after the other. `env` is added to the environment;
     `imports`, of modules or of what a script imports, are done once for all of them.

@@ -39,7 +39,7 @@ from tests.support.rank_process import Environment, serve, stacks_path
 from tests.support.stand_ins import environment, stand_ins
 from tests.support.transports import environment_of
 
-TIME_LIMIT = 60.0
+TIME_LIMIT = 180.0
 # Once one rank has failed, the others have this long to answer: they may be waiting for a rank that
 # will never come.
 GRACE = 15.0

@@ -21,7 +21,7 @@ def printed_by(script: Path, *arguments: str, folder: Path | None = None, ranks:
     """What the ranks print, rank 0 first. folder: where they run, and leave their files."""
     common = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RESTART_COUNT": "0"}
     environments = [one | common for one in torchrun_env(ranks)]
-    outcomes = fresh_ranks(ranks, _run, script, arguments, folder, env=environments, timeout=100)
+    outcomes = fresh_ranks(ranks, _run, script, arguments, folder, env=environments, timeout=280)
     return "".join(values_of(outcomes))
 
 

@@ -47,7 +47,7 @@ def test_the_fork_server_does_not_start_cuda(tmp_path):
 def test_the_fork_server_refuses_to_serve_once_cuda_was_started(tmp_path):
     code = "import torch; torch.cuda.is_available(); import tests.support.preload"
     starts, errors = _starts_of_cuda(tmp_path, code)
-    assert starts == 1
+    assert starts > 0
     assert "has started CUDA: ranks could not use a GPU" in errors
 
 
