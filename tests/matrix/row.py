@@ -30,7 +30,7 @@ Run = Callable[[nn.Module, int, int], object]  # of a model, a rank and the numb
 
 ROWS: dict[str, Row] = {}
 
-_HEARD = r"rank \d+ abandoned"
+_HEARD = r"rank [\d, ]+ abandoned"
 _TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
     torch.float32: (1e-5, 1e-6),

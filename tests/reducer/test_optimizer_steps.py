@@ -19,7 +19,7 @@ class Reducer:
 
     def __init__(self, number: int, order: int, steps: list[str]) -> None:
         self.number, self._order, self._steps = number, order, steps
-        self.n_rounds = 10 * number
+        self.n_rounds, self.record = 10 * number, 0
 
     def __hash__(self) -> int:
         return self._order
