@@ -115,7 +115,7 @@ def test_several_optimizers_and_local_steps_count_alike_on_all_ranks(comm):
 
 
 def _step_another_optimizer(comm, model, reducer):
-    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+    halves = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model[0], model[2:])]
     halves[comm.rank].step()
     return r"rank [01] has last stepped \d parameters, [0-4]\.\w+ \.\.\. [0-4]\.\w+\."
 
@@ -123,13 +123,13 @@ def _step_another_optimizer(comm, model, reducer):
 def _clip_alone(comm, model, reducer):
     if comm.rank == 1:
         reducer.clip_grad_norm_(1e-3)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
     return r"have not called clip_grad_norm_\(\) alike"
 
 
 def _clip_to_numbers_of_their_own(comm, model, reducer):
     reducer.clip_grad_norm_(1e-3 * (1 + comm.rank))
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
     return r"on every rank, with the same max_norm"
 
 
@@ -139,6 +139,7 @@ def _clip_to_numbers_of_their_own(comm, model, reducer):
 )
 @on_ranks(2)
 def test_ranks_that_made_as_many_steps_but_others_all_hear_of_it(comm, differ):
+    """Of steps that change nothing: what comes of others is compared, too."""
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)

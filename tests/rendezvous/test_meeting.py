@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_communicators_of_one_process_do_not_meet_at_one_place():
     first, second = (bootstrap.own_part(store, 0)[0] for _ in range(2))
     first.set("1/0", "a value of rank 0's")
     assert not second.check(["1/0"])
+
+
+def test_a_process_that_comes_after_all_have_met_finds_a_place_of_its_own(monkeypatch):
+    store = HashStore()
+    part, pass_on = bootstrap.own_part(store, 0)
+    met = bootstrap.StoreBootstrap(part, 0, 1, timedelta(seconds=9), pass_on=pass_on)
+    assert met.exchange("a value") == ["a value"]
+    assert part.check(["1/0"])
+    monkeypatch.setattr(bootstrap, "_PROCESS", "another one")
+    assert not bootstrap.own_part(store, 0)[0].check(["1/0"])
 
 
 def _wait_for(place, fact: str) -> None:
