@@ -51,7 +51,7 @@ one_core() {
 
 # What ends rounds, communicators and processes out of turn.
 endings=(
-    tests/contract/test_{abandon,ending,late_ranks,lost_peers}.py
+    tests/contract/test_{abandon,ending,forks,late_ranks,lost_peers}.py
     tests/reducer/test_{autograd,disagreement,failed_steps,interrupts,lifetimes}.py
     tests/nccl/test_{abandon,ending,lost_peers}.py
     tests/shm/test_{abandon,deadlines,interrupts,lost_peers}.py

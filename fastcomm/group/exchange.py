@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,6 +49,8 @@ MOST_JOINED = CARRIED_NBYTES // 16
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
 _NEVER_SENT = 2**30  # a tag
+_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_kept: list[Any] = []  # the groups of a forked child's parent
 
 
 class Exchange:
@@ -64,6 +68,7 @@ class Exchange:
         self._owns_group = group is None
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
+        _exchanges.add(self)
 
     def connect(self, store: Store, timeout: timedelta) -> None:
         """Makes a private Gloo group, if it has no group. Collective. Its addresses are those of
@@ -294,6 +299,14 @@ class Exchange:
     def _wait(self, work: Any) -> None:
         work.wait()
         self.moved_at = time.monotonic()
+
+
+def _keep_groups() -> None:
+    """In a forked child: a Gloo group waits for its threads when it is freed. Here it has none."""
+    _kept.extend(exchange.group for exchange in _exchanges)
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 
 def _gaps(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:

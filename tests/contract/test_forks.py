@@ -20,14 +20,17 @@ from tests.support.transports import over
 pytestmark = pytest.mark.usefixtures("transport")
 
 
-def _fork(place):
+def _fork(place, is_idle):
     comm = communicator(place)
     tensor = comm.empty(50_000, dtype=torch.float32).fill_(1)
     work = comm.all_reduce(torch.ones(5000), async_op=True)
+    if is_idle:
+        work.wait()
+        time.sleep(0.3)  # until no thread holds anything of the communicator's
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writing, _of_what_use_is(comm, work).encode())
+        os.write(writing, _of_what_use_is(comm, None if is_idle else work).encode())
         del comm, work, tensor  # nor may the child take anything from its parent
         gc.collect()
         os._exit(0)
@@ -47,14 +50,16 @@ def _fork(place):
 
 
 def _of_what_use_is(comm, work):
-    """What a forked child hears about the communicator of its parent, one line per attempt."""
+    """What a forked child hears about the communicator of its parent, one line per attempt. work:
+    under way, or None."""
     attempts = [
         comm.barrier,
         lambda: comm.all_reduce(torch.ones(4)),
         lambda: comm.empty(4, dtype=torch.float32),
         comm.abandon,
-        work.wait,
     ]
+    if work is not None:
+        attempts.append(work.wait)
     answers = []
     for attempt in attempts:
         try:
@@ -68,11 +73,12 @@ def _of_what_use_is(comm, work):
     return "\n".join(answers)
 
 
+@pytest.mark.parametrize("is_idle", [False, True], ids=["busy", "idle"])
 @over(2)
-def test_a_forked_child_is_told_and_its_parent_goes_on(transport, world_size):
-    for answer, pid in values_of(new_ranks(transport, world_size, _fork)):
+def test_a_forked_child_is_told_and_its_parent_goes_on(transport, world_size, is_idle):
+    for answer, pid in values_of(new_ranks(transport, world_size, _fork, is_idle)):
         lines = answer.splitlines()
-        assert len(lines) == 5
+        assert len(lines) == (4 if is_idle else 5)
         assert all(
             "fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines
         ), answer

@@ -23,6 +23,16 @@ KEPT = (
 
 MUTATIONS = (
     Mutation(
+        name="group: a forked child frees the group of its parent",
+        file=EXCHANGE,
+        old="os.register_at_fork(after_in_child=_keep_groups)",
+        new="",
+        tests=(
+            "tests/contract/test_forks.py::"
+            "test_a_forked_child_is_told_and_its_parent_goes_on[group-2-idle]",
+        ),
+    ),
+    Mutation(
         name="group: abandon() posts another one though it joins the others",
         file=QUEUE,
         old="            if theirs is None:\n                self._append(own)\n",
