@@ -20,17 +20,14 @@ from tests.support.transports import over
 pytestmark = pytest.mark.usefixtures("transport")
 
 
-def _fork(place, is_idle):
+def _fork(place):
     comm = communicator(place)
     tensor = comm.empty(50_000, dtype=torch.float32).fill_(1)
     work = comm.all_reduce(torch.ones(5000), async_op=True)
-    if is_idle:
-        work.wait()
-        time.sleep(0.3)  # until no thread holds anything of the communicator's
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writing, _of_what_use_is(comm, None if is_idle else work).encode())
+        os.write(writing, _of_what_use_is(comm, work).encode())
         del comm, work, tensor  # nor may the child take anything from its parent
         gc.collect()
         os._exit(0)
@@ -50,16 +47,14 @@ def _fork(place, is_idle):
 
 
 def _of_what_use_is(comm, work):
-    """What a forked child hears about the communicator of its parent, one line per attempt. work:
-    under way, or None."""
+    """What a forked child hears about the communicator of its parent, one line per attempt."""
     attempts = [
         comm.barrier,
         lambda: comm.all_reduce(torch.ones(4)),
         lambda: comm.empty(4, dtype=torch.float32),
         comm.abandon,
+        work.wait,
     ]
-    if work is not None:
-        attempts.append(work.wait)
     answers = []
     for attempt in attempts:
         try:
@@ -73,15 +68,33 @@ def _of_what_use_is(comm, work):
     return "\n".join(answers)
 
 
-@pytest.mark.parametrize("is_idle", [False, True], ids=["busy", "idle"])
 @over(2)
-def test_a_forked_child_is_told_and_its_parent_goes_on(transport, world_size, is_idle):
-    for answer, pid in values_of(new_ranks(transport, world_size, _fork, is_idle)):
+def test_a_forked_child_is_told_and_its_parent_goes_on(transport, world_size):
+    for answer, pid in values_of(new_ranks(transport, world_size, _fork)):
         lines = answer.splitlines()
-        assert len(lines) == (4 if is_idle else 5)
+        assert len(lines) == 5
         assert all(
             "fork" in line and str(pid) in line and "fastcomm.init" in line for line in lines
         ), answer
+
+
+def _drop_it_in_children(place):
+    comm = communicator(place)
+    for _ in range(8):  # what a group does when it is freed depends on how often it was used
+        comm.all_reduce(torch.ones(5000))
+        time.sleep(0.05)  # until no thread holds anything of the communicator's
+        child = os.fork()
+        if child == 0:
+            del comm
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    comm.barrier()
+
+
+@over(2)
+def test_a_forked_child_may_drop_the_communicator_of_its_idle_parent(transport, world_size):
+    values_of(new_ranks(transport, world_size, _drop_it_in_children))
 
 
 def _use_a_data_loader(place):

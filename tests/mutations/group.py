@@ -29,7 +29,7 @@ MUTATIONS = (
         new="",
         tests=(
             "tests/contract/test_forks.py::"
-            "test_a_forked_child_is_told_and_its_parent_goes_on[group-2-idle]",
+            "test_a_forked_child_may_drop_the_communicator_of_its_idle_parent[group-2]",
         ),
     ),
     Mutation(
