@@ -16,6 +16,28 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.gradient_hook import EndOfBackward
 
 
+def _n_names(parameter: torch.Tensor) -> int:
+    return sys.getrefcount(parameter.grad)
+
+
+_parameter = torch.zeros(1, requires_grad=True, device="cpu")
+_parameter.grad = torch.zeros(1, device="cpu")
+_N_NAMES = _n_names(_parameter)  # of a gradient that nobody else holds: by the version of torch
+del _parameter
+
+
+def is_gradient_held(parameter: torch.Tensor) -> bool:
+    """Whether the parameter has a gradient of which, or of whose memory, somebody may hold another
+    tensor.
+    """
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
+    del gradient
+    return is_part or _n_names(parameter) > _N_NAMES
+
+
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """As register_post_accumulate_grad_hook. After swap_tensors torch forgets to tell its C++ half
     of the hook; setting the hooks again tells it.

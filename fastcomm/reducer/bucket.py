@@ -17,7 +17,7 @@ from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
-from fastcomm.reducer.autograd import is_hooked_behind
+from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.geometry import strides_of, view_of
 from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
 from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
@@ -115,7 +115,10 @@ class Bucket(Counter):
         self._untouched: dict[int, Tensor | None] = {}
         # gradients of earlier rounds, to which a backward without data has added nothing
         self._emptied: dict[int, Tensor] = {}
-        self._with_graph: dict[int, Tensor] = {}  # gradients that can themselves be differentiated
+        # gradients that stay in .grad, where settle() puts the values: those that can themselves be
+        # differentiated, and those that the user has another name for
+        self._staying: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
         self.count_anew(len(layout.slots))
 
     def _view(self, i: int) -> Tensor:
@@ -172,6 +175,7 @@ class Bucket(Counter):
             taking_part = self._leave_out(taking_part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
+        self._note_staying()
         own = [] if inspect is None else _gradients_of(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
@@ -243,8 +247,28 @@ class Bucket(Counter):
                 and parameter.grad is not None
                 and parameter.grad.requires_grad
             ):
-                self._with_graph[i] = parameter.grad
+                self._staying[i] = parameter.grad
                 parameter.grad = parameter.grad.detach()
+
+    def _note_staying(self) -> None:
+        """Notes gradients that the user holds, too, from before the first round: who zeroes a flat
+        buffer of his own in each step relies on it. Until he puts others in their place.
+        """
+        if self._held is None:
+            # not of a sharded model, whose gradients have to go
+            some = [] if self._is_shared else self.parameters
+            self._held = {
+                i: parameter.grad
+                for i, parameter in enumerate(some)
+                if parameter is not None
+                and parameter.grad is not None
+                and is_gradient_held(parameter)
+            }
+        for i, gradient in list(self._held.items()):
+            parameter = self._references[i]()
+            if parameter is None or parameter.grad is not gradient:
+                del self._held[i]
+        self._staying.update(self._held)
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
         """Raises FastcommError naming the parameter whose gradient does not fit its slot."""
@@ -386,9 +410,9 @@ class Bucket(Counter):
         work = self._bound.posted
         left = self._settle_missing(work) if work is not None and self._untouched else []
         self.provenance.note_round(number, left)
-        for i, gradient in self._with_graph.items():
+        for i, gradient in self._staying.items():
             parameter = self._references[i]()
-            if parameter is not None:
+            if parameter is not None and parameter.grad is not gradient:  # else it was left there
                 # not seen by autograd: the graph is that of this rank's gradient
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
@@ -476,7 +500,7 @@ class Bucket(Counter):
         self._n_writes = []
         self._untouched.clear()
         self._emptied.clear()
-        self._with_graph.clear()
+        self._staying.clear()
         self.provenance.begin_period()
         self.count_anew(len(self.views))
 

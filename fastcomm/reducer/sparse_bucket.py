@@ -121,7 +121,7 @@ class SparseBucket(Bucket):
         self._producers = Producers(comm.cuda) if comm.has_streams else None
         # of messages, kept from round to round
         self._memory = torch.empty(0, dtype=torch.uint8, device=comm.device)
-        self._untouched, self._emptied, self._with_graph = {}, {}, {}
+        self._untouched, self._emptied, self._staying = {}, {}, {}
         self.reset()
 
     def reset(self) -> None:

@@ -22,7 +22,40 @@ UNREDUCED_TESTS = (UNREDUCED,)
 DRIFT = "tests/reducer/test_drift.py"
 RECORD_TESTS = "tests/reducer/test_steps.py"
 
+HELD_TESTS = "tests/reducer/test_defects.py::test_gradients_that_the_user_holds_too_stay_his"
+
 MUTATIONS = (
+    Mutation(
+        name="reducer: gradients that the user holds are replaced",
+        file="fastcomm/reducer/bucket.py",
+        old="        self._staying.update(self._held)\n",
+        new="",
+        tests=(HELD_TESTS,),
+    ),
+    Mutation(
+        name="reducer: parts of the user's flat buffer are replaced",
+        file="fastcomm/reducer/autograd.py",
+        old="return is_part or ",
+        new="return ",
+        tests=(HELD_TESTS,),
+    ),
+    Mutation(
+        name="reducer: gradients in a list of the user's are replaced",
+        file="fastcomm/reducer/autograd.py",
+        old="return is_part or _n_names(parameter) > _N_NAMES",
+        new="return is_part",
+        tests=(HELD_TESTS,),
+    ),
+    Mutation(
+        name="reducer: a held gradient that no rank has made is averaged",
+        file="fastcomm/reducer/bucket.py",
+        old="parameter is not None and parameter.grad is not gradient:  # else",
+        new="parameter is not None:  # else",
+        tests=(
+            "tests/reducer/test_defects.py::"
+            "test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is",
+        ),
+    ),
     Mutation(
         name="steps: those within a step are recorded, too",
         file="fastcomm/reducer/optimizer_steps.py",

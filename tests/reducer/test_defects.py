@@ -169,6 +169,62 @@ def test_a_gradient_made_by_hand_is_found_out_wherever_it_lies(comm):
         optimizer.step()
 
 
+def _flat_gradients(model):
+    """A buffer of the user's own, of which the gradients are parts; and what zeroes them."""
+    lengths = [p.numel() for p in model.parameters()]
+    flat = torch.zeros(sum(lengths))
+    for p, part in zip(model.parameters(), flat.split(lengths), strict=True):
+        p.grad = part.view_as(p)
+    return flat.zero_
+
+
+def _listed_gradients(model):
+    backward(model, 0)
+    grads = [p.grad for p in model.parameters()]
+    return lambda: torch._foreach_zero_(grads)
+
+
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+@pytest.mark.parametrize("gradients", [_flat_gradients, _listed_gradients])
+@on_ranks(2)
+def test_gradients_that_the_user_holds_too_stay_his(comm, gradients, when):
+    """He zeroes them under his own name, in every step."""
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm)
+    if when == "after attach":
+        reducer.attach(model)
+    with reducer.no_sync():
+        zero = gradients(model)
+    before = [p.grad for p in model.parameters()]
+    if when == "before attach":
+        reducer.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        zero()
+        backward(model, comm.rank)
+        assert_gradients(model, expected)
+        assert all(p.grad is b for p, b in zip(model.parameters(), before, strict=True))
+        reducer.clip_grad_norm_(1e6)
+        optimizer.step()
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+    assert not any(p.grad is b for p, b in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+def test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is(comm):
+    model = Heads(3)
+    unused = model.heads[2].weight
+    held = unused.grad = torch.full_like(unused, 0.1)
+    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    for step in range(2):
+        loss_of(model, comm.rank, step, 0, 1).backward()
+        assert unused.grad is held
+        assert (held == 0.1).all()
+
+
 @on_ranks(2)
 def test_gradients_of_unused_parameters_are_looked_at_too(comm):
     model = Heads()
