@@ -9,6 +9,7 @@ Ends with 1 if a mutation survives. This tree has to be built.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import os
 import shutil
@@ -52,7 +53,10 @@ class Tree:
         modules = {name: self._module(name) for name in mutation.extensions}
         before = {path: path.read_bytes() for path in (source, *modules.values())}
         try:
-            source.write_text(source.read_text().replace(mutation.old, mutation.new))
+            defective = mutation.of(source.read_text())
+            if source.suffix == ".py":
+                ast.parse(defective)  # what cannot be imported is noticed by any test
+            source.write_text(defective)
             for name, module in modules.items():
                 self._compile(name, module)
             yield

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutations.anchor import replaced
+
 
 @dataclass(frozen=True)
 class Mutation:
-    """One defect: in `file`, `old`, which occurs there once, becomes `new`.
+    """One defect: in the function `within` of `file`, `old` becomes `new`; see anchor.py.
 
     tests: those that must fail with it, as pytest's arguments.
     equivalent: why nobody can see it. It is not run then; it stands here so that nobody looks for a
@@ -17,10 +19,15 @@ class Mutation:
 
     name: str
     file: str
+    within: str
     old: str
     new: str
     tests: tuple[str, ...] = ()
     equivalent: str = ""
+
+    def of(self, text: str) -> str:
+        """The text of the file with the defect. Raises LookupError if it has no place for it."""
+        return replaced(self.file, text, self.within, self.old, self.new)
 
     @property
     def extensions(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: a mean is scaled twice where the wire has another dtype",
         file=BUCKET,
+        within="NcclBucket._launch_on",
         old="self.scattering.unflatten_on(stream, wire, 1, True)",
         new="self.scattering.unflatten_on(stream, wire, scale, True)",
         tests=("tests/reducer/test_by_hand.py::test_reduce_passes_through_the_wire_dtype",),
@@ -33,13 +34,15 @@ MUTATIONS = (
     Mutation(
         name="nccl: last round's presence stays in the wire whatever it was",
         file=BUCKET,
-        old="\n                        or self.last is None or self.last.token is not work.token)",
-        new=" or self.last is None)",
+        within="NcclBucket.launch",
+        old="or self.last is None or self.last.token is not work.token",
+        new="or self.last is None",
         tests=("tests/reducer/test_buckets.py",),
     ),
     Mutation(
         name="a gradient whose sign torch has only noted is read as it lies",
         file=SLOT,
+        within="GradientSlot.fits",
         old="is_changed = is_neg(gradient) or (",
         new="is_changed = (",
         tests=("tests/contract/test_gather.py",),
@@ -47,13 +50,15 @@ MUTATIONS = (
     Mutation(
         name="nccl: numbers go on when the ranks meet anew",
         file=LAUNCHES,
-        old="        self.number = 0\n",
+        within="Launches.begin_epoch",
+        old="self.number = 0",
         new="",
         tests=(f"{ABANDON_TESTS}::test_numbers_begin_anew_when_the_ranks_have_met",),
     ),
     Mutation(
         name="nccl: the youngest launch is what the watchdog sees",
         file=LAUNCHES,
+        within="Launches.oldest_unfinished",
         old="if oldest is None or ticket.number < oldest.number:",
         new="if oldest is None or ticket.number > oldest.number:",
         tests=(
@@ -63,7 +68,8 @@ MUTATIONS = (
     Mutation(
         name="nccl: the ranks of a second abandonment meet in the epoch of the first",
         file=LINK,
-        old="        if self.is_split_up:\n            self.epoch += 1\n",
+        within="Link.abandon",
+        old=("if self.is_split_up:\n    self.epoch += 1"),
         new="",
         tests=(
             "tests/contract/test_abandon.py::"
@@ -73,23 +79,25 @@ MUTATIONS = (
     Mutation(
         name="nccl: a work of an abandoned epoch says nothing",
         file=LINK,
-        old="if self.is_split_up or epoch != self.epoch:\n            raise",
-        new="if self.is_split_up and epoch != self.epoch:\n            raise",
+        within="Link.check_work",
+        old="if self.is_split_up or epoch != self.epoch:",
+        new="if self.is_split_up and epoch != self.epoch:",
         tests=(f"{ABANDON_TESTS}::test_a_work_that_was_abandoned_says_so",),
     ),
     Mutation(
         name="nccl: an abandonment counts but once",
         file=LINK,
-        old="        interruption, self.interruption = self.interruption, None\n"
-        "        self.n_abandoned += 1\n",
-        new="        interruption, self.interruption = self.interruption, None\n",
+        within="Link._take_interruption",
+        old="self.n_abandoned += 1",
+        new="",
         tests=(ABANDON_TESTS,),
     ),
     Mutation(
         name="nccl: close() waits for graphs that are alive",
         file=LINK,
-        old="        if self.graphs.count() > 0:\n            raise FastcommError",
-        new="        if self.graphs.count() > 99:\n            raise FastcommError",
+        within="Link.close",
+        old="if self.graphs.count() > 0:",
+        new="if self.graphs.count() > 99:",
         tests=(
             f"{LAUNCH_TESTS}::test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs",
         ),
@@ -97,49 +105,55 @@ MUTATIONS = (
     Mutation(
         name="nccl: a close that fails leaves the communicator of NCCL's",
         file=LANE,
-        old="        call.is_given_up = True\n",
-        new="        call.is_given_up, self.comm = True, NULL\n",
+        within="Lane.close",
+        old="call.is_given_up = True",
+        new="call.is_given_up, self.comm = True, NULL",
         tests=("tests/nccl/test_ending.py",),
     ),
     Mutation(
         name="nccl: a communicator is aborted beside its revocation",
         file=LANE,
-        old="            self._revoke()\n            self._wait_for_graphs()\n"
-        "            self._abort()\n",
-        new="            self._abort()\n            self._revoke()\n",
+        within="_Abort.make",
+        old=("self._revoke()\nself._wait_for_graphs()\nself._abort()"),
+        new=("self._abort()\nself._revoke()"),
         tests=("tests/nccl/test_ending.py",),
     ),
     Mutation(
         name="nccl: a communicator is freed under the graphs that have captured it",
         file=LANE,
-        old="            self._wait_for_graphs()\n",
+        within="_Abort.make",
+        old="self._wait_for_graphs()",
         new="",
         tests=(f"{LAUNCH_TESTS}::test_a_graph_may_outlive_an_aborted_communicator",),
     ),
     Mutation(
         name="nccl: abort() waits for graphs to go",
         file=LANE,
-        old="        if is_alive:\n            self.over.set()\n",
+        within="_Abort._wait_for_graphs",
+        old=("if is_alive:\n    self.over.set()"),
         new="",
         tests=(f"{LAUNCH_TESTS}::test_a_graph_may_outlive_an_aborted_communicator",),
     ),
     Mutation(
         name="nccl: a close that was given up finalizes what is gone",
         file=LANE,
-        old="        if not self.is_given_up:\n",
-        new="        if True:\n",
+        within="_Finalize.make",
+        old="if not self.is_given_up:",
+        new="if True:",
         tests=("tests/nccl/test_ending.py",),
     ),
     Mutation(
         name="nccl: memory of an aborted communicator stays registered",
         file=MEMORY,
-        old="if allocation.comm == comm:\n                registered.app",
-        new="if comm == NULL and allocation.comm == comm:\n                registered.app",
+        within="Pool.forget",
+        old="if allocation.comm == comm:",
+        new="if comm == NULL and allocation.comm == comm:",
         tests=("tests/nccl/test_memory.py", ABANDON_TESTS),
     ),
     Mutation(
         name="nccl: windows are lost with an aborted communicator",
         file=MEMORY,
+        within="Pool.forget",
         old="in registered if is_idle else ():",
         new="in ():",
         tests=("tests/nccl/test_memory.py",),
@@ -147,6 +161,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: windows come back in whatever order the buckets are in",
         file=LINK,
+        within="Link._register_again",
         old="sorted(self.rejoining, key=_label)",
         new="sorted(self.rejoining, key=_label, reverse=self.rank == 1)",
         tests=("tests/nccl/test_memory.py",),
@@ -154,6 +169,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: a bucket that not all ranks have left gets a window",
         file=LINK,
+        within="Link._register_again",
         old="has_windows and bucket.label in self.common_labels",
         new="has_windows",
         tests=("tests/nccl/test_memory.py",),
@@ -161,6 +177,7 @@ MUTATIONS = (
     Mutation(
         name="cuda: the second part of many tensors reads the first part's addresses",
         file=MULTI_TENSOR,
+        within="MultiTensor._launch",
         old="parameters[0] = &self.addresses[part.first]",
         new="parameters[0] = &self.addresses[0]",
         tests=("tests/nccl/test_multi_tensor.py",),
@@ -168,6 +185,7 @@ MUTATIONS = (
     Mutation(
         name="cuda: statistics of the first part alone",
         file=MULTI_TENSOR,
+        within="MultiTensor.square_sum",
         old="return self.stats[:, 0, 0].sum()",
         new="return self.stats[0, 0, 0]",
         tests=("tests/nccl/test_multi_tensor.py",),
@@ -175,6 +193,7 @@ MUTATIONS = (
     Mutation(
         name="cuda: a tile begins where the one before it does",
         file=MULTI_TENSOR,
+        within="tiles_of",
         old='tiles["offset"] = offsets[tensor] + done',
         new='tiles["offset"] = offsets[tensor]',
         tests=("tests/nccl/test_multi_tensor.py",),
@@ -182,7 +201,8 @@ MUTATIONS = (
     Mutation(
         name="cuda: a graph that captures twice is counted twice",
         file=GRAPHS,
-        old="            self.newest = identifier\n",
+        within="CapturedGraphs.note_capture",
+        old="self.newest = identifier",
         new="",
         tests=(
             f"{LAUNCH_TESTS}::test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs",
@@ -191,7 +211,8 @@ MUTATIONS = (
     Mutation(
         name="nccl: the garbage collector clears a ticket that is used again",
         file=LANE,
-        old="@cython.no_gc_clear  # a work that is collected hands its ticket on\n",
+        within="",
+        old="@cython.no_gc_clear  # a work that is collected hands its ticket on",
         new="",
         tests=(
             "tests/nccl/test_launches.py::"
@@ -201,6 +222,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: a close waits for what the other ranks have yet to leave",
         file=LINK,
+        within="Link.close",
         old="min(timeout, FREE_S))",
         new="timeout)",
         tests=(
@@ -210,6 +232,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: nobody hears that a communicator could not be freed",
         file=LANE,
+        within="errors_of",
         old="return [call.error for call in over if call.error is not None]",
         new="return []",
         tests=(ENDING_TESTS,),
@@ -217,6 +240,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: what has interrupted a round is raised itself",
         file=LINK,
+        within="Link._take_interruption",
         old="return again(interruption)",
         new="return interruption",
         tests=(KEPT,),

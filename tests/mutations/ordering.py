@@ -32,6 +32,7 @@ MUTATIONS = (
     Mutation(
         name="order: the event before a collective is not recorded",
         file=COMMUNICATOR,
+        within="_launch_on",
         old="driver.record_event(lane.ready.handle, current)",
         new="0",
         tests=(ON_ONE,),
@@ -39,6 +40,7 @@ MUTATIONS = (
     Mutation(
         name="order: a collective's lane does not wait for the caller's stream",
         file=COMMUNICATOR,
+        within="_launch_on",
         old="driver.wait_event(stream, lane.ready.handle, 0)",
         new="0",
         tests=(ON_ONE,),
@@ -46,6 +48,7 @@ MUTATIONS = (
     Mutation(
         name="order: the event after a collective is not recorded",
         file=COMMUNICATOR,
+        within="_launch_on",
         old="driver.record_event(ticket.done.handle, stream)",
         new="0",
         tests=(ON_ONE,),
@@ -53,6 +56,7 @@ MUTATIONS = (
     Mutation(
         name="order: the event after a collective is recorded on the caller's stream",
         file=COMMUNICATOR,
+        within="_launch_on",
         old="driver.record_event(ticket.done.handle, stream)",
         new="driver.record_event(ticket.done.handle, current)",
         tests=(ON_ONE,),
@@ -60,34 +64,42 @@ MUTATIONS = (
     Mutation(
         name="order: broadcast_all() does not wait",
         file=COMMUNICATOR,
-        old="        self.cuda.order_current_after(ticket.done)\n\n    def all_gather_single",
-        new="\n    def all_gather_single",
+        within="NcclCommunicator.broadcast_all",
+        old="self.cuda.order_current_after(ticket.done)",
+        new="",
         tests=(ON_ONE,),
     ),
     Mutation(
         name="order: wait() does not wait",
         file=COMMUNICATOR,
-        old="        current = self.link.cuda.order_current_after(self.ticket.done)\n",
-        new="        current = self.link.cuda.current_stream()\n",
+        within="NcclWork.wait",
+        old="current = self.link.cuda.order_current_after(self.ticket.done)",
+        new="current = self.link.cuda.current_stream()",
         tests=(ON_ONE,),
     ),
     Mutation(
         name="order: a second wait() does not wait",
         file=COMMUNICATOR,
-        old="            self.link.cuda.order_current_after(self.ticket.done)\n            if",
-        new="            if",
+        within="NcclWork.wait",
+        old=(
+            "            self.link.cuda.order_current_after(self.ticket.done)\n"
+            "            if self.divided is not None:"
+        ),
+        new="if self.divided is not None:",
         tests=(ON_OTHERS,),
     ),
     Mutation(
         name="order: a second wait() does not wait for a division",
         file=COMMUNICATOR,
-        old="                self.link.cuda.order_current_after(self.divided)\n",
-        new="                pass\n",
+        within="NcclWork.wait",
+        old="self.link.cuda.order_current_after(self.divided)",
+        new="pass",
         tests=(ON_OTHERS,),
     ),
     Mutation(
         name="order: the event after a division is not recorded",
         file=COMMUNICATOR,
+        within="NcclWork._divide",
         old="driver.record_event(self.divided.handle, current)",
         new="0",
         tests=(ON_OTHERS,),
@@ -95,42 +107,48 @@ MUTATIONS = (
     Mutation(
         name="order: a sum is not recorded for the stream that divides it",
         file=COMMUNICATOR,
-        old="                cuda.record_stream(total)\n",
-        new="                pass\n",
+        within="NcclWork._divide",
+        old="cuda.record_stream(total)",
+        new="pass",
         tests=(ON_OTHERS,),
     ),
     Mutation(
         name="order: a work lets go of its tensors wherever it is waited for",
         file=COMMUNICATOR,
-        old="        if current == self.launched_on:  # else",
-        new="        if True:  # else",
+        within="NcclWork.wait",
+        old="if current == self.launched_on:  # else",
+        new="if True:  # else",
         tests=(ON_OTHERS,),
     ),
     Mutation(
         name="order: nothing keeps the tensors of a work that nobody waits for",
         file=COMMUNICATOR,
-        old="            ticket.tensors = work.tensors  # kept also if nobody waits\n",
-        new="            pass\n",
+        within="NcclCommunicator._collective",
+        old="ticket.tensors = work.tensors  # kept also if nobody waits",
+        new="pass",
         tests=(FOR_NOTHING,),
     ),
     Mutation(
         name="order: barrier() does not wait for its collective",
         file=COMMUNICATOR,
-        old="        self.link.wait_for((<Lane>self.link.lanes[0]).ticket)\n",
+        within="NcclCommunicator.barrier",
+        old="self.link.wait_for((<Lane>self.link.lanes[0]).ticket)",
         new="",
         tests=(f"{ORDERING}::test_a_barrier_waits_for_the_device",),
     ),
     Mutation(
         name="order: the wait for a barrier does not block",
         file=COMMUNICATOR,
-        old="            self.link.wait_for(self.ticket)\n",
-        new="            pass\n",
+        within="NcclWork.wait",
+        old="self.link.wait_for(self.ticket)",
+        new="pass",
         tests=(f"{ORDERING}::test_a_barrier_waits_for_the_device",),
     ),
     # -- a bucket --
     Mutation(
         name="order: the event before a bucket's reduction is not recorded",
         file=BUCKET,
+        within="NcclBucket._launch_on",
         old="driver.record_event(self.lane.ready.handle, current)",
         new="0",
         tests=(TRAINING,),
@@ -138,6 +156,7 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket's lane does not wait for the caller's stream",
         file=BUCKET,
+        within="NcclBucket._launch_on",
         old="driver.wait_event(stream, self.lane.ready.handle, 0)",
         new="0",
         tests=(TRAINING,),
@@ -145,6 +164,7 @@ MUTATIONS = (
     Mutation(
         name="order: the event after a bucket's reduction is not recorded",
         file=BUCKET,
+        within="NcclBucket._launch_on",
         old="driver.record_event(self.ticket.done.handle, stream)",
         new="0",
         tests=(TRAINING,),
@@ -152,22 +172,24 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket is done before it is cast back",
         file=BUCKET,
-        old="""\
-            if scatters:
-                self.scattering.unflatten_on(stream, wire, 1, True)
-            _record(ended, stream)
-            check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
-""",
-        new="""\
-            check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
-            if scatters:
-                self.scattering.unflatten_on(stream, wire, 1, True)
-""",
+        within="NcclBucket._launch_on",
+        old=(
+            "if scatters:\n"
+            "    self.scattering.unflatten_on(stream, wire, 1, True)\n"
+            "_record(ended, stream)\n"
+            'check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")'
+        ),
+        new=(
+            'check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")\n'
+            "if scatters:\n"
+            "    self.scattering.unflatten_on(stream, wire, 1, True)"
+        ),
         tests=(TRAINING,),
     ),
     Mutation(
         name="order: a bucket is flattened on the lane",
         file=BUCKET,
+        within="NcclBucket._launch_on",
         old="self.gathering.flatten_on(current, wire, scale, divisor)",
         new="self.gathering.flatten_on(stream, wire, scale, divisor)",
         tests=(TRAINING,),
@@ -175,6 +197,7 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket is cast back on the caller's stream",
         file=BUCKET,
+        within="NcclBucket._launch_on",
         old="self.scattering.unflatten_on(stream, wire, 1, True)",
         new="self.scattering.unflatten_on(current, wire, 1, True)",
         tests=(TRAINING,),
@@ -182,21 +205,23 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket's wait() does not wait",
         file=BUCKET,
-        old="        self.awaited_on = self.bucket.link.cuda.order_current_after("
-        "self.bucket.ticket.done)\n",
-        new="        self.awaited_on = self.bucket.link.cuda.current_stream()\n",
+        within="NcclBucketWork.wait",
+        old="self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.ticket.done)",
+        new="self.awaited_on = self.bucket.link.cuda.current_stream()",
         tests=(TRAINING,),
     ),
     Mutation(
         name="order: a bucket is gathered before its last round is over",
         file=BUCKET,
-        old="        if not is_known and not self.is_captured",
-        new="        if False and not is_known and not self.is_captured",
+        within="NcclBucket._order_after_last",
+        old="if not is_known and not self.is_captured",
+        new="if False and not is_known and not self.is_captured",
         tests=(ROUNDS,),
     ),
     Mutation(
         name="order: whoever waited for the last round, all streams know of it",
         file=BUCKET,
+        within="NcclBucket._order_after_last",
         old="is_known = last.is_awaited and current == last.awaited_on",
         new="is_known = last.is_awaited",
         tests=(ROUNDS,),
@@ -204,42 +229,48 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket is not ordered after its gradients' streams",
         file=BUCKET,
-        old="            self.producers.order_before(current)\n",
+        within="NcclBucket._order_gathering",
+        old="self.producers.order_before(current)",
         new="",
         tests=(PRODUCERS,),
     ),
     Mutation(
         name="order: a bucket does not note its gradients' streams",
         file=BUCKET,
-        old="        self.producers.note()\n",
-        new="        pass\n",
+        within="NcclBucket.note_stream",
+        old="self.producers.note()",
+        new="pass",
         tests=(PRODUCERS,),
     ),
     Mutation(
         name="order: a gradient that was copied is not kept",
         file=BUCKET,
-        old="            self.producers.keep(gradient)\n        elif",
-        new="        elif",
+        within="NcclBucket._take",
+        old="self.producers.keep(gradient)",
+        new="",
         tests=(PRODUCERS,),
     ),
     Mutation(
         name="order: gradients that the launch reads are not kept",
         file=BUCKET,
-        old="                self.producers.keep(gradient)\n        self.kept",
-        new="                pass\n        self.kept",
+        within="NcclBucket._release",
+        old="self.producers.keep(gradient)",
+        new="pass",
         tests=(PRODUCERS,),
     ),
     Mutation(
         name="order: gradients are dropped before the launch",
         file=BUCKET,
-        old="            self.kept.append(gradient)\n",
-        new="            pass\n",
+        within="NcclBucket._take",
+        old="self.kept.append(gradient)",
+        new="pass",
         tests=(PRODUCERS, TRAINING),
     ),
     # -- streams of gradients, by driver.pyx --
     Mutation(
         name="order: no event of another producer's stream is recorded",
         file=DRIVER,
+        within="Producers.order_before",
         old="driver.record_event(self.side.handle, other)",
         new="0",
         tests=(PRODUCERS,),
@@ -247,6 +278,7 @@ MUTATIONS = (
     Mutation(
         name="order: no event of another producer's stream is waited for",
         file=DRIVER,
+        within="Producers.order_before",
         old="driver.wait_event(current, self.side.handle, 0)",
         new="0",
         tests=(PRODUCERS,),
@@ -254,20 +286,23 @@ MUTATIONS = (
     Mutation(
         name="order: keep() records nothing",
         file=DRIVER,
-        old="                self.device.record_stream(tensor)\n",
-        new="                pass\n",
+        within="Producers.keep",
+        old="self.device.record_stream(tensor)",
+        new="pass",
         tests=(PRODUCERS,),
     ),
     Mutation(
         name="order: a wait for an event does nothing",
         file=DRIVER,
-        old="            code = driver.wait_event(current, event.handle, 0)\n",
-        new="            code = 0\n",
+        within="Device.order_current_after",
+        old="code = driver.wait_event(current, event.handle, 0)",
+        new="code = 0",
         tests=(TRAINING,),
     ),
     Mutation(
         name="order: synchronize() does not",
         file=DRIVER,
+        within="Device.synchronize",
         old="driver.synchronize()",
         new="0",
         tests=(FREED,),
@@ -276,70 +311,80 @@ MUTATIONS = (
     Mutation(
         name="order: a backward ends without waiting for its buckets",
         file=REDUCER_BUCKET,
-        old="            work.wait()\n",
-        new="            pass\n",
+        within="Bucket.finish",
+        old="work.wait()",
+        new="pass",
         tests=(TRAINING,),
     ),
     Mutation(
         name="order: a hooked bucket is not ordered after its gradients' streams",
         file=HOOKED_BUCKET,
-        old="        self._producers.order_before_current()\n",
+        within="HookedBucket._order_gathering",
+        old="self._producers.order_before_current()",
         new="",
         tests=(TWO_STREAMS,),
     ),
     Mutation(
         name="order: a hooked bucket does not note its gradients' streams",
         file=HOOKED_BUCKET,
-        old="            self._producers.note()\n",
-        new="            pass\n",
+        within="HookedBucket.note_stream",
+        old="self._producers.note()",
+        new="pass",
         tests=(TWO_STREAMS,),
     ),
     Mutation(
         name="order: a hooked bucket does not keep its gradients",
         file=HOOKED_BUCKET,
-        old="                self._producers.keep(gradient)\n",
-        new="                pass\n",
+        within="HookedBucket._release",
+        old="self._producers.keep(gradient)",
+        new="pass",
         tests=(TWO_STREAMS,),
     ),
     Mutation(
         name="order: a hooked bucket does not wait for its presence",
         file=HOOKED_BUCKET,
-        old="        self._known.wait()\n",
+        within="_HookedWork.wait",
+        old="self._known.wait()",
         new="",
         tests=(TWO_STREAMS,),
     ),
     Mutation(
         name="order: a bucket's hook is not waited for",
         file=HOOKED_BUCKET,
-        old="    value = future.wait()\n",
-        new="    value = future._tensor  # as the test's hook has it\n",
+        within="_value",
+        old="future.wait()",
+        new="future._tensor",
         tests=(TWO_STREAMS,),
     ),
     Mutation(
         name="order: a gradient's hook does not note its stream",
         file=HOOK,
-        old="            self.note_stream()\n",
-        new="            pass\n",
+        within="GradientHook.__call__",
+        old="self.note_stream()",
+        new="pass",
         tests=(TWO_STREAMS,),
     ),
     # -- memory --
     Mutation(
         name="order: memory is freed while the device uses it",
         file=MEMORY,
-        old="            self.device.synchronize()\n",
+        within="Pool.give_back",
+        old="self.device.synchronize()",
         new="",
         tests=(FREED,),
     ),
     Mutation(
         name="order: a busy communicator is split",
         file=LINK,
-        old="            self.wait_for((<Lane>self.lanes[0]).ticket)\n            with",
-        new="            with",
+        within="Link.lane",
+        old="self.wait_for((<Lane>self.lanes[0]).ticket)",
+        new="",
         tests=(f"{ORDERING}::test_a_lane_is_split_off_when_the_first_is_idle",),
     ),
     Mutation(
         name="order: close() does not wait for the device",
         file=LANE,
+        within="_Finalize.make",
         old="driver.synchronize_stream(self.lane.stream.handle)",
         new="0",
         tests=("tests/nccl/test_ending.py",),
@@ -348,9 +393,9 @@ MUTATIONS = (
     Mutation(
         name="order: the watchdog lets go of tensors before their collective is over",
         file=LAUNCHES,
-        old="                if looks[i].code != CUDA_ERROR_NOT_READY:\n",
-        new="                ticket.tensors = None\n"
-        "                if looks[i].code != CUDA_ERROR_NOT_READY:\n",
+        within="Launches.oldest_unfinished",
+        old="if looks[i].code != CUDA_ERROR_NOT_READY:",
+        new=("ticket.tensors = None\nif looks[i].code != CUDA_ERROR_NOT_READY:"),
         tests=(FOR_NOTHING,),
     ),
 )

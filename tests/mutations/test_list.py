@@ -19,11 +19,12 @@ def text_of(path: str) -> str:
 
 
 def faults_of(mutation: Mutation) -> Iterator[str]:
-    n_found = text_of(mutation.file).count(mutation.old)
-    if n_found != 1:
-        yield f"{mutation.file} holds the old text {n_found} times"
-    if mutation.new == mutation.old:
-        yield "it changes nothing"
+    before = text_of(mutation.file)
+    try:
+        if mutation.of(before) == before:
+            yield "it changes nothing"
+    except LookupError as error:
+        yield str(error)
     if bool(mutation.tests) == bool(mutation.equivalent):
         yield "it is either killed or equivalent"
     for test in mutation.tests:
