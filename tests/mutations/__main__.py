@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -20,12 +21,15 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutations import MUTATIONS
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# A few tests at a time: what most of them do without is not loaded.
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "FASTCOMM_TESTS_PRELOAD": "little"}
 LIMIT_S = 300.0  # what takes longer hangs, and so has noticed the mutation
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv", ".*_cache", "temp.*", "lib.*", "torch-versions", "__pycache__")
@@ -83,7 +87,7 @@ class Tree:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
             cwd=self._path,
-            env={**os.environ, "PYTHONPATH": str(self._path), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(self._path)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -123,18 +127,27 @@ def table(verdicts: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
-    only = parser.parse_args().only
-    chosen = [one for one in MUTATIONS if any(part in one.name for part in only)]
-    verdicts: dict[str, str] = {}
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
+    options = parser.parse_args()
+    chosen = [one for one in MUTATIONS if any(part in one.name for part in options.only)]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        tree = Tree(Path(folder, "tree"))
-        for mutation in chosen:
-            before = time.monotonic()
-            verdict = verdicts[mutation.name] = verdict_on(tree, mutation)
+        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+        for i in range(min(options.jobs, len(chosen))):
+            trees.put(Tree(Path(folder, f"tree-{i}")))
+
+        def judge(mutation: Mutation) -> str:
+            tree, before = trees.get(), time.monotonic()
+            verdict = verdict_on(tree, mutation)
+            trees.put(tree)
             print(f"{verdict:10}  {mutation.name}  ({time.monotonic() - before:.0f} s)", flush=True)
+            return verdict
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            found = pool.map(judge, chosen)
+            verdicts = dict(zip((one.name for one in chosen), found, strict=True))
         # One that fails anyway has noticed nothing.
         noticing = sorted({test for one in chosen for test in one.tests})
-        is_sound = not noticing or not tree.fails(noticing, limit_s=None)
+        is_sound = not noticing or not trees.get().fails(noticing, limit_s=None)
     print(table(verdicts))
     if not is_sound:
         print("but some of these tests fail, or take too long, without any mutation, too")

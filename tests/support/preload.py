@@ -17,22 +17,25 @@ from tests.support.huge_pages import gather_memory
 # Else the import of torch's compiler asks for GPUs (built for CUDA, before torch 2.13).
 os.environ["TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER"] = "0"
 gc.disable()  # which would look through all that has been loaded so far, again and again
-for name in (
+MUCH = (
     "torch._dynamo",
     "torch._dynamo.backends.debugging",  # which looking up any backend imports
     "torch._inductor.compile_fx",  # which compiling imports
-    "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
     "matplotlib.backends.backend_agg",  # which most benchmarks draw with
     "matplotlib.figure",
-    "fastcomm",
     "tests.matrix",
     "tests.programs",
+)
+LITTLE = (
+    "torch.distributed",
+    "fastcomm",
     "tests.support.collective_checks",
     "tests.support.process_groups",
     "tests.support.rank_process",
-):
+)
+for name in LITTLE if os.environ.get("FASTCOMM_TESTS_PRELOAD") == "little" else MUCH + LITTLE:
     with contextlib.suppress(ImportError):  # hypothesis may be missing where there is a GPU
         importlib.import_module(name)
 del os.environ["TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER"]
