@@ -27,15 +27,12 @@ del _parameter
 
 
 def is_gradient_held(parameter: torch.Tensor) -> bool:
-    """Whether the parameter has a gradient of which, or of whose memory, somebody may hold another
-    tensor.
+    """Whether somebody else holds the parameter's gradient, or a tensor of which he has made it a
+    view. Not every gradient that shares its memory is: autograd cuts some from one piece.
     """
-    gradient = parameter.grad
-    if gradient is None or gradient.layout is not torch.strided:
+    if parameter.grad is None or parameter.grad.layout is not torch.strided:
         return False
-    is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
-    del gradient
-    return is_part or _n_names(parameter) > _N_NAMES
+    return parameter.grad._base is not None or _n_names(parameter) > _N_NAMES
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -119,6 +119,7 @@ class Bucket(Counter):
         # differentiated, and those that the user has another name for
         self._staying: dict[int, Tensor] = {}
         self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
+        self._has_dropped = False  # since then, so that .grad is None by no will of the user's
         self.count_anew(len(layout.slots))
 
     def _view(self, i: int) -> Tensor:
@@ -171,11 +172,11 @@ class Bucket(Counter):
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.provenance.taking_part(taking_part, self.ready)
+        self._note_staying()
         if is_empty:
             taking_part = self._leave_out(taking_part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
-        self._note_staying()
         own = [] if inspect is None else _gradients_of(taking_part)
         missing = self._gather(taking_part)
         self._is_gathered = True
@@ -266,8 +267,10 @@ class Bucket(Counter):
             }
         for i, gradient in list(self._held.items()):
             parameter = self._references[i]()
-            if parameter is None or parameter.grad is not gradient:
+            has_replaced = parameter is None or parameter.grad is not gradient
+            if has_replaced and not self._has_dropped:
                 del self._held[i]
+        self._has_dropped = False
         self._staying.update(self._held)
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
@@ -507,6 +510,7 @@ class Bucket(Counter):
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
         self.provenance.forget_rounds()
+        self._has_dropped = True
         if self.share is not None:
             self.share.drop()
         for parameter in self.parameters:

@@ -22,7 +22,8 @@ UNREDUCED_TESTS = (UNREDUCED,)
 DRIFT = "tests/reducer/test_drift.py"
 RECORD_TESTS = "tests/reducer/test_steps.py"
 
-HELD_TESTS = "tests/reducer/test_defects.py::test_gradients_that_the_user_holds_too_stay_his"
+DEFECTS = "tests/reducer/test_defects.py"
+HELD_TESTS = f"{DEFECTS}::test_gradients_that_the_user_holds_too_stay_his"
 
 MUTATIONS = (
     Mutation(
@@ -34,31 +35,44 @@ MUTATIONS = (
         tests=(HELD_TESTS,),
     ),
     Mutation(
-        name="reducer: parts of the user's flat buffer are replaced",
+        name="reducer: views of the user's are replaced",
         file="fastcomm/reducer/autograd.py",
         within="is_gradient_held",
-        old="is_part or _n_names(parameter) > _N_NAMES",
-        new="_n_names(parameter) > _N_NAMES",
+        old="parameter.grad._base is not None",
+        new="False",
         tests=(HELD_TESTS,),
     ),
     Mutation(
         name="reducer: gradients in a list of the user's are replaced",
         file="fastcomm/reducer/autograd.py",
         within="is_gradient_held",
-        old="is_part or _n_names(parameter) > _N_NAMES",
-        new="is_part",
+        old="_n_names(parameter) > _N_NAMES",
+        new="False",
         tests=(HELD_TESTS,),
     ),
     Mutation(
-        name="reducer: a held gradient that no rank has made is averaged",
+        name="reducer: slices that autograd has cut from one piece are the user's",
+        file="fastcomm/reducer/autograd.py",
+        within="is_gradient_held",
+        old="parameter.grad._base is not None",
+        new="parameter.grad.untyped_storage().nbytes() > parameter.grad.nbytes",
+        tests=(f"{DEFECTS}::test_gradients_that_autograd_has_cut_from_one_piece_are_views",),
+    ),
+    Mutation(
+        name="reducer: a held gradient that no rank has made is reduced again",
         file="fastcomm/reducer/bucket.py",
         within="Bucket.settle",
         old="parameter is not None and parameter.grad is not gradient",
         new="parameter is not None",
-        tests=(
-            "tests/reducer/test_defects.py::"
-            "test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is",
-        ),
+        tests=(f"{DEFECTS}::test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is",),
+    ),
+    Mutation(
+        name="reducer: a dropped round takes from the user what he holds",
+        file="fastcomm/reducer/bucket.py",
+        within="Bucket.drop_gradients",
+        old="self._has_dropped = True",
+        new="",
+        tests=(f"{DEFECTS}::test_held_gradients_come_back_after_a_round_that_was_dropped",),
     ),
     Mutation(
         name="steps: those within a step are recorded, too",

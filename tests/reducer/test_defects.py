@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import gc
 import multiprocessing
 import subprocess
@@ -25,6 +26,7 @@ from tests.support.models import (
     assert_gradients,
     backward,
     batch,
+    gradients,
     loss_of,
     mean_gradients,
     mlp,
@@ -196,7 +198,7 @@ def test_gradients_that_the_user_holds_too_stay_his(comm, gradients, when):
         reducer.attach(model)
     with reducer.no_sync():
         zero = gradients(model)
-    before = [p.grad for p in model.parameters()]
+    before = [p.grad.data_ptr() for p in model.parameters()]
     if when == "before attach":
         reducer.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -204,25 +206,71 @@ def test_gradients_that_the_user_holds_too_stay_his(comm, gradients, when):
         zero()
         backward(model, comm.rank)
         assert_gradients(model, expected)
-        assert all(p.grad is b for p, b in zip(model.parameters(), before, strict=True))
+        assert [p.grad.data_ptr() for p in model.parameters()] == before
         reducer.clip_grad_norm_(1e6)
         optimizer.step()
     model.zero_grad()
     backward(model, comm.rank)
     assert_gradients(model, expected)
-    assert not any(p.grad is b for p, b in zip(model.parameters(), before, strict=True))
+    assert not {p.grad.data_ptr() for p in model.parameters()} & {*before}
 
 
 @on_ranks(2)
 def test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is(comm):
     model = Heads(3)
     unused = model.heads[2].weight
-    held = unused.grad = torch.full_like(unused, 0.1)
-    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    held = unused.grad = torch.full_like(unused, 0.5)
+    fastcomm.Reducer(comm, op="sum", **SMALL_BUCKETS).attach(model)
     for step in range(2):
         loss_of(model, comm.rank, step, 0, 1).backward()
         assert unused.grad is held
-        assert (held == 0.1).all()
+        assert (held == 1).all(), "reduced once, when it was new"
+
+
+@pytest.mark.parametrize("why", ["skipped", "no weight"])
+@on_ranks(2)
+def test_held_gradients_come_back_after_a_round_that_was_dropped(comm, why):
+    """A round that is dropped, and a rank of no weight, leave .grad empty for a while."""
+    model = mlp()
+    zero = _flat_gradients(model)
+    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(4):
+        has_all = why == "skipped" or step != 1
+        run = functools.partial(backward, step=step)
+        expected = mean_gradients(mlp(), comm.world_size if has_all else 1, run)
+        if why == "no weight":
+            reducer.set_weight(1 if has_all else 1 - comm.rank)
+        elif step == 1 and comm.rank == 0:
+            reducer.skip_step()
+        zero()
+        backward(model, comm.rank, step)
+        optimizer.step()
+        if not reducer.skipped:
+            assert_gradients(model, expected)
+
+
+class Fused(nn.Module):
+    """Its weight is cut from two pairs of parameters, whose gradients are slices of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.full((n, 8), 0.1 * n) for n in (3, 1, 3, 1))
+
+    def forward(self, x):
+        a, b, c, d = self.parts
+        return nn.functional.linear(x, torch.cat([a, b]) + torch.cat([c, d]))
+
+
+@on_ranks(2)
+def test_gradients_that_autograd_has_cut_from_one_piece_are_views(comm):
+    model = Fused()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+    reducer.clip_grad_norm_(0.5)
+    assert float(torch.nn.utils.get_total_norm(gradients(model))) == pytest.approx(0.5, rel=1e-4)
 
 
 @on_ranks(2)
