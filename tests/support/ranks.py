@@ -43,6 +43,7 @@ TIME_LIMIT = 180.0
 # Once one rank has failed, the others have this long to answer: they may be waiting for a rank that
 # will never come.
 GRACE = 15.0
+MOST_RANKS = 20  # that wait for work, of each pytest worker: each holds 0.1 GB of memory
 NO_VARIABLES: Environment = MappingProxyType({})
 
 
@@ -103,8 +104,11 @@ class Ranks:
         self, world_size: int, body: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> list[Outcome]:
         key = self.transport, world_size
-        if key not in self._worlds:
-            self._worlds[key] = _World(world_size, transport=self.transport, lasts=True)
+        world = self._worlds.pop(key, None)
+        if world is None:
+            self._make_room(world_size)
+            world = _World(world_size, transport=self.transport, lasts=True)
+        self._worlds[key] = world  # the newest is last
         # In between they stand still: threads of Gloo's wake up a hundred times a second.
         self._worlds[key].signal(signal.SIGCONT)
         try:
@@ -114,6 +118,11 @@ class Ranks:
             raise
         self._worlds[key].signal(signal.SIGSTOP)
         return outcomes
+
+    def _make_room(self, n: int) -> None:
+        """Ends the worlds that have waited longest, so that `n` more ranks fit."""
+        while self._worlds and sum(size for _, size in self._worlds) + n > MOST_RANKS:
+            self._worlds.pop(next(iter(self._worlds))).close()
 
     def _drop(self, world_size: int) -> None:
         self._worlds.pop((self.transport, world_size)).close()
