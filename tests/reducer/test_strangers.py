@@ -110,6 +110,7 @@ def test_reduce_refuses_gradients_by_hand_of_what_no_bucket_holds(comm, change):
     name = change(model)
     for p in model.parameters():
         p.grad = torch.full_like(p, comm.rank + 1.0) if p.requires_grad else None
+    finish_together(comm)
     # Another rank may say so first.
     with pytest.raises(FastcommError, match=rf"parameter {name} .*refresh\(\)|abandoned"):
         reducer.reduce()
@@ -126,6 +127,7 @@ def test_reduce_refuses_gradients_by_hand_of_what_no_bucket_holds(comm, change):
 def test_the_other_ranks_hear_of_a_reduce_that_one_rank_refuses(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
+    finish_together(comm)
     if comm.rank == 1:
         insert(model)
         model[4].weight.grad = torch.ones(16, 16)
