@@ -20,6 +20,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError
+from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
     Heads,
@@ -278,6 +279,7 @@ def test_gradients_of_unused_parameters_are_looked_at_too(comm):
     model = Heads()
     fastcomm.Reducer(comm).attach(model)
     loss_of(model, comm.rank, 0, 0, 1).backward()
+    finish_together(comm)
     one, other = (head.weight for head in model.heads)
     one.grad, other.grad = other.grad, one.grad
     with pytest.raises(FastcommError, match="heads.*weight lies in that of another one"):

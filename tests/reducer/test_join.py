@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
+from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT, over
@@ -465,7 +466,9 @@ def test_all_ranks_stop_with_the_first(comm, is_loop):
                 loss_of(model, data_of(comm.rank, i)).backward()
                 optimizer.step()
                 n_steps += 1
-        assert n_steps == min(counts)
+                if n_steps == min(counts):
+                    finish_together(comm)
+        assert n_steps == min(counts), (counts, n_steps, n_given)
         assert n_given == min(counts) or not is_loop
         assert reducer.data_exhausted == (n == min(counts))
         total += n_steps

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
+from tests.support.bodies import finish_together
 from tests.support.models import replica_of, seed
 from tests.support.process_groups import gloo
 from tests.support.ranks import on_ranks
@@ -421,6 +422,7 @@ def test_gradients_are_guarded_as_dense_ones_are(comm):
     model.zero_grad()
     loss_of(model, comm.rank).backward()
     optimizer.step()
+    finish_together(comm)
     model.table.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with pytest.raises(FastcommError, match=r"parameter table\.weight was dropped in a hook"):
         loss_of(model, comm.rank).backward()
