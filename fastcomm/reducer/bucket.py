@@ -119,7 +119,7 @@ class Bucket(Counter):
         # differentiated, and those that the user has another name for
         self._staying: dict[int, Tensor] = {}
         self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
-        self._has_dropped = False  # since then, so that .grad is None by no will of the user's
+        self._taken: set[int] = set()  # whose .grad is None by no will of the user's
         self.count_anew(len(layout.slots))
 
     def _view(self, i: int) -> Tensor:
@@ -203,6 +203,7 @@ class Bucket(Counter):
         or with_nan, where that does not travel, the op of all ranks: a NaN is the vote then.
         """
         self._is_vote = True
+        self._note_staying()
         missing = self._bound.gather([None] * len(self.views))
         self._is_gathered = True
         if with_nan:
@@ -268,9 +269,8 @@ class Bucket(Counter):
         for i, gradient in list(self._held.items()):
             parameter = self._references[i]()
             has_replaced = parameter is None or parameter.grad is not gradient
-            if has_replaced and not self._has_dropped:
+            if has_replaced and i not in self._taken:
                 del self._held[i]
-        self._has_dropped = False
         self._staying.update(self._held)
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
@@ -415,11 +415,12 @@ class Bucket(Counter):
         self.provenance.note_round(number, left)
         for i, gradient in self._staying.items():
             parameter = self._references[i]()
-            if parameter is not None and parameter.grad is not gradient:  # else it was left there
+            if parameter is not None and i not in left:
                 # not seen by autograd: the graph is that of this rank's gradient
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
                 self.provenance.note_kept(i)
+                self._taken.discard(i)
         if self.share is not None:
             self.share.take_round(self.parameters, self.views)
 
@@ -437,7 +438,7 @@ class Bucket(Counter):
                 parameter.grad = self.views[i]
                 continue
             if i in self._emptied:
-                before, parameter.grad = self._emptied[i], self.views[i]
+                before, parameter.grad = self._emptied[i], self._staying.get(i, self.views[i])
             if before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
             self.provenance.note_left(i)
@@ -510,7 +511,7 @@ class Bucket(Counter):
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
         self.provenance.forget_rounds()
-        self._has_dropped = True
+        self._taken.update(self._held or ())
         if self.share is not None:
             self.share.drop()
         for parameter in self.parameters:

@@ -228,6 +228,23 @@ def test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is(comm):
         assert (held == 1).all(), "reduced once, when it was new"
 
 
+@on_ranks(2)
+def test_a_held_gradient_that_was_dropped_comes_back_only_when_it_is_made(comm):
+    model = Heads(2)
+    unused = model.heads[1].weight
+    held = unused.grad = torch.ones_like(unused)
+    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step, used in enumerate(((0, 1), (0,), (0, 1))):
+        if step == 0 and comm.rank == 0:
+            reducer.skip_step()
+        held.zero_()
+        loss_of(model, comm.rank, step, *used).backward()
+        optimizer.step()
+        assert unused.grad is (held if step == 2 else None)
+    assert held.any()
+
+
 @pytest.mark.parametrize("why", ["skipped", "no weight"])
 @on_ranks(2)
 def test_held_gradients_come_back_after_a_round_that_was_dropped(comm, why):
