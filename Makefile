@@ -31,7 +31,8 @@ unexport PYTHONDONTWRITEBYTECODE
 rebuild := $(python) setup.py --quiet build_ext --inplace
 
 python_sources := setup.py fastcomm_autoload.py fastcomm tests bench examples
-cython_sources := $(wildcard fastcomm/*.pyx fastcomm/*.pxd fastcomm/*/*.pyx fastcomm/*/*.pxd)
+cython_folders := fastcomm/* fastcomm/*/*
+cython_sources := $(wildcard $(foreach one,$(cython_folders),$(one)/*.pyx $(one)/*.pxd))
 kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
@@ -88,7 +89,7 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/clang-format -i $(kernel_sources)
 
 clean:
-	rm -rf build dist *.egg-info fastcomm/*.so fastcomm/*/*.so kernels/cuda/*.fatbin \
+	rm -rf build dist *.egg-info fastcomm/*/*.so fastcomm/*/*/*.so kernels/cuda/*.fatbin \
 	    $(patsubst %.pyx,%.c,$(filter %.pyx,$(cython_sources)))
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.

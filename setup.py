@@ -20,12 +20,12 @@ def extension(name: str) -> Extension:
         f"fastcomm.{name}",
         sources=[
             f"fastcomm/{name.replace('.', '/')}.pyx",
-            *(CORE if name == "shm.ring" else ()),
-            *(["kernels/wire/blocks.c"] if name == "group.blocks" else ()),
+            *(CORE if name == "transports.shm.ring" else ()),
+            *(["kernels/wire/blocks.c"] if name == "transports.group.blocks" else ()),
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
-            *(glob("kernels/shm/reduce*.c") if name == "shm.reduce" else ()),
+            *(glob("kernels/shm/reduce*.c") if name == "transports.shm.reduce" else ()),
             *sorted(glob("fastcomm/**/*.pxd", recursive=True)),
             "setup.py",
         ],
@@ -49,26 +49,26 @@ def extension(name: str) -> Extension:
 CORE = sorted(glob("kernels/shm/*.c"))
 EXTENSIONS = (
     *(
-        "lifetime",
-        "flat_buffers",
-        "gradient_slot",
-        "group.blocks",
+        "comm.lifetime",
+        "comm.flat_buffers",
+        "comm.gradient_slot",
+        "transports.group.blocks",
         "insight.recorder",
         "reducer.gradient_hook",
         "reducer.provenance",
-        "shm.memory",
-        "shm.descriptor",
-        "shm.reduce",
-        "shm.ring",
-        "shm.bucket",
-        "shm.communicator",
-        "cuda.clock",
-        "cuda.driver",
-        "cuda.graphs",
-        "cuda.multi_tensor",
+        "transports.shm.memory",
+        "transports.shm.descriptor",
+        "transports.shm.reduce",
+        "transports.shm.ring",
+        "transports.shm.bucket",
+        "transports.shm.communicator",
+        "transports.cuda.clock",
+        "transports.cuda.driver",
+        "transports.cuda.graphs",
+        "transports.cuda.multi_tensor",
     ),
     *(
-        f"nccl.{name}"
+        f"transports.nccl.{name}"
         for name in (
             *("library", "calls", "memory", "lane", "launches", "link"),
             *("bucket", "communicator"),

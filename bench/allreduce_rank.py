@@ -143,13 +143,13 @@ class Bound:
         self.barrier = barrier
 
     def prepare(self, count: int) -> Prepared:
-        import fastcomm.shm.reduce
+        from fastcomm.transports.shm.reduce import reduce_shards
 
         shards = [
             torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype)
             for _ in range(self.settings.world_size)
         ]
-        reduce = functools.partial(fastcomm.shm.reduce.reduce_shards, shards, self.settings.op)
+        reduce = functools.partial(reduce_shards, shards, self.settings.op)
         return Prepared(shards[0], shards[0], reduce, reduce)
 
     def close(self) -> None:

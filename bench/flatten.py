@@ -47,7 +47,7 @@ from report import Times
 from torch.nn import Parameter
 
 import fastcomm
-from fastcomm.cuda.multi_tensor import MultiTensor
+from fastcomm.transports.cuda.multi_tensor import MultiTensor
 
 # A contender's turn lasts about this long: long enough for the events' resolution of half a
 # microsecond not to count.

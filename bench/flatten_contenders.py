@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from fastcomm.cuda.multi_tensor import MultiTensor
 from fastcomm.reducer.layout import plan_buckets
+from fastcomm.transports.cuda.multi_tensor import MultiTensor
 
 # All copies of a list together are so many times the L2 cache. Not more copies than this, or
 # capturing takes longer than running.

@@ -217,7 +217,7 @@ def die_with_parent() -> None:
 def become_torchrun(ranks: int) -> NoReturn:
     """Becomes torchrun with this script and these arguments."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    torchrun = ("-m", "fastcomm.torchrun", "--standalone", f"--nproc-per-node={ranks}")
+    torchrun = ("-m", "fastcomm.launching.torchrun", "--standalone", f"--nproc-per-node={ranks}")
     os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
 
 

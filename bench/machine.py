@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fastcomm.nccl.library import load, version_text
+from fastcomm.transports.nccl.library import load, version_text
 
 
 def describe() -> dict[str, object]:

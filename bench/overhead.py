@@ -41,7 +41,7 @@ from tables import Column, Spread, Table
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator
+from fastcomm.comm.communicator import BoundBucket, BucketWork, Communicator
 
 # Every part of the account, and the contestants between which it lies.
 PARTS = {

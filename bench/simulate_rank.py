@@ -25,7 +25,7 @@ from step_profile import Profile, Stopwatch, median_of
 import fastcomm
 from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.transport import SIZES, measure_costs
-from fastcomm.shm.memory import keep_freed_memory
+from fastcomm.transports.shm.memory import keep_freed_memory
 
 SCRIPT = Path(__file__).resolve()
 CALIBRATED_RANKS = 2  # of which all else is predicted

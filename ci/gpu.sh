@@ -85,7 +85,7 @@ reducer='nccl and 2 and not 3 and not 4 and not many and not thousand'
 # setup.py alone builds one extension after the other; with --parallel Cython would run in threads,
 # which it does not support.
 step build 150 bash -e -c '
-    python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*.pyx fastcomm/*/*.pyx
+    python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*/*.pyx fastcomm/*/*/*.pyx
     python3 setup.py --quiet build_ext --inplace --parallel 8'
 step kernels 60 python3 tests/gpu/launch_kernels.py
 step flatten 90 python3 bench/flatten.py --rounds 5 --json "$folder/flatten.json"

@@ -6,7 +6,7 @@
 #     bash ci/torch_versions.sh [version ...]
 #
 # The oldest version that pyproject.toml promises comes first; the newest is NEWEST_TESTED_TORCH of
-# fastcomm/rendezvous.py.
+# fastcomm/launching/rendezvous.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=build/torch-versions

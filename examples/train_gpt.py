@@ -24,7 +24,7 @@ from torch.nn.utils import parameters_to_vector
 from tqdm import tqdm
 
 import fastcomm
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 
 # Per rank and step. A step of the default model then takes about 0.4 s on one core.
 BATCH, LENGTH = 4, 128

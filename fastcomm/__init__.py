@@ -3,7 +3,7 @@ else.
 """
 
 try:
-    from fastcomm.communicator import Communicator, Work
+    from fastcomm.comm.communicator import Communicator, Work
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("fastcomm."):
         raise
@@ -21,12 +21,12 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
+from fastcomm.launching.rendezvous import init
+from fastcomm.launching.runner import launch
 from fastcomm.reducer.diloco import DiLoCo
 from fastcomm.reducer.local_sgd import LocalSGD
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.sharded import ShardedOptimizer
-from fastcomm.rendezvous import init
-from fastcomm.runner import launch
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
 from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
 

@@ -21,10 +21,10 @@ from typing import NoReturn
 import torch
 
 import fastcomm
-from fastcomm import launchers, runner
-from fastcomm.cuda import driver as cuda_driver
-from fastcomm.cuda import multi_tensor
-from fastcomm.nccl import library as nccl_library
+from fastcomm.launching import launchers, runner
+from fastcomm.transports.cuda import driver as cuda_driver
+from fastcomm.transports.cuda import multi_tensor
+from fastcomm.transports.nccl import library as nccl_library
 
 # By name: what `python -m fastcomm bench --help` says of it.
 BENCHMARKS = {
@@ -166,7 +166,7 @@ def demo(arguments: list[str]) -> NoReturn:
     if "RANK" in os.environ:  # as a rank that torchrun has started
         become(str(path), *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // 2)))
-    launcher = ("-m", "fastcomm.torchrun", "--standalone", "--nproc-per-node=2")
+    launcher = ("-m", "fastcomm.launching.torchrun", "--standalone", "--nproc-per-node=2")
     become(*launcher, str(path), *arguments)
 
 
@@ -221,7 +221,7 @@ def info() -> dict[str, str]:
 
 def shm_state() -> str:
     try:
-        importlib.import_module("fastcomm.shm.communicator")
+        importlib.import_module("fastcomm.transports.shm.communicator")
     except ImportError as error:
         return (
             f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or "

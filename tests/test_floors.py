@@ -13,10 +13,11 @@ PACKAGE = ROOT / "fastcomm"
 
 # From the ground up. Those of one floor do not import each other; inside a wing, modules may.
 FLOORS = (
-    ("errors", "autograd_stack", "collective", "flat_buffers", "gradient_slot", "lifetime"),
-    ("communicator", "cuda", "watchdog"),
-    ("shm", "nccl", "group", "objects"),
-    ("bootstrap", "launchers", "rendezvous", "call_folder", "runner", "rank_process", "torchrun"),
+    ("errors",),
+    ("comm", "transports"),  # the latter's own file, which imports nothing
+    ("transports.cuda",),
+    ("transports.shm", "transports.nccl", "transports.group"),
+    ("launching",),
     ("insight",),
     ("reducer",),
     ("torch_backend",),
@@ -25,13 +26,7 @@ FLOORS = (
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 # By module: what it uses of its own floor.
 NEIGHBOURS = {
-    "lifetime": {"errors"},
-    "group.hierarchical": {"shm"},
-    "bootstrap": {"launchers"},
-    "rendezvous": {"bootstrap", "launchers"},
-    "call_folder": {"launchers"},
-    "runner": {"call_folder"},
-    "rank_process": {"runner"},
+    "transports.group.hierarchical": {"transports.shm"},
     "__main__": {"__init__"},
 }
 
@@ -67,7 +62,7 @@ def written_by_hand() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """Of a module, without the package: "errors", "shm.memory"; a wing's own is "shm"."""
+    """Of a module, without the package: "errors", "comm.objects"; a wing's own is "comm"."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -106,24 +101,28 @@ def modules_named(source: str, names: list[str]) -> set[str]:
 
 
 def unit_of(module: str) -> str:
-    return module.partition(".")[0]
+    wing, *inner = module.split(".")
+    return f"{wing}.{inner[0]}" if wing == "transports" and inner else wing
 
 
 def test_python_imports_are_found_wherever_they_stand() -> None:
     text = (
         "import fastcomm.reducer.layout\nfrom fastcomm.errors import InitError\n"
-        "def f():\n    from fastcomm import init\nfrom fastcomm.cuda import driver\nimport torch\n"
+        "def f():\n    from fastcomm import init\n"
+        "from fastcomm.transports.cuda import driver\nimport torch\n"
     )
-    assert python_imports(text) == {"reducer.layout", "errors", "__init__", "cuda.driver"}
+    found = {"reducer.layout", "errors", "__init__", "transports.cuda.driver"}
+    assert python_imports(text) == found
 
 
 def test_cython_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "module.pyx"
     path.write_text(
-        "from fastcomm.cuda.driver cimport launch  # why\n    cimport fastcomm.shm.memory\n"
+        "from fastcomm.transports.cuda.driver cimport launch  # why\n"
+        "    cimport fastcomm.transports.shm.memory\n"
         "from fastcomm.errors import (\n    A,\n)\nfrom libc cimport math\n"
     )
-    assert imports_of(path) == {"cuda.driver", "shm.memory", "errors"}
+    assert imports_of(path) == {"transports.cuda.driver", "transports.shm.memory", "errors"}
 
 
 def test_modules_import_only_from_floors_below() -> None:

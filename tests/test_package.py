@@ -21,7 +21,7 @@ from torch.distributed import Backend
 import fastcomm
 
 ROOT = Path(__file__).resolve().parent.parent
-# By path: kernels/shm/reduce.c is a source, fastcomm/shm/reduce.c is none.
+# By path: kernels/shm/reduce.c is a source, fastcomm/transports/shm/reduce.c is none.
 CYTHON_SOURCES = [*(ROOT / "fastcomm").rglob("*.pyx"), *(ROOT / "fastcomm").rglob("*.pxd")]
 GENERATED = {path.with_suffix(".c") for path in (ROOT / "fastcomm").rglob("*.pyx")}
 NOT_SOURCES = shutil.ignore_patterns(
@@ -182,7 +182,7 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {
-        "fastcomm/shm/communicator.pyx",
+        "fastcomm/transports/shm/communicator.pyx",
         "kernels/shm/protocol.c",
         "kernels/shm/core.h",
         "Makefile",
@@ -210,7 +210,7 @@ def test_wheel_holds_types_and_scripts_but_no_sources_of_what_is_compiled(
 ) -> None:
     with zipfile.ZipFile(distributions[1]) as archive:
         names = set(archive.namelist())
-    assert {"fastcomm/py.typed", "fastcomm/shm/communicator.pyi"} <= names
+    assert {"fastcomm/py.typed", "fastcomm/transports/shm/communicator.pyi"} <= names
     assert {
         "fastcomm/examples/train_gpt.py",
         "fastcomm/bench/allreduce.py",

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import FastcommError, runner
-from fastcomm.call_folder import Raised, new_folder
+from fastcomm import FastcommError
+from fastcomm.launching import runner
+from fastcomm.launching.call_folder import Raised, new_folder
 from tests.support.forked_python import fork_python, python
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fastcomm import watchdog
+from fastcomm.comm import watchdog
+from fastcomm.comm.watchdog import Watchdog
 from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
-from fastcomm.watchdog import Watchdog
 
 PAUSE_S = 0.15  # many ticks
 

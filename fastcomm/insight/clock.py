@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fastcomm.communicator import Communicator
-from fastcomm.objects import gather_objects
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import gather_objects
 
 _N_ROUNDS = 16
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import gather_objects
 from fastcomm.insight.clock import offsets_to_rank_0
 from fastcomm.insight.steps import BucketPlan, Step
-from fastcomm.objects import gather_objects
 
 
 @dataclass(frozen=True)

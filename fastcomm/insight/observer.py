@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-from fastcomm.communicator import BucketWork
+from fastcomm.comm.communicator import BucketWork
 from fastcomm.insight.recorder import Recorder
 
 # Nsight Systems sets it in the processes it starts.

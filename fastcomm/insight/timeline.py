@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError
 from fastcomm.insight import plot, summary, trace
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import BucketPlan, Step, read_steps
-from fastcomm.objects import gather_objects
 
 
 class Bucket(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from fastcomm.insight.collectives import Cost, Link, MeasuredCosts, all_gather, reduce_scatter
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)  # bytes: 4 KiB to 16 MiB

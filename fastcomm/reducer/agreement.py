@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError, MismatchError
-from fastcomm.objects import gather_objects
 from fastcomm.reducer.model import named_parameters
 
 Named = Sequence[tuple[str, Tensor]]

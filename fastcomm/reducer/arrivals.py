@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.autograd_stack import is_inside_backward
-from fastcomm.communicator import Work
+from fastcomm.comm.autograd_stack import is_inside_backward
+from fastcomm.comm.communicator import Work
 from fastcomm.errors import FastcommError
 
 # What may be asked of a parameter without its values.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.autograd_stack import is_inside_backward
+from fastcomm.comm.autograd_stack import is_inside_backward
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.gradient_hook import EndOfBackward
 

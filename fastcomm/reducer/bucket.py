@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import FEWER_BACKWARDS, OTHERS_GRADIENT
-from fastcomm.communicator import BoundBucket, BucketWork, Communicator, Weight
+from fastcomm.comm.collective import FEWER_BACKWARDS, OTHERS_GRADIENT
+from fastcomm.comm.communicator import BoundBucket, BucketWork, Communicator, Weight
+from fastcomm.comm.flat_buffers import inside
 from fastcomm.errors import FastcommError, MismatchError
-from fastcomm.flat_buffers import inside
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.geometry import strides_of, view_of

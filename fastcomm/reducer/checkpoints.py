@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import MismatchError
-from fastcomm.objects import gather_objects
 from fastcomm.reducer import agreement
 from fastcomm.reducer.geometry import in_memory_order, strides_of
 from fastcomm.reducer.shares import Piece

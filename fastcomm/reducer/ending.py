@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from fastcomm.communicator import Communicator, note_abandoned
+from fastcomm.comm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.skipping import Skipping

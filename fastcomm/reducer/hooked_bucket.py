@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import SKIP, as_pairs
-from fastcomm.communicator import (
+from fastcomm.comm.collective import SKIP, as_pairs
+from fastcomm.comm.communicator import (
     BoundBucket,
     BucketWork,
     Communicator,
     Work,
     copy_gradients,
 )
-from fastcomm.cuda.driver import Producers
+from fastcomm.comm.flat_buffers import FlatBuffer
 from fastcomm.errors import FastcommError
-from fastcomm.flat_buffers import FlatBuffer
+from fastcomm.transports.cuda.driver import Producers
 
 NEVER = -1
 

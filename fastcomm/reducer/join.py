@@ -22,10 +22,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from fastcomm.collective import WEIGHTED_OPS
-from fastcomm.communicator import Communicator, Weight
+from fastcomm.comm.collective import WEIGHTED_OPS
+from fastcomm.comm.communicator import Communicator, Weight
+from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import AbandonedError, FastcommError
-from fastcomm.objects import gather_objects
 from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.bucket import Bucket

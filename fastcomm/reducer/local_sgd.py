@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.bucket import Bucket

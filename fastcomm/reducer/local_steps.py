@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.optimizer_steps import Share

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import Communicator, Work, note_abandoned
+from fastcomm.comm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.ending import NOTE, end, leave

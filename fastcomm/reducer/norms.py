@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from fastcomm.collective import as_pairs
-from fastcomm.communicator import Communicator
-from fastcomm.objects import called_by
+from fastcomm.comm.collective import as_pairs
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import called_by
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.sparse_rows import scale_, values_of
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcomm.collective import complex_refusal, refuse_error_feedback
-from fastcomm.communicator import Communicator
+from fastcomm.comm.collective import complex_refusal, refuse_error_feedback
+from fastcomm.comm.communicator import Communicator
 from fastcomm.reducer.hooked_bucket import Hook, HookCalls
 
 _MB = 1024 * 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_hook import GradientHook, ReducerFlags

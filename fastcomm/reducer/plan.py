@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch.nn import Parameter
 
-from fastcomm.collective import bucket_label
-from fastcomm.communicator import Communicator
+from fastcomm.comm.collective import bucket_label
+from fastcomm.comm.communicator import Communicator
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.geometry import kind_of

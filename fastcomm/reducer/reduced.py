@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fastcomm.collective import buffers_label
-from fastcomm.communicator import Communicator
+from fastcomm.comm.collective import buffers_label
+from fastcomm.comm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement, norms
 from fastcomm.reducer.bucket import Bucket

@@ -19,12 +19,13 @@ from torch import nn
 from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.autograd_stack import enclosing_backward
-from fastcomm.collective import Op, canonical_op, steps_made
-from fastcomm.communicator import Communicator, note_abandoned
+from fastcomm.comm.autograd_stack import enclosing_backward
+from fastcomm.comm.collective import Op, canonical_op, steps_made
+from fastcomm.comm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
+from fastcomm.launching.rendezvous import init
 from fastcomm.reducer import agreement, sparsity
 from fastcomm.reducer.autograd import (
     call_when_outer_goes_on,
@@ -69,7 +70,6 @@ from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.reducer.tuning import Tuning
 from fastcomm.reducer.uneven_data import UnevenData
 from fastcomm.reducer.weights import Weighting
-from fastcomm.rendezvous import init
 
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 

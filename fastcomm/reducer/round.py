@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fastcomm.autograd_stack import running_backward
-from fastcomm.collective import RECORD, SKIP, with_checksum
-from fastcomm.communicator import Communicator
+from fastcomm.comm.autograd_stack import running_backward
+from fastcomm.comm.collective import RECORD, SKIP, with_checksum
+from fastcomm.comm.communicator import Communicator
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.insight.observer import RoundObserver
 from fastcomm.reducer.autograd import call_at_end_of_backward

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fastcomm.communicator import Communicator, Work, note_abandoned
+from fastcomm.comm.communicator import Communicator, Work, note_abandoned
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer import (
     agreement,

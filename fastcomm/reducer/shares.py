@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.communicator import Communicator, Work
+from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.objects import called_by
 from fastcomm.errors import FastcommError
-from fastcomm.objects import called_by
 from fastcomm.reducer.arrivals import Arrival
 from fastcomm.reducer.geometry import view_of
 from fastcomm.reducer.layout import BucketLayout, equal_shares, whole_shares

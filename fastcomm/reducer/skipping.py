@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.flat_buffers import inside
+from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError
-from fastcomm.flat_buffers import inside
-from fastcomm.objects import gather_objects
 from fastcomm.reducer import norms
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.join import is_joining

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.collective import (
+from fastcomm.comm.collective import (
     BUCKET_OPS,
     SKIP,
     as_pairs,
@@ -26,8 +26,7 @@ from fastcomm.collective import (
     record_in_words,
     with_needed_records,
 )
-from fastcomm.communicator import BucketWork, Communicator, Weight, Work
-from fastcomm.cuda.driver import Producers
+from fastcomm.comm.communicator import BucketWork, Communicator, Weight, Work
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.bucket import Bucket, Inspection
@@ -44,6 +43,7 @@ from fastcomm.reducer.sparse_rows import (
     sparse_of,
     values_of,
 )
+from fastcomm.transports.cuda.driver import Producers
 
 _ALIGNMENT = 64  # bytes, of what each rank sends
 # The form of a gradient: how many of its dimensions are sparse, or one of these.

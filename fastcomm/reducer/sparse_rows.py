@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.collective import as_pairs
+from fastcomm.comm.collective import as_pairs
 
 _INDEX_NBYTES = 8
 _HALVES = (torch.float16, torch.bfloat16)

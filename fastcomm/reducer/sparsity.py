@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn import Parameter
 
-from fastcomm.collective import WIRE_DTYPES, bucket_label
-from fastcomm.communicator import Communicator
+from fastcomm.comm.collective import WIRE_DTYPES, bucket_label
+from fastcomm.comm.communicator import Communicator
 from fastcomm.reducer import plan
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.model import Model

@@ -24,9 +24,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import called_by
 from fastcomm.errors import FastcommError
-from fastcomm.objects import called_by
 from fastcomm.reducer.optimizer_steps import skipped_nonfinite
 
 # What clips in clip_grad, and its name in torch.nn.utils.

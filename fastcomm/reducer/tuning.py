@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import Communicator, note_abandoned
+from fastcomm.comm.communicator import Communicator, note_abandoned
+from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
@@ -27,13 +28,12 @@ from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
 from fastcomm.insight.steps import Step, read_steps
 from fastcomm.insight.transport import measure_costs
-from fastcomm.objects import gather_objects
+from fastcomm.launching.runner import cores
 from fastcomm.reducer.geometry import kind_of
 from fastcomm.reducer.layout import plan_buckets
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.options import AUTO, Options
 from fastcomm.reducer.putting_off import putting_off_signals
-from fastcomm.runner import cores
 
 WARM_UP_ROUNDS = 2  # with new buckets: memory is touched for the first time
 MEASURED_ROUNDS = 5

@@ -25,8 +25,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.collective import WEIGHTED_OPS
-from fastcomm.communicator import Weight
+from fastcomm.comm.collective import WEIGHTED_OPS
+from fastcomm.comm.communicator import Weight
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.model import Model

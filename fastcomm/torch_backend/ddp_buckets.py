@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastcomm.shm.memory import keep_freed_memory
+from fastcomm.transports.shm.memory import keep_freed_memory
 
 Empty = Callable[[int, torch.dtype], Tensor]
 

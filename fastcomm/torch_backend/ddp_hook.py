@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastcomm.collective import Op, canonical_op, complex_refusal
-from fastcomm.communicator import Communicator, Work
+from fastcomm.comm.collective import Op, canonical_op, complex_refusal
+from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.lifetime import again
 from fastcomm.errors import FastcommError
-from fastcomm.lifetime import again
 
 
 class HookState:

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
 
-from fastcomm.autograd_stack import caller_is_called_by_autograd
-from fastcomm.bootstrap import Caller, count_as_finished, own_part
-from fastcomm.collective import CPU_DTYPES, canonical_op
+from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
+from fastcomm.comm.collective import CPU_DTYPES, canonical_op
 from fastcomm.errors import FastcommError, InitError, PeerLostError
-from fastcomm.rendezvous import connect
+from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part
+from fastcomm.launching.rendezvous import connect
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers

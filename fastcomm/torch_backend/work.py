@@ -24,8 +24,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
-from fastcomm.autograd_stack import caller_is_called_by_autograd
-from fastcomm.communicator import Communicator, Work
+from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
+from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError, TimeoutError
 
 _POLL_S = 50e-6

@@ -1,5 +1,5 @@
 /* How the host tells the multi-tensor kernels which tensors there are: shared by the kernels
- * (flatten.cu, unflatten.cu) and by fastcomm/cuda/multi_tensor.pyx, which fills it in.
+ * (flatten.cu, unflatten.cu) and by fastcomm/transports/cuda/multi_tensor.pyx, which fills it in.
  *
  * A launch works on up to `capacity` tensors. What is constant, the tiles, lies in device memory;
  * what may change from step to step, the tensors' addresses, travels as a kernel parameter, so that

@@ -33,7 +33,7 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
 
 /* Computes what the ranks' tensors are multiplied by: on every rank the same from the same numbers.
  * Shadows count nothing. In a mean without weights the other ranks count alike. factors_of() in
- * fastcomm/group/call.py is the same rule for the other transports: change both. */
+ * fastcomm/transports/group/call.py is the same rule for the other transports: change both. */
 static void weigh(struct shm_comm *comm, uint32_t seq) {
     double total = 0;
     for (int r = 0; r < comm->world_size; r++) {

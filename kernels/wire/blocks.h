@@ -1,5 +1,5 @@
-/* Codecs of 8 bits with a scale per block: the arithmetic of fastcomm/group/wire.py. It knows
- * nothing of ranks or networks. Plain C11.
+/* Codecs of 8 bits with a scale per block: the arithmetic of fastcomm/transports/group/wire.py. It
+ * knows nothing of ranks or networks. Plain C11.
  *
  * A block of WIRE_BLOCK float32 numbers becomes as many elements of 8 bits and one float32 scale,
  * by which the largest magnitude of the block is the format's largest number. A block with an

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import fastcomm
-from fastcomm.group.communicator import GroupCommunicator
+from fastcomm.transports.group.communicator import GroupCommunicator
 from tests.support.bodies import Place
 from tests.support.models import backward, mlp
 from tests.support.process_groups import start, values
@@ -137,7 +137,7 @@ def test_what_is_chained_to_a_future_may_call_collectives():
 
 
 def _crowded(place):
-    fastcomm.rendezvous.MAX_RANKS = 1
+    fastcomm.launching.rendezvous.MAX_RANKS = 1
     start(place)
     assert isinstance(dist.group.WORLD._cpu.comm, GroupCommunicator)
     integers = torch.tensor([2 * place.rank])

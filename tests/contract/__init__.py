@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from tests.support.outcomes import Outcome
 from tests.support.ranks import fresh_ranks, stand_in_ranks
 from tests.support.stand_ins import assert_all_ended

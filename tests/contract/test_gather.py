@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastcomm import gradient_slot
+from fastcomm.comm import gradient_slot
 from tests.support.ranks import on_ranks
 from tests.support.transports import over
 

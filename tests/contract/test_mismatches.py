@@ -9,7 +9,7 @@ import torch
 
 import fastcomm
 from fastcomm import AbandonedError, MismatchError
-from fastcomm.collective import bucket_label
+from fastcomm.comm.collective import bucket_label
 from tests.contract import assert_ended
 from tests.support.bodies import hear_of_it
 from tests.support.ranks import on_ranks

@@ -13,8 +13,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from fastcomm.cuda.driver import Device
-from fastcomm.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
+from fastcomm.transports.cuda.driver import Device
+from fastcomm.transports.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
 
 # Around a tile of 2048 elements and a 16-byte access; 449 tensors need the larger table.
 FEW = [1, 7, 8, 33, 2047, 2048, 2049, 5000]

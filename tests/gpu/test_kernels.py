@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastcomm.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
+from fastcomm.transports.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
 from tests.gpu import (
     DEVICE,
     ids,

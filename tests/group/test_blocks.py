@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcomm.collective import BLOCK_DTYPES
-from fastcomm.group.blocks import BLOCK, BlockCodec
-from fastcomm.group.call import reduce_rows
-from fastcomm.group.wire import Wire
+from fastcomm.comm.collective import BLOCK_DTYPES
+from fastcomm.transports.group.blocks import BLOCK, BlockCodec
+from fastcomm.transports.group.call import reduce_rows
+from fastcomm.transports.group.wire import Wire
 from tests.support import eight_bits
 from tests.support.reference import HALVES
 from tests.support.stand_ins import compiled

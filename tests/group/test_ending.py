@@ -11,9 +11,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from fastcomm import FastcommError, PeerLostError, TimeoutError, watchdog
-from fastcomm.group import work_queue
-from fastcomm.watchdog import leave_note
+from fastcomm import FastcommError, PeerLostError, TimeoutError
+from fastcomm.comm import watchdog
+from fastcomm.comm.watchdog import leave_note
+from fastcomm.transports.group import work_queue
 from tests.contract import new_ranks
 from tests.support.bodies import communicator, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
-from fastcomm.communicator import Weight
-from fastcomm.group.call import reduce_rows
-from fastcomm.group.communicator import GroupCommunicator
-from fastcomm.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES, Exchange
+from fastcomm.comm.communicator import Weight
+from fastcomm.transports.group.call import reduce_rows
+from fastcomm.transports.group.communicator import GroupCommunicator
+from fastcomm.transports.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES, Exchange
 from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks

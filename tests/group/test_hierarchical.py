@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import fastcomm
-from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError, rendezvous
-from fastcomm.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
+from fastcomm import FastcommError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.launching import rendezvous
+from fastcomm.transports.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
 from tests.support.bodies import gloo, my_place
 from tests.support.collective_checks import with_ops_in_turn
 from tests.support.namespaces import INTERFACE, Hosts, enter, why_not

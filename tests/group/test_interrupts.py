@@ -184,7 +184,7 @@ class _Interrupter:
         return kind is Interrupted
 
     def _trace(self, frame, event, _):
-        if "fastcomm/group/" not in frame.f_code.co_filename:
+        if "fastcomm/transports/group/" not in frame.f_code.co_filename:
             return None
         frame.f_trace = self._trace  # first: since Python 3.13 else no opcode is told
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

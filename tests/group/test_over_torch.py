@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm.group import exchange, hierarchical
+from fastcomm.transports.group import exchange, hierarchical
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.reference import (

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcomm.collective import BLOCK_DTYPES
-from fastcomm.group.blocks import BLOCK
-from fastcomm.group.wire import Wire
+from fastcomm.comm.collective import BLOCK_DTYPES
+from fastcomm.transports.group.blocks import BLOCK
+from fastcomm.transports.group.wire import Wire
 from tests.group.test_over_torch import assert_same_on_all, in_chunks, shards_with_nans
 from tests.support.ranks import on_ranks
 from tests.support.reference import FLOATS, HALVES, OPS, reduced, shards_of

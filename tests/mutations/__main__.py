@@ -41,7 +41,10 @@ COMPILER = (
 )
 
 # The C that an extension is made of, beside its own.
-CORES = {"shm.ring": "kernels/shm/*.c", "group.blocks": "kernels/wire/*.c"}
+CORES = {
+    "transports.shm.ring": "kernels/shm/*.c",
+    "transports.group.blocks": "kernels/wire/*.c",
+}
 
 
 class Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-COLLECTIVE = "fastcomm/collective.py"
+COLLECTIVE = "fastcomm/comm/collective.py"
 COMPLEX = "tests/reducer/test_complex.py"
 SPARSE = "tests/reducer/test_sparse.py"
 CONTRACT = "tests/contract"
@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: shared memory reads half of a large gradient",
-        file="fastcomm/shm/bucket.pyx",
+        file="fastcomm/transports/shm/bucket.pyx",
         within="ShmBucket.__cinit__",
         old="Span(offsets[i], real_numel(view))",
         new="Span(offsets[i], view.numel())",
@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: a kernel of the GPU gathers half of each gradient",
-        file="fastcomm/nccl/bucket.pyx",
+        file="fastcomm/transports/nccl/bucket.pyx",
         within="NcclBucket.__cinit__",
         old="numels = [real_numel(view) for",
         new="numels = [view.numel() for",
@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: a conjugated gradient is read as it lies",
-        file="fastcomm/gradient_slot.pyx",
+        file="fastcomm/comm/gradient_slot.pyx",
         within="GradientSlot.fits",
         old="or (self.is_complex and gradient.is_conj())",
         new="",
@@ -66,7 +66,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: between hosts the gaps of a bucket are looked for in complex elements",
-        file="fastcomm/group/exchange.py",
+        file="fastcomm/transports/group/exchange.py",
         within="_gaps",
         old="map(as_pairs, views)",
         new="views",
@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: over shared memory the op of a result is left to chance",
-        file="fastcomm/shm/communicator.pyx",
+        file="fastcomm/transports/shm/communicator.pyx",
         within="ShmCommunicator._check_out",
         old="d.op = SHM_SUM",
         new="d.op = 99",

@@ -11,7 +11,7 @@ PROTOCOL = "kernels/shm/protocol.c"
 PATHS = "kernels/shm/paths.c"
 REDUCE = "kernels/shm/reduce.c"
 REDUCE_16BIT = "kernels/shm/reduce_16bit.c"
-SHM_BUCKET = "fastcomm/shm/bucket.pyx"
+SHM_BUCKET = "fastcomm/transports/shm/bucket.pyx"
 BUCKET = "fastcomm/reducer/bucket.py"
 
 

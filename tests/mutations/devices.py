@@ -1,4 +1,4 @@
-"""Every place where fastcomm/nccl and fastcomm/cuda make the communicator's device the calling
+"""Every place where transports/nccl and transports/cuda make the communicator's device the calling
 thread's, and where they give the thread its own back, left out one at a time.
 """
 
@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-BUCKET = "fastcomm/nccl/bucket.pyx"
-COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
-LANE = "fastcomm/nccl/lane.pyx"
-LAUNCHES = "fastcomm/nccl/launches.pyx"
-LINK = "fastcomm/nccl/link.pyx"
-MEMORY = "fastcomm/nccl/memory.pyx"
-DRIVER = "fastcomm/cuda/driver.pyx"
-MULTI_TENSOR = "fastcomm/cuda/multi_tensor.pyx"
+BUCKET = "fastcomm/transports/nccl/bucket.pyx"
+COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
+LANE = "fastcomm/transports/nccl/lane.pyx"
+LAUNCHES = "fastcomm/transports/nccl/launches.pyx"
+LINK = "fastcomm/transports/nccl/link.pyx"
+MEMORY = "fastcomm/transports/nccl/memory.pyx"
+DRIVER = "fastcomm/transports/cuda/driver.pyx"
+MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
 
 DEVICES = "tests/nccl/test_devices.py"
 EVERYWHERE = (

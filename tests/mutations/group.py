@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-QUEUE = "fastcomm/group/work_queue.py"
-WORK = "fastcomm/group/work.py"
-HIERARCHICAL = "fastcomm/group/hierarchical.py"
-EXCHANGE = "fastcomm/group/exchange.py"
-CALL = "fastcomm/group/call.py"
-WIRE = "fastcomm/group/wire.py"
+QUEUE = "fastcomm/transports/group/work_queue.py"
+WORK = "fastcomm/transports/group/work.py"
+HIERARCHICAL = "fastcomm/transports/group/hierarchical.py"
+EXCHANGE = "fastcomm/transports/group/exchange.py"
+CALL = "fastcomm/transports/group/call.py"
+WIRE = "fastcomm/transports/group/wire.py"
 BLOCKS = "kernels/wire/blocks.c"
 
 ENDING_TESTS = "tests/group/test_ending.py"
@@ -337,7 +337,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: buckets are reduced together whatever their ranks count",
-        file="fastcomm/group/communicator.py",
+        file="fastcomm/transports/group/communicator.py",
         within="GroupCommunicator.bind_bucket.work_of",
         old="is_plain and op in OPS",
         new="is_plain",
@@ -345,7 +345,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: buckets are reduced together whatever their wire",
-        file="fastcomm/group/communicator.py",
+        file="fastcomm/transports/group/communicator.py",
         within="GroupCommunicator.bind_bucket.work_of",
         old="is_plain and op in OPS",
         new="op in OPS",

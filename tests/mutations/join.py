@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 JOIN = "fastcomm/reducer/join.py"
 PROGRESS = "fastcomm/reducer/progress.py"
-CALL = "fastcomm/group/call.py"
+CALL = "fastcomm/transports/group/call.py"
 TESTS = "tests/reducer/test_join.py"
 ENDS = "tests/reducer/test_join_ends.py"
 
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: between hosts a rank without data adds its old NaNs times 0",
-        file="fastcomm/group/work.py",
+        file="fastcomm/transports/group/work.py",
         within="GroupBucket.move_of_shadow.move",
         old="self._flat.zero_()",
         new="",
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: between hosts the presence of a coded bucket goes another way",
-        file="fastcomm/group/work.py",
+        file="fastcomm/transports/group/work.py",
         within="GroupBucket.move_of_shadow.move",
         old="self._is_coded",
         new="False",
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: over NCCL ranks without data count as such with data",
-        file="fastcomm/nccl/rounds.py",
+        file="fastcomm/transports/nccl/rounds.py",
         within="shadow",
         old="_part_of_totals(comm, 0.0, 0, 0)",
         new="_part_of_totals(comm, 1.0, 0, 0)",
@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: over NCCL ranks without data take part for the first reducer alone",
-        file="fastcomm/nccl/rounds.py",
+        file="fastcomm/transports/nccl/rounds.py",
         within="shadow",
         old="round(sum_of_numbers / n_ranks)",
         new="min(one.label // BUCKETS_PER_REDUCER for one in comm.buckets)",
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: over NCCL other collectives are let through",
-        file="fastcomm/nccl/rounds.py",
+        file="fastcomm/transports/nccl/rounds.py",
         within="refuse_in_join",
         old="comm.reduces_buckets_only",
         new="False",

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-WATCHDOG = "fastcomm/watchdog.py"
-RENDEZVOUS = "fastcomm/rendezvous.py"
-BOOTSTRAP = "fastcomm/bootstrap.py"
-LAUNCHERS = "fastcomm/launchers.py"
+WATCHDOG = "fastcomm/comm/watchdog.py"
+RENDEZVOUS = "fastcomm/launching/rendezvous.py"
+BOOTSTRAP = "fastcomm/launching/bootstrap.py"
+LAUNCHERS = "fastcomm/launching/launchers.py"
 
 WATCHDOG_TESTS = ("tests/test_watchdog.py",)
 

@@ -31,13 +31,17 @@ class Mutation:
 
     @property
     def extensions(self) -> tuple[str, ...]:
-        """Which extension modules have to be compiled anew: shm.ring, for example."""
+        """Which extension modules have to be compiled anew: comm.lifetime, for example."""
         path = Path(self.file)
         if path.parts[:2] == ("kernels", "shm"):
             is_arithmetic = path.name.startswith("reduce")
-            return ("shm.ring", "shm.reduce") if is_arithmetic else ("shm.ring",)
+            return (
+                ("transports.shm.ring", "transports.shm.reduce")
+                if is_arithmetic
+                else ("transports.shm.ring",)
+            )
         if path.parts[:2] == ("kernels", "wire"):
-            return ("group.blocks",)
+            return ("transports.group.blocks",)
         if path.suffix == ".pyx":
             return (".".join(path.with_suffix("").parts[1:]),)
         return ()  # Python; kernels/cuda is compiled by the tests themselves

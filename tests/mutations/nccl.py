@@ -1,18 +1,20 @@
-"""fastcomm/nccl and fastcomm/cuda: epochs, and registered memory; ordering.py has the streams."""
+"""transports/nccl and transports/cuda: epochs, and registered memory; ordering.py has the
+streams.
+"""
 
 from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
-BUCKET = "fastcomm/nccl/bucket.pyx"
-SLOT = "fastcomm/gradient_slot.pyx"
-LINK = "fastcomm/nccl/link.pyx"
-LAUNCHES = "fastcomm/nccl/launches.pyx"
-LANE = "fastcomm/nccl/lane.pyx"
-MEMORY = "fastcomm/nccl/memory.pyx"
-MULTI_TENSOR = "fastcomm/cuda/multi_tensor.pyx"
-GRAPHS = "fastcomm/cuda/graphs.pyx"
+COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
+BUCKET = "fastcomm/transports/nccl/bucket.pyx"
+SLOT = "fastcomm/comm/gradient_slot.pyx"
+LINK = "fastcomm/transports/nccl/link.pyx"
+LAUNCHES = "fastcomm/transports/nccl/launches.pyx"
+LANE = "fastcomm/transports/nccl/lane.pyx"
+MEMORY = "fastcomm/transports/nccl/memory.pyx"
+MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
+GRAPHS = "fastcomm/transports/cuda/graphs.pyx"
 
 LAUNCH_TESTS = "tests/nccl/test_launches.py"
 ABANDON_TESTS = "tests/nccl/test_abandon.py"

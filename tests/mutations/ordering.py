@@ -1,18 +1,18 @@
-"""Every wait, every recorded event and every record_stream of fastcomm/nccl, fastcomm/cuda and
-fastcomm/reducer, left out one at a time: tests/nccl/test_ordering.py and its kind must notice.
+"""Every wait, every recorded event and every record_stream of transports/nccl, transports/cuda and
+reducer, left out one at a time: tests/nccl/test_ordering.py and its kind must notice.
 """
 
 from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
-BUCKET = "fastcomm/nccl/bucket.pyx"
-LAUNCHES = "fastcomm/nccl/launches.pyx"
-LANE = "fastcomm/nccl/lane.pyx"
-LINK = "fastcomm/nccl/link.pyx"
-MEMORY = "fastcomm/nccl/memory.pyx"
-DRIVER = "fastcomm/cuda/driver.pyx"
+COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
+BUCKET = "fastcomm/transports/nccl/bucket.pyx"
+LAUNCHES = "fastcomm/transports/nccl/launches.pyx"
+LANE = "fastcomm/transports/nccl/lane.pyx"
+LINK = "fastcomm/transports/nccl/link.pyx"
+MEMORY = "fastcomm/transports/nccl/memory.pyx"
+DRIVER = "fastcomm/transports/cuda/driver.pyx"
 HOOKED_BUCKET = "fastcomm/reducer/hooked_bucket.py"
 REDUCER_BUCKET = "fastcomm/reducer/bucket.py"
 HOOK = "fastcomm/reducer/gradient_hook.pyx"

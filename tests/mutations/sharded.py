@@ -210,7 +210,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="objects: ranks that make different calls read each other's objects",
-        file="fastcomm/objects.py",
+        file="fastcomm/comm/objects.py",
         within="gather_objects",
         old="theirs != first",
         new="False",
@@ -250,7 +250,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="errors: the call that a collective is made by is not named",
-        file="fastcomm/objects.py",
+        file="fastcomm/comm/objects.py",
         within="called_by",
         old='named.args = (f"{error} (in {call}, which every rank must call)",)',
         new="",

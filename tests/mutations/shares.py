@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-CALLS = "fastcomm/nccl/calls.pyx"
-BUCKET = "fastcomm/nccl/bucket.pyx"
-COMMUNICATOR = "fastcomm/nccl/communicator.pyx"
+CALLS = "fastcomm/transports/nccl/calls.pyx"
+BUCKET = "fastcomm/transports/nccl/bucket.pyx"
+COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
 SHARES = "fastcomm/reducer/shares.py"
 SHARDED = "fastcomm/reducer/sharded.py"
 ARRIVALS = "fastcomm/reducer/arrivals.py"

@@ -1,13 +1,13 @@
-"""fastcomm/shm: the ring, the buckets, and the memory they share."""
+"""fastcomm/transports/shm: the ring, the buckets, and the memory they share."""
 
 from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RING = "fastcomm/shm/ring.pyx"
-BUCKET = "fastcomm/shm/bucket.pyx"
-MEMORY = "fastcomm/shm/memory.pyx"
-COMMUNICATOR = "fastcomm/shm/communicator.pyx"
+RING = "fastcomm/transports/shm/ring.pyx"
+BUCKET = "fastcomm/transports/shm/bucket.pyx"
+MEMORY = "fastcomm/transports/shm/memory.pyx"
+COMMUNICATOR = "fastcomm/transports/shm/communicator.pyx"
 
 MUTATIONS = (
     Mutation(

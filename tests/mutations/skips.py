@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a group compares the ops of ranks that vote",
-        file="fastcomm/group/call.py",
+        file="fastcomm/transports/group/call.py",
         within="with_votes",
         old="[replace(call, op=SKIP) for call in calls] if is_skipped else calls",
         new="calls",
@@ -255,7 +255,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: in a group a vote finds no ranks without data",
-        file="fastcomm/group/call.py",
+        file="fastcomm/transports/group/call.py",
         within="Call.admits_shadows",
         old='("mean", SKIP, *WEIGHTED_OPS.values())',
         new='("mean", *WEIGHTED_OPS.values())',

@@ -15,7 +15,7 @@ KILLED = "test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes
 MUTATIONS = (
     Mutation(
         name="run: ranks outlive a launcher that is killed",
-        file="fastcomm/rank_process.py",
+        file="fastcomm/launching/rank_process.py",
         within="main",
         old="ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         new="",
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: what a rank prints comes in pieces",
-        file="fastcomm/rank_process.py",
+        file="fastcomm/launching/rank_process.py",
         within="main",
         old="stream.reconfigure(line_buffering=True, write_through=False)",
         new="stream.reconfigure(line_buffering=True)",
@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: a script inherits the __future__ imports of what starts it",
-        file="fastcomm/rank_process.py",
+        file="fastcomm/launching/rank_process.py",
         within="run_script",
         old='compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)',
         new='compile(Path(path).read_bytes(), path, "exec")',
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: a folder whose launcher runs is taken for one left behind",
-        file="fastcomm/call_folder.py",
+        file="fastcomm/launching/call_folder.py",
         within="new_folder",
         old="_lock(path, fcntl.LOCK_EX, ours)",
         new="",
@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: a rank that has lost another does not wait for that one to say why",
-        file="fastcomm/rank_process.py",
+        file="fastcomm/launching/rank_process.py",
         within="_report",
         old=("if is_lost:\n    _wait_for_cause(folder)"),
         new="",
@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: the first rank that has raised is named, whatever it was",
-        file="fastcomm/runner.py",
+        file="fastcomm/launching/runner.py",
         within="_first_failure",
         old="not one.is_lost",
         new="True",
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: a rank that the launcher has ended is named",
-        file="fastcomm/runner.py",
+        file="fastcomm/launching/runner.py",
         within="_first_failure",
         old="failures[rank].exitcode > 0",
         new="False",
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="run: the next rank's line goes on where one has not ended its own",
-        file="fastcomm/runner.py",
+        file="fastcomm/launching/runner.py",
         within="_Lines.write",
         old="self._open and prefix != self._open",
         new="False",
@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="launch: a rank that has returned nothing counts as one that returns None",
-        file="fastcomm/runner.py",
+        file="fastcomm/launching/runner.py",
         within="_returned",
         old='raise FastcommError(\n    f"rank {rank} ended with exit code 0',
         new='return FastcommError(\n    f"rank {rank} ended with exit code 0',

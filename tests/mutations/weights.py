@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: on shm sums go over the wire as they are",
-        file="fastcomm/shm/bucket.pyx",
+        file="fastcomm/transports/shm/bucket.pyx",
         within="ShmBucket._narrow",
         old="if d.scale == d.weight:",
         new="if True:",
@@ -174,7 +174,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: between ranks of a group sums go over the wire as they are",
-        file="fastcomm/group/exchange.py",
+        file="fastcomm/transports/group/exchange.py",
         within="Exchange.reduction_of.reduce",
         old="if factors is None:",
         new="if True:",
@@ -182,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: ranks with other weights are a mismatch",
-        file="fastcomm/group/call.py",
+        file="fastcomm/transports/group/call.py",
         within="Call",
         old="weight: float = field(default=0.0, compare=False)",
         new="weight: float = 0.0",
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: over NCCL the stream does not wait for the sum of the weights",
-        file="fastcomm/nccl/bucket.pyx",
+        file="fastcomm/transports/nccl/bucket.pyx",
         within="NcclBucket.launch",
         old="weight.adding_up.wait()  # the current stream does",
         new="",
@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: over NCCL a bucket in which nothing moves is not scaled",
-        file="fastcomm/nccl/bucket.pyx",
+        file="fastcomm/transports/nccl/bucket.pyx",
         within="NcclBucket.launch",
         old="or scale != 1 or weight is not None",
         new="or scale != 1",

@@ -18,7 +18,7 @@ from fastcomm import (
     InitError,
     NcclError,
 )
-from fastcomm.nccl import link as nccl_link
+from fastcomm.transports.nccl import link as nccl_link
 from tests.nccl import CODES, communicator, outcomes_of
 from tests.support.bodies import finish_together, raised
 from tests.support.models import SMALL_BUCKETS, mlp

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm.cuda.driver import Producers
-from fastcomm.cuda.multi_tensor import Module, MultiTensor
+from fastcomm.transports.cuda.driver import Producers
+from fastcomm.transports.cuda.multi_tensor import Module, MultiTensor
 from tests.nccl import communicator, stand_in_values
 from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS, backward, mlp

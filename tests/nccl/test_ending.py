@@ -16,7 +16,7 @@ from fastcomm import (
     NcclError,
     TimeoutError,
 )
-from fastcomm.nccl import link as nccl_link
+from fastcomm.transports.nccl import link as nccl_link
 from tests.nccl import SOON, communicator, outcomes_of
 from tests.support.bodies import note, raised, wait_for_note
 from tests.support.models import SMALL_BUCKETS, mlp

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastcomm import FastcommError
-from fastcomm.cuda.multi_tensor import MultiTensor
+from fastcomm.transports.cuda.multi_tensor import MultiTensor
 from tests.nccl import communicator, stand_in_values
 from tests.support.stand_ins import loaded, log_of
 

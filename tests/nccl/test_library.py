@@ -18,8 +18,8 @@ import torch
 
 import fastcomm
 from fastcomm import InitError, NcclError
-from fastcomm.nccl import agreement
-from fastcomm.nccl import library as nccl_library
+from fastcomm.transports.nccl import agreement
+from fastcomm.transports.nccl import library as nccl_library
 from tests.nccl import outcomes_of
 from tests.support.outcomes import values_of
 from tests.support.stand_ins import stand_ins

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import (
-    PeerLostError,
-    TimeoutError,
-    watchdog,
-)
+from fastcomm import PeerLostError, TimeoutError
+from fastcomm.comm import watchdog
 from tests.nccl import communicator, outcomes_of
 from tests.support.bodies import leave, left, raised
 from tests.support.models import (

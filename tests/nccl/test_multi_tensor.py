@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from fastcomm.cuda import multi_tensor
-from fastcomm.cuda.multi_tensor import MultiTensor
+from fastcomm.transports.cuda import multi_tensor
+from fastcomm.transports.cuda.multi_tensor import MultiTensor
 from tests.nccl import communicator, stand_in_values
 
 N = 4001  # one more than fit into the parameters of a kernel

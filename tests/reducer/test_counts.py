@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects
 from tests.support.ranks import on_ranks
 from tests.support.skips import INF, NAN, logged
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from fastcomm import rendezvous
+from fastcomm.launching import rendezvous
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fastcomm
-from fastcomm import FastcommError, InitError, rendezvous
+from fastcomm import FastcommError, InitError
+from fastcomm.launching import rendezvous
 from tests.support import process_groups
 from tests.support.bodies import communicator, gloo
 from tests.support.outcomes import values_of

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import fastcomm
-from fastcomm import InitError, launchers
+from fastcomm import InitError
+from fastcomm.launching import launchers
 from tests.support.outcomes import values_of
 from tests.support.rank_process import LAUNCHER_VARIABLES
 from tests.support.ranks import fresh_ranks, torchrun_env
@@ -223,7 +224,7 @@ SAY_WHERE = f"""
 import sys, types
 package = sys.modules["fastcomm"] = types.ModuleType("fastcomm")
 package.__path__ = {fastcomm.__path__}
-from fastcomm import launchers as l
+from fastcomm.launching import launchers as l
 print(l.meeting_point(l.launcher(), 2))
 """
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from fastcomm import InitError
-from fastcomm.bootstrap import StoreBootstrap
+from fastcomm.launching.bootstrap import StoreBootstrap
 from tests.support.bodies import communicator
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks

@@ -12,7 +12,8 @@ import torch
 from torch.distributed import HashStore
 
 import fastcomm
-from fastcomm import InitError, bootstrap, rendezvous
+from fastcomm import InitError
+from fastcomm.launching import bootstrap, rendezvous
 from tests.support.bodies import my_place, note
 from tests.support.ranks import fresh_ranks, on_ranks
 

@@ -11,7 +11,8 @@ from datetime import timedelta
 import pytest
 
 import fastcomm
-from fastcomm import InitError, TimeoutError, rendezvous
+from fastcomm import InitError, TimeoutError
+from fastcomm.launching import rendezvous
 from tests.support.bodies import communicator, raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import NO_VARIABLES, fresh_ranks, torchrun_env

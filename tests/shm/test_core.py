@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcomm.shm.reduce import reduce_shards
+from fastcomm.transports.shm.reduce import reduce_shards
 from tests.support.reference import (
     DTYPES,
     FLOATS,

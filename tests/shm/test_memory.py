@@ -65,7 +65,7 @@ def test_ranks_may_take_their_tensors_from_different_places_in_memory(comm):
 
 def test_a_communicator_that_could_not_be_made_closes_nothing():
     with pytest.raises(InitError, match="64 ranks"):
-        fastcomm.shm.communicator.ShmCommunicator(0, 65, 0, None, timedelta(seconds=1))
+        fastcomm.transports.shm.communicator.ShmCommunicator(0, 65, 0, None, timedelta(seconds=1))
     os.fstat(0)
 
 

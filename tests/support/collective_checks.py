@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from tests.support.reference import (
     OPS,
     assert_reduced,

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fastcomm import launchers
+from fastcomm.launching import launchers
 from tests.support import delays
 from tests.support.bodies import Place, communicator, stand_at
 from tests.support.outcomes import described

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)

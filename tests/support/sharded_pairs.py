@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator
 from tests.support.models import assert_same_parameters, backward
 
 STEPS = 3

@@ -1,5 +1,5 @@
 /* What the kernels of kernels/cuda/ read and write, by their names and their parameters: see
- * cuda_order.h, and fastcomm/cuda/multi_tensor.pyx, which launches them. */
+ * cuda_order.h, and fastcomm/transports/cuda/multi_tensor.pyx, which launches them. */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,0 +1,1 @@
+"""What users hold of a communicator, and what all transports share."""

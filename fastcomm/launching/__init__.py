@@ -1,0 +1,1 @@
+"""How ranks start, find each other, and end: launchers, rendezvous, fastcomm run."""

@@ -1,0 +1,377 @@
+"""How ranks meet: at one of torch's stores, or in a torch.distributed group.
+
+A bootstrap exchanges one value per rank, tells all ranks when one has failed, and keeps the notes
+that their watchdogs leave each other. What the ranks do once they have met is in rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+from urllib.parse import ParseResult, urlparse
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from fastcomm.errors import FastcommError, InitError, PeerLostError
+from fastcomm.launching import launchers
+
+_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
+# Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
+_FEW = 16
+_KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
+_PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
+
+
+class Caller(NamedTuple):
+    """The function that brings the ranks together, for messages."""
+
+    name: str
+    # when a rank is missing
+    advice: str = "were they started, and can they reach the same init_method?"
+
+
+_INIT = Caller("fastcomm.init")
+
+
+class StoreBootstrap:
+    """Ranks that meet at a torch.distributed store. It passes their values on as JSON, and tells
+    all ranks when one has failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        caller: Caller = _INIT,
+        names: Sequence[int] | None = None,
+        look: Callable[[], None] | None = None,
+        pass_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        """names: the ranks' numbers, for messages. look: raises PeerLostError if one is lost.
+        pass_on: see own_part.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.caller = caller.name
+        self._advice = caller.advice
+        self._names = names or range(world_size)
+        self.name = f"rank {self._names[rank]}"
+        self._look_at_peers = look
+        self._pass_on = pass_on
+        self._store = store
+        self._timeout = timeout
+        self._n_exchanges = 0
+        self._exchange = ""  # the name of the newest
+        self._enter()
+
+    def _enter(self) -> None:
+        if self._store.add(f"claim/{self.rank}", 1) > 1:
+            self._refuse(
+                f"{self.name} was given to two processes: every process needs a rank of its own, "
+                "and every run a port or file of its own (delete a file that an earlier run has "
+                "left behind)"
+            )
+        agreed = self._store.compare_set("world_size", "", str(self.world_size)).decode()
+        if int(agreed) != self.world_size:
+            theirs = f"another rank with {agreed}"
+            self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
+
+    def _refuse(self, message: str) -> None:
+        self.fail(message)
+        raise InitError(message)
+
+    def exchange(
+        self, value: Any, look: Callable[[], None] | None = None, name: str | None = None
+    ) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout,
+        or has failed.
+
+        look: called while waiting, in place of self.look; raises when a rank will not come. name:
+        for an exchange that some ranks may skip; exchanges without a name are numbered.
+        """
+        self._n_exchanges += name is None
+        self._exchange = name or str(self._n_exchanges)
+        values = self._exchange_now(value, look or self.look)
+        self._pass_on()
+        return values
+
+    def _exchange_now(self, value: Any, look: Callable[[], None]) -> list[Any]:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        try:
+            self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
+            if self.rank > 0 and self.world_size > _FEW:
+                return list(json.loads(self._get("all", deadline, look)))
+            values = [json.loads(self._get(r, deadline, look)) for r in range(self.world_size)]
+            if self.world_size > _FEW:
+                self._store.set(f"{self._exchange}/all", json.dumps(values))
+            return values
+        except FastcommError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> InitError:
+        return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
+
+    def _get(self, whose: int | str, deadline: float, look: Callable[[], None]) -> bytes:
+        key, pause = f"{self._exchange}/{whose}", _POLL_S
+        while not self._store.check([key]):
+            look()
+            if time.monotonic() > deadline:
+                raise self._missing()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        return bytes(self._store.get(key))
+
+    def _missing(self) -> InitError:
+        came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
+        missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
+        missing = missing or [self._names[0]]  # has not passed on what it has
+        waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
+        return InitError(
+            f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
+            f"{', '.join(map(str, missing))}; {self._advice}"
+        )
+
+    def look(self) -> None:
+        """Raises InitError if another rank is lost or has failed, or the store is gone."""
+        try:
+            if self._look_at_peers is not None:
+                self._look_at_peers()
+            if self._store.check(["failed"]):
+                raise InitError(self._store.get("failed").decode())
+        except PeerLostError as error:
+            raise InitError(f"{self.name} waits in {self.caller}: {error}") from error
+        except FastcommError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def fail(self, message: str) -> None:
+        """Ends the exchange on the other ranks, too. They raise the first failure reported."""
+        self._store.compare_set("failed", "", message)
+
+    def finish(self) -> None:
+        """All ranks have met."""
+        count_as_finished(self._store)
+
+    def with_notes(self, timeout: timedelta) -> StoreBootstrap:
+        """The bootstrap through which the transport's threads exchange notes: this one."""
+        return self
+
+    def store(self, name: str) -> Store:
+        """A part of the store for others to use."""
+        return PrefixStore(name, self._store)
+
+    # The notes that ranks leave each other after init; see fastcomm.comm.watchdog.Notes.
+
+    def write(self, key: str, value: str) -> None:
+        self._store.set(f"note/{key}", value)
+
+    def write_once(self, key: str, value: str) -> str:
+        """Returns the key's value, which another rank may have written first."""
+        return bytes(self._store.compare_set(f"note/{key}", "", value)).decode()
+
+    def count(self, key: str) -> int:
+        return int(self._store.add(f"note/{key}", 1))
+
+    def read(self, key: str) -> str | None:
+        return (
+            bytes(self._store.get(f"note/{key}")).decode()
+            if self._store.check([f"note/{key}"])
+            else None
+        )
+
+
+class GroupBootstrap:
+    """Ranks that belong to a torch.distributed group already."""
+
+    caller = _INIT.name
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.name = f"rank {self.rank}"
+        self.world_size = group.size()
+        self._group = group
+        self._is_over = False
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError when a rank has failed."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, (value, None), group=self._group)
+        failures = [failure for _, failure in values if failure is not None]
+        if failures:
+            self._is_over = True  # all ranks see it in this exchange: nobody is left to tell
+            raise InitError(failures[0])
+        return [value for value, _ in values]
+
+    def finish(self) -> None:
+        """All ranks have met."""
+
+    def with_notes(self, timeout: timedelta) -> StoreBootstrap:
+        """A bootstrap at the group's store, through which the transport's threads exchange notes:
+        torch's collectives are for one thread only. All ranks meet there again.
+        """
+        self._is_over = True  # nobody is in an exchange here any more
+        store = own_connection(dist.distributed_c10d._get_process_group_store(self._group))
+        part, pass_on = own_part(store, self.rank, f"group {self._group.group_name}")
+        return StoreBootstrap(part, self.rank, self.world_size, timeout, pass_on=pass_on)
+
+    def fail(self, message: str) -> None:
+        """Tells the others, in the exchange they are waiting in."""
+        if not self._is_over:
+            self._is_over = True
+            dist.all_gather_object([None] * self.world_size, (None, message), group=self._group)
+
+
+Bootstrap = StoreBootstrap | GroupBootstrap
+
+
+def meet(
+    init_method: str, rank: int | None, world_size: int | None, timeout: timedelta
+) -> StoreBootstrap:
+    """Opens the store that init_method names."""
+    place = urlparse(init_method)
+    is_alone = place.scheme == "env" and world_size == 1
+    is_served = False
+    if is_alone:  # there is nobody to meet, so no launcher is needed
+        rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+    elif place.scheme == "env":
+        # Who gives the rank has not left counting to a launcher: torchrun's variables say the rest.
+        started_by = launchers.TORCHRUN if rank is not None else launchers.launcher()
+        rank = launchers.number(started_by.rank) if rank is None else rank
+        world_size = launchers.number(started_by.world_size) if world_size is None else world_size
+        place = urlparse(launchers.meeting_point(started_by, world_size))
+        is_served = started_by is launchers.TORCHRUN and launchers.serves_store()
+    if rank is None or world_size is None:
+        raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise InitError(
+            f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
+        )
+    # Else the variable is left from another launcher: torchrun's store is there before its ranks.
+    is_server = rank == 0 and not (is_served and _listens(place))
+    try:
+        store = HashStore() if is_alone else _open_store(place, world_size, timeout, is_server)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\nException raised from")[0]  # less torch's C++ frames
+        where = place.geturl()
+        raise InitError(
+            f"rank {rank} of {world_size} cannot open the meeting point {where!r}: {reason}"
+        ) from error
+    part, pass_on = own_part(store, rank)
+    return StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
+
+
+def own_part(store: Store, rank: int, name: str = "ranks") -> tuple[Store, Callable[[], None]]:
+    """The part of a store that belongs to one meeting alone, and a function to call once all ranks
+    are there: who comes afterwards meets in the next part. name: of those who meet.
+
+    The store counts the meetings, not the process: one that has met others before, and one that has
+    not, meet as well. A meeting that has failed is left by each rank as it comes again, so that
+    those who have not come yet learn of the failure.
+    """
+    # torchrun restarts all ranks after a failure, on the same store: keep the attempts apart.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"fastcomm/{attempt}/{name}"
+    counter, visitor = f"{prefix}/n_meetings", f"{_PROCESS}/{os.getpid()}"
+
+    def end(number: int) -> None:  # the first rank does; for the others it is over already
+        store.compare_set(counter, str(number), str(number + 1))
+
+    number = store.add(counter, 0)
+    came = f"{prefix}/{number}/came/{rank}"
+    if store.check([came]) and store.get(came).decode() == visitor:
+        end(number)
+        number = store.add(counter, 0)
+    store.set(f"{prefix}/{number}/came/{rank}", visitor)
+    return PrefixStore(f"{prefix}/{number}", store), partial(end, number)
+
+
+def own_connection(store: Store) -> Store:
+    """The same store over a connection of its own, where torch can make one: over a shared one, a
+    wait of torch's would hold up the watchdog.
+    """
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_server: bool) -> Store:
+    if place.scheme == "file" and place.path:
+        if not os.access(os.path.dirname(place.path), os.W_OK):  # the store would wait for ever
+            raise FileNotFoundError(
+                f"{os.path.dirname(place.path)} is not a folder this process can write to"
+            )
+        return FileStore(place.path, world_size)
+    if place.scheme != "tcp" or not place.hostname or not place.port:
+        raise ValueError(
+            f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}"
+        )
+    if not is_server:
+        _await_server(place.hostname, place.port, timeout.total_seconds())
+    # The store must not wait for the ranks: it could not say which one is missing.
+    return TCPStore(
+        place.hostname,
+        place.port,
+        is_master=is_server,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _listens(place: ParseResult) -> bool:
+    """Whether somebody does at this host and port."""
+    try:
+        socket.create_connection((place.hostname, place.port or 0), _LONGEST_KNOCK_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _await_server(host: str, port: int, timeout_s: float) -> None:
+    """Returns when somebody listens there. A TCPStore would try as long, but print pages of C++
+    frames. Raises OSError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(left, _KNOCK_S)).close()
+            return
+        except OSError as error:
+            if left < _KNOCK_S:
+                raise OSError(
+                    f"nobody answered at {host}:{port} for {timeout_s:g} s ({error}); was rank 0 "
+                    "started there, and may this host connect to it?"
+                ) from error
+        time.sleep(_KNOCK_S)
+
+
+def count_as_finished(store: Store) -> None:
+    """Makes sure that the last rank to drop a FileStore removes its file.
+
+    All ranks call this once they have met, before any of them drops the store. Torch removes the
+    file when all ranks have finished and none uses it. But a rank is counted in two steps. Of two
+    ranks that drop the store at the same time, the first may see that the second still uses it, and
+    the second may have seen too few finished ranks. So each rank counts as finished from here on.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, FileStore):
+        FileStore(store.path)  # type: ignore[attr-defined]  # counts as finished, removes nothing

@@ -1,0 +1,101 @@
+"""CallFolder: what a launcher and the ranks that it has started leave each other: the call, what
+each rank has returned or raised, and the files in which torch keeps their output.
+
+A launcher removes its folder in the end. That of one that was killed goes when the next launcher
+starts: each holds a lock on its own, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastcomm.launching import launchers
+
+_PREFIX = "launch-"
+
+
+class Raised(NamedTuple):
+    """How a rank has failed. is_lost: only because of another one, which may say why."""
+
+    at_s: float
+    is_lost: bool
+    exit_code: int
+    text: str
+
+
+class CallFolder:
+    """Of one launch() or `fastcomm run`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    # -- in the launcher ---------------------------------------------------------------------------
+
+    def write_call(self, preparation: dict[str, Any], packed: bytes) -> None:
+        """For rank_process.py, which reads it before it has fastcomm."""
+        (self.path / "call").write_bytes(pickle.dumps((preparation, packed)))
+
+    def answer(self, rank: int) -> bytes | None:
+        """What the rank has returned, as it has written it."""
+        path = self.path / f"answer-{rank}"
+        return path.read_bytes() if path.exists() else None
+
+    def raised(self) -> dict[int, Raised]:
+        """By rank, as rank_process.py has written it."""
+        paths = self.path.glob("raised-*")
+        return {
+            int(path.name.partition("-")[2]): Raised(*pickle.loads(path.read_bytes()))
+            for path in paths
+        }
+
+    # -- in a rank ---------------------------------------------------------------------------------
+
+    def write_answer(self, rank: int, value: bytes) -> None:
+        (self.path / f"answer-{rank}").write_bytes(value)
+
+
+@contextlib.contextmanager
+def new_folder() -> Iterator[CallFolder]:
+    """A locked folder for one launcher, removed at the end of the block. Removes what killed
+    launchers have left. Raises InitError where there is no place for it.
+    """
+    home = launchers.own_folder()
+    with contextlib.ExitStack() as ours:
+        with contextlib.ExitStack() as starting:
+            # Between its making and its lock, a folder looks as one that was left.
+            _lock(home, fcntl.LOCK_EX, starting)
+            _remove_left(home)
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+            _lock(path, fcntl.LOCK_EX, ours)
+            ours.callback(shutil.rmtree, path, ignore_errors=True)  # while it is locked
+        yield CallFolder(path)
+
+
+def _remove_left(home: Path) -> None:
+    for path in home.glob(f"{_PREFIX}*"):
+        with contextlib.ExitStack() as looking, contextlib.suppress(FileNotFoundError):
+            if _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, looking):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(folder: Path, how: int, until: contextlib.ExitStack) -> bool:
+    """False if another process holds the lock, or the file system has none."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    until.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,320 @@
+"""init() and connect(): bring the ranks together and pick the transport. They own nothing once the
+transport is made.
+
+How ranks meet is in bootstrap.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fastcomm.comm.communicator import Communicator
+from fastcomm.errors import InitError
+from fastcomm.launching import launchers
+from fastcomm.launching.bootstrap import (
+    Bootstrap,
+    Caller,
+    GroupBootstrap,
+    StoreBootstrap,
+    meet,
+    own_connection,
+)
+from fastcomm.transports.group.communicator import GroupCommunicator
+from fastcomm.transports.group.exchange import Exchange
+from fastcomm.transports.group.hierarchical import HierarchicalCommunicator
+from fastcomm.transports.nccl.communicator import NcclCommunicator
+from fastcomm.transports.nccl.library import CTA_POLICIES
+from fastcomm.transports.shm.communicator import ShmCommunicator
+from fastcomm.transports.shm.ring import MAX_RANKS
+
+NEWEST_TESTED_TORCH = (2, 15)
+BACKENDS = ("auto", "shm", "nccl", "group", "hierarchical")
+
+
+def init(
+    backend: str = "auto",
+    *,
+    init_method: str = "env://",
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = timedelta(minutes=5),
+    group: dist.ProcessGroup | None = None,
+    max_ctas: int | None = None,
+    cta_policy: str | None = None,
+) -> Communicator:
+    """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call
+    it, with the same arguments.
+
+    backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each
+        host, Gloo across hosts), "nccl" (a CUDA device for each rank), "group" (CPU tensors over
+        `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all ranks share a
+        host, hierarchical where they do not, and group where a host has more than the 64 ranks that
+        can share memory. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
+    init_method: "env://" (torchrun, mpirun, mpiexec or srun has started the ranks: what they say is
+        in their environment), "tcp://host:port" or "file:///path", the latter two with rank= and
+        world_size=. With world_size=1 alone, nothing is met: for debugging.
+    group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
+        world_size are then not needed.
+    device: where the gradients are. None means this rank's CUDA device, for "nccl" and, where there
+        is one, for "auto"; else the CPU. That is the one of this rank's number on its host, as the
+        launcher says it (LOCAL_RANK under torchrun), or the only one this process sees. It becomes
+        torch's current device.
+    timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
+    max_ctas: for NCCL, how many thread blocks a collective may take at most, so that the rest of
+        the GPU computes meanwhile. None leaves it to NCCL.
+    cta_policy: for NCCL 2.27 or newer, how it chooses that number: "default", "efficiency" (as few
+        as will do) or "zero" (none, where copy engines can do it).
+
+    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
+    and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
+    TypeError for bad arguments.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
+    started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
+    place = _choose_device(backend, device, *started_as)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    is_nccl = backend == "nccl" or place.type == "cuda"
+    _check_ctas(is_nccl, max_ctas, cta_policy)
+    bootstrap: Bootstrap = (
+        GroupBootstrap(group) if group is not None else meet(init_method, rank, world_size, timeout)
+    )
+    if is_nccl:  # its watchdog exchanges notes
+        bootstrap = bootstrap.with_notes(timeout)
+    with _told_to_all(bootstrap):
+        neighbours = _neighbours(bootstrap)
+        if is_nccl:
+            comm: Communicator = _connect_on_cuda(
+                bootstrap, timeout, place, neighbours, max_ctas, cta_policy
+            )
+        else:
+            comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
+            _warn_of_threads(comm, neighbours.ranks)
+        bootstrap.finish()
+        # the store may live in one of the ranks: it must not go before all have read from it
+        comm.barrier()
+        if bootstrap.rank == 0:
+            _warn_of_torch()
+        return comm
+
+
+def connect(
+    store: Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    caller: Caller,
+    names: Sequence[int],
+    look: Callable[[], None] | None,
+) -> tuple[Communicator, list[int]]:
+    """A communicator as init("auto") makes it, and the ranks of this host.
+
+    store: for these ranks alone. Errors name the caller, and each rank by its number in `names`.
+    look: called while this rank waits for others; raises PeerLostError when one will not come.
+    """
+    bootstrap = StoreBootstrap(
+        own_connection(store), rank, world_size, timeout, caller, names, look
+    )
+    if names[rank] == 0:
+        _warn_of_torch()
+    with _told_to_all(bootstrap):
+        neighbours = _neighbours(bootstrap)
+        if device.type == "cuda":
+            return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
+        comm = _connect_on_cpu("auto", bootstrap, timeout, None, neighbours)
+        _warn_of_threads(comm, neighbours.ranks)
+        return comm, neighbours.ranks
+
+
+@contextlib.contextmanager
+def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
+    """Reports an error in the block to the other ranks, so that they stop waiting."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
+            bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")
+        raise
+
+
+@functools.cache
+def _warn_of_torch() -> None:
+    """Says, once in a process, that this torch is newer than any that the tests were run with."""
+    major, minor = NEWEST_TESTED_TORCH
+    if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST_TESTED_TORCH:
+        message = (
+            f"fastcomm was tested with torch 2.7 to {major}.{minor}, and never with this one, "
+            f"{torch.__version__}"
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+def _choose_device(
+    backend: str,
+    device: torch.device | str | None,
+    rank: int | None,
+    world_size: int | None,
+) -> torch.device:
+    """The device of the gradients, with an index if it is a CUDA device."""
+    if device is None:
+        wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
+        device = f"cuda:{_cuda_index(rank, world_size)}" if wants_cuda else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InitError(
+            f"device {place}: torch finds no CUDA device (is it a CUDA build, is there a driver?)"
+        )
+    if place.type not in ("cpu", "cuda") or (
+        backend not in ("auto", "nccl") and place.type != "cpu"
+    ):
+        raise InitError(
+            f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, "
+            "hierarchical, group) "
+            "and on CUDA devices (nccl)"
+        )
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if place.type == "cuda" and place.index is None
+        else place
+    )
+
+
+def _check_ctas(is_nccl: bool, max_ctas: int | None, cta_policy: str | None) -> None:
+    if not is_nccl and (max_ctas, cta_policy) != (None, None):
+        raise ValueError("max_ctas and cta_policy are options of NCCL: pass backend='nccl'")
+    if max_ctas is not None and (isinstance(max_ctas, bool) or not isinstance(max_ctas, int)):
+        raise TypeError(f"max_ctas must be an integer or None; got {max_ctas!r}")
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
+    if cta_policy is not None and cta_policy not in CTA_POLICIES:
+        raise ValueError(f"cta_policy must be one of {', '.join(CTA_POLICIES)}; got {cta_policy!r}")
+
+
+def _cuda_index(rank: int | None, world_size: int | None) -> int:
+    """Which of the CUDA devices that this process sees is its own."""
+    if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
+        return 0
+    mine = launchers.local_rank(rank, world_size)
+    return torch.cuda.current_device() if mine is None else mine
+
+
+class _Neighbours(NamedTuple):
+    ranks: list[int]  # of this rank's host
+    local_rank: int  # this rank's number among them
+    hosts: list[list[int]]  # the ranks of every host
+
+
+def _connect_on_cuda(
+    bootstrap: Bootstrap,
+    timeout: timedelta,
+    device: torch.device,
+    neighbours: _Neighbours,
+    max_ctas: int | None = None,
+    cta_policy: str | None = None,
+) -> NcclCommunicator:
+    """Makes the communicator on `device`, once the ranks have met."""
+    place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
+    return NcclCommunicator(
+        *place, bootstrap, timeout, device, neighbours.ranks, max_ctas, cta_policy
+    )
+
+
+def _connect_on_cpu(
+    backend: str,
+    bootstrap: Bootstrap,
+    timeout: timedelta,
+    group: dist.ProcessGroup | None,
+    of_host: _Neighbours,
+) -> Communicator:
+    """Makes the communicator on the CPU, once the ranks have met."""
+    neighbours, local_rank, hosts = of_host
+    place = bootstrap.rank, bootstrap.world_size, local_rank
+    if backend == "auto":
+        is_crowded = max(map(len, hosts)) > MAX_RANKS
+        backend = "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
+    if backend == "shm":
+        away = [r for r in range(bootstrap.world_size) if r not in neighbours]
+        if away:
+            raise InitError(
+                f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another "
+                "host (or in another container). "
+                "The shm transport needs all ranks on one host; across hosts use 'hierarchical', "
+                "or 'auto'"
+            )
+        return ShmCommunicator(*place, bootstrap, timeout)
+    bootstrap = bootstrap.with_notes(timeout)
+    with _told_to_all(bootstrap):
+        if backend == "hierarchical":
+            return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
+        # In place of a user's group over Gloo we make one of our own, of the same ranks: it does
+        # not interfere with what else the user does with theirs.
+        is_foreign = group is not None and dist.get_backend(group) != "gloo"
+        exchange = Exchange(place[0], place[1], group if is_foreign else None)
+        return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
+
+
+def _warn_of_threads(comm: Communicator, ranks: Sequence[int]) -> None:
+    """By itself torch has as many threads as its process has cores. Ranks that share their cores
+    then take about twice as long. torchrun and Ray set OMP_NUM_THREADS; srun and mpirun may give
+    each rank cores of its own, which then are not too few.
+
+    ranks: of this host. The first of them warns.
+    """
+    n_threads = torch.get_num_threads()
+    if comm.rank != ranks[0] or n_threads == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    n_cores = len(set[int]().union(*(_cores_of(comm.pids[rank]) for rank in ranks)))
+    if len(ranks) * n_threads > n_cores:
+        warnings.warn(
+            f"{len(ranks)} ranks have {n_threads} threads each, and {n_cores} cores in all: set "
+            f"OMP_NUM_THREADS={max(1, n_cores // len(ranks))} in the environment of every rank",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _cores_of(pid: int) -> set[int]:
+    """The cores a process may run on."""
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:  # it has ended, or FASTCOMM_HOST_ID says that it runs here, and it does not
+        return os.sched_getaffinity(0)
+
+
+def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
+    """Finds out which ranks run on which host: the ranks exchange it."""
+    identities = bootstrap.exchange(_host_identity())
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    neighbours = hosts[identities[bootstrap.rank]]
+    mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
+    local_rank = neighbours.index(bootstrap.rank) if mine is None else mine
+    return _Neighbours(neighbours, local_rank, list(hosts.values()))
+
+
+def _host_identity() -> str:
+    """A string that is equal for two processes exactly if they can map each other's memory: the
+    same kernel and the same pid namespace. FASTCOMM_HOST_ID overrides it.
+    """
+    override = os.environ.get("FASTCOMM_HOST_ID")
+    if override is not None:
+        return override
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,293 @@
+"""Starts ranks on this machine: `python -m fastcomm run train.py`, and launch() from a script or a
+notebook. torch's elastic launcher starts them, tells them who they are as torchrun does, and ends
+all when one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import spawn
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, TextIO
+
+import torch
+
+from fastcomm.errors import FastcommError
+from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_BEGINNING = str(Path(__file__).with_name("rank_process.py"))
+_PREFIX = re.compile(r"\[rank \d+\] ")
+
+
+class Failure(NamedTuple):
+    """Of the rank that has failed first. text: names it, and says how."""
+
+    text: str
+    exit_code: int
+
+
+def launch(
+    function: Callable[..., Any], *args: Any, ranks: int | None = None, threads: int | None = None
+) -> list[Any]:
+    """Runs `function(*args)` in `ranks` new processes of this machine, where fastcomm.init() brings
+    them together. Returns what each has returned, by rank; what they print is printed here.
+
+    args: positional ones; functools.partial(function, lr=0.1) brings others.
+    ranks: None means one for each GPU, or one for each core where there is no GPU.
+    threads: how many threads torch has in each. None shares out the cores.
+
+    A script calls it under `if __name__ == "__main__":`, since the processes import it again. A
+    function that a notebook has defined takes cloudpickle (`pip install cloudpickle`).
+
+    Raises FastcommError when a rank fails: it names the rank and what it has raised. The other
+    ranks are ended, and all of them on KeyboardInterrupt, or when this process is killed. Raises
+    FastcommError, too, when the function or its arguments cannot be pickled; TypeError for ranks or
+    threads that are no int, ValueError for less than one.
+    """
+    if getattr(sys.modules["__main__"], "is_importing", False):  # rank_process.py
+        raise FastcommError(
+            "launch() is called where this script is imported, as each rank does: call it under "
+            'if __name__ == "__main__":'
+        )
+    ranks, threads = _numbers(ranks, threads)
+    packed = _packed(function, args)
+    with new_folder() as folder:
+        folder.write_call(_preparation(), packed)
+        failure = _start(ranks, threads, [], folder)
+        if failure is not None:
+            raise FastcommError(failure.text)
+        return [_returned(folder, rank) for rank in range(ranks)]
+
+
+def run(
+    command: Sequence[str], ranks: int | None = None, threads: int | None = None
+) -> Failure | None:
+    """Runs a Python script, with its arguments, as launch() runs a function. None: all is well."""
+    ranks, threads = _numbers(ranks, threads)
+    if not Path(command[0]).exists():
+        raise FastcommError(f"there is no script {command[0]} in {os.getcwd()}")
+    with new_folder() as folder:
+        return _start(ranks, threads, command, folder)
+
+
+def cores() -> int:
+    """The cores this process may run on, which in a container or under taskset are fewer than the
+    machine's.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
+    """Of ranks, and of threads in each; None: what suits the machine."""
+    for name, given in (("ranks", ranks), ("threads", threads)):
+        if not isinstance(given, (int, NoneType)):
+            raise TypeError(f"{name} must be an int; got {given!r}")
+    if ranks is None:
+        ranks = torch.cuda.device_count() or cores()
+    if threads is None:
+        threads = max(1, cores() // ranks) if ranks > 0 else 1
+    if ranks < 1 or threads < 1:
+        raise ValueError(f"ranks and threads must be at least 1; got {ranks} and {threads}")
+    return ranks, threads
+
+
+def _start(ranks: int, threads: int, script: Sequence[str], folder: CallFolder) -> Failure | None:
+    """Returns when all have ended: None if well. script: with its arguments; without one the ranks
+    make the call that the folder holds.
+    """
+    # Not above: what these import takes longer than all of fastcomm, and training needs none of it.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with _surroundings(threads):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder.logs), tee=Std.ALL),
+            log_line_prefix_template="[rank ${rank}] ",
+        )
+        try:
+            elastic_launch(config, sys.executable)(
+                _BEGINNING, str(os.getpid()), str(folder.path), *script
+            )
+        except ChildFailedError as error:
+            return _first_failure(error.failures, folder.raised())
+        except SignalException as error:  # the ranks have ended
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+    return None
+
+
+@contextlib.contextmanager
+def _surroundings(threads: int) -> Iterator[None]:
+    """The environment of the ranks; afterwards the caller's own, with its signal handlers, which
+    the launcher replaces. What the launcher logs of a failure, our error says, too.
+    """
+    before = os.environ.copy()
+    log = logging.getLogger("torch.distributed.elastic")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        with (
+            _Lines(sys.stdout) as out,
+            _Lines(sys.stderr) as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            yield
+    finally:
+        log.setLevel(level)
+        os.environ.clear()
+        os.environ.update(before)
+        with contextlib.suppress(ValueError):  # only the main thread has any
+            for number, handler in handlers.items():
+                if handler is not None:  # else it is not Python's
+                    signal.signal(number, handler)
+
+
+class _Lines:
+    """A stream that the launcher writes what ranks print to, each piece of a line behind the rank's
+    prefix: puts the pieces of one rank together, and other ranks on other lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()  # a thread of the launcher reads for each rank
+        self._open = ""  # the prefix of a line that has no end yet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            self._stream.write("\n")
+
+    def write(self, text: str) -> int:
+        found = _PREFIX.match(text)
+        prefix = found[0] if found else ""
+        with self._lock:
+            if self._open and prefix != self._open:
+                self._stream.write("\n")
+            elif self._open:
+                text = text.removeprefix(prefix)
+            self._stream.write(text)
+            self._open = "" if text.endswith("\n") else prefix
+        return len(text)
+
+
+# -- a call, its way to the ranks, and back --------------------------------------------------------
+
+
+def _preparation() -> dict[str, Any]:
+    """What multiprocessing tells a new process of this one: among others, its main module."""
+    preparation: dict[str, Any] = spawn.get_preparation_data("fastcomm rank")
+    del preparation["authkey"]  # is not to be written anywhere
+    return preparation
+
+
+def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    is_of_a_notebook = function.__module__ == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    )
+    if is_of_a_notebook and importlib.util.find_spec("cloudpickle") is None:
+        raise FastcommError(
+            f"{function.__qualname__} was defined in a notebook or a shell, from where new "
+            "processes cannot import it: pip install cloudpickle, or define it in a module"
+        )
+    try:
+        return _pickled((function, args))
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise FastcommError(
+            f"{name} and its arguments cannot be sent to new processes: {type(error).__name__}: "
+            f"{error}. Define it at the top of a module, or pip install cloudpickle; files, locks "
+            "and the like are to be opened inside of it"
+        ) from error
+
+
+def _pickled(value: Any) -> bytes:
+    if importlib.util.find_spec("cloudpickle") is None:
+        return pickle.dumps(value)
+    import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+
+    return bytes(cloudpickle.dumps(value))
+
+
+def answer(path: Path, packed: bytes) -> None:
+    """In a rank: makes the call, and leaves for launch() what it returns."""
+    folder, rank = CallFolder(path), int(os.environ["RANK"])
+    function, args = pickle.loads(packed)
+    try:
+        value = function(*args)
+    except SystemExit as end:
+        if end.code:
+            raise
+        value = None
+    try:
+        returned = _pickled(value)
+    except Exception as error:
+        raise FastcommError(
+            "what the function returns cannot be sent to the process that has called launch(): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    folder.write_answer(rank, returned)
+
+
+def _returned(folder: CallFolder, rank: int) -> Any:
+    answer = folder.answer(rank)
+    if answer is None:
+        raise FastcommError(
+            f"rank {rank} ended with exit code 0 before the function had returned: by os._exit(), "
+            "or by exit() in a library"
+        )
+    return pickle.loads(answer)
+
+
+def _first_failure(failures: Mapping[int, Any], raised: Mapping[int, Raised]) -> Failure:
+    """Of the first rank that has not failed because of another. failures: torch's ProcessFailure by
+    rank; those that had ended first come first, and the launcher has ended the others by SIGTERM.
+    """
+    causes = sorted(one for one in raised.values() if not one.is_lost)
+    if causes:
+        return Failure(causes[0].text, causes[0].exit_code)
+    # A rank that has lost another waits. If one has come to its end, no other had failed by then.
+    is_over = any(failures[rank].exitcode > 0 for rank in raised.keys() & failures.keys())
+    others = [
+        rank
+        for rank, failure in failures.items()
+        if rank not in raised and not (is_over and failure.exitcode == -signal.SIGTERM)
+    ]
+    if not others:
+        first = min(raised.values())
+        return Failure(first.text, first.exit_code)
+    rank = min(others, key=lambda rank: float(failures[rank].timestamp))
+    failure = failures[rank]
+    how, exit_code = f"ended with exit code {failure.exitcode}", failure.exitcode
+    if exit_code < 0:
+        how, exit_code = f"was ended by {failure.signal_name()}", 128 - exit_code
+    return Failure(f"rank {rank} (pid {failure.pid}) {how}", exit_code)

@@ -1,0 +1,91 @@
+# cython: language_level=3
+"""DeviceClock: when events on a device were reached, on the host's clock. For timelines.
+
+Owns the event that both clocks are compared by. Waits for the device when it is made.
+"""
+
+import operator
+import time
+
+from libc.stdint cimport int64_t
+
+from fastcomm.transports.cuda.driver cimport (
+    CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUcontext, CUstream, Device, Event,
+    check, driver,
+)
+
+
+# After so long another event is the base: the driver tells times as float32.
+cdef float REBASE_MS = 1000
+N_COMPARISONS = 3
+
+
+cdef tuple _compared(CUstream idle):
+    """How long it took the host to hear of an event, in ns, when it did, and the event."""
+    cdef Event event = Event(0)
+    begin = time.monotonic_ns()
+    with nogil:
+        check(driver.record_event(event.handle, idle), b"cuEventRecord")
+        check(driver.synchronize_stream(idle), b"cuStreamSynchronize")
+    heard = time.monotonic_ns()
+    return heard - begin, heard, event
+
+
+cdef class DeviceClock:
+    """Times of a device in ns of time.monotonic_ns(), to some 20 µs."""
+
+    def __cinit__(self, Device device):
+        self.device = device
+        cdef CUstream current = device.current_stream()
+        cdef CUcontext before = device.enter()
+        try:
+            with nogil:  # waits for what the stream does
+                check(driver.synchronize_stream(current), b"cuStreamSynchronize")
+            # The quickest: an interruption between the event and the host's time would set the
+            # clocks apart for good.
+            comparisons = [_compared(current) for _ in range(N_COMPARISONS)]
+            _, self.base_ns, self.base = min(comparisons, key=operator.itemgetter(0))
+        finally:
+            device.leave(before)
+
+    cdef Span span(self):
+        """Events of one bucket's way, to be recorded. The device's context is the thread's."""
+        cdef Span span = Span.__new__(Span)
+        span.clock = self
+        span.gathered, span.began, span.ended = Event(0), Event(0), Event(0)
+        return span
+
+    cdef int64_t time_of(self, Event event) except -1:
+        """When the event was reached; 0 if it was not yet. A capture on this thread does not mind
+        the question.
+        """
+        cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
+        cdef float elapsed_ms = 0
+        cdef int code
+        cdef CUcontext before = self.device.enter()
+        with nogil:
+            driver.exchange_capture_mode(&mode)
+            code = driver.elapsed_time(&elapsed_ms, self.base.handle, event.handle)
+            driver.exchange_capture_mode(&mode)
+        self.device.leave(before)
+        if code == CUDA_ERROR_NOT_READY:
+            return 0
+        check(code, b"cuEventElapsedTime")
+        cdef int64_t reached = self.base_ns + <int64_t>(elapsed_ms * 1e6)
+        if elapsed_ms > REBASE_MS:
+            self.base, self.base_ns = event, reached
+        return reached
+
+
+cdef class Span:
+    """When a bucket's gradients were gathered, and its reduction began and ended."""
+
+    cdef times(self):
+        """See BucketWork.times."""
+        if self.known is None and self.clock.time_of(self.ended):
+            self.known = (
+                self.clock.time_of(self.gathered), self.clock.time_of(self.began),
+                self.clock.time_of(self.ended),
+            )
+            self.gathered = self.began = self.ended = None
+        return self.known

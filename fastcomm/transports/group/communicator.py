@@ -1,0 +1,295 @@
+"""GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Communicator, for tensors on
+the CPU. The public calls and their checks.
+
+A thread of its own carries collectives out in the order of their calls, so that backward goes on
+while gradients travel. Before any data moves, the ranks announce which collective they have come
+to. If they disagree, all of them get the error. A rank that abandons a round announces that in
+place of a collective. So no collective is ever left half done, and the group stays in step.
+watchdog.py finds lost peers and missed deadlines; then breaking the group's connections ends the
+thread's wait.
+
+The thread is in work_queue.py; exchange.py moves and reduces tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fastcomm.comm.collective import (
+    BLOCK_DTYPES,
+    CPU_DTYPES,
+    OPS,
+    WIRE_DTYPES,
+    Op,
+    as_pairs,
+    canonical_op,
+    check_numel,
+    check_out,
+    check_src,
+    refuse_dtype,
+    refuse_tensor,
+    share_of,
+)
+from fastcomm.comm.communicator import Communicator, Weight, is_abandoned_already, leave_backward
+from fastcomm.comm.watchdog import Notes
+from fastcomm.errors import FastcommError
+from fastcomm.transports.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes
+from fastcomm.transports.group.exchange import Exchange
+from fastcomm.transports.group.wire import Wire
+from fastcomm.transports.group.work import GroupBucket, GroupWork, Move
+from fastcomm.transports.group.work_queue import WorkQueue
+
+
+class Bootstrap(Notes, Protocol):
+    """How the ranks have met; see fastcomm.launching.bootstrap."""
+
+    def exchange(self, value: Any) -> list[Any]: ...
+    def store(self, name: str) -> Store: ...
+
+
+class GroupCommunicator(Communicator):
+    """Collectives over a torch.distributed group. See fastcomm.comm.communicator.Communicator for
+    the contract. Made by fastcomm.init. exchange: moves the tensors over the group.
+
+    Beyond the contract, any number of threads may call it and wait for their works at once, as long
+    as the calls come in the same order on all ranks. What a signal handler raises while this rank
+    waits, in a collective, a wait or abandon(), is raised once that is over. A second exception is
+    raised at once, and aborts the communicator.
+    """
+
+    backend = "group"
+    has_streams = counts_nonfinite = has_common_memory = False
+    progresses_itself = is_threadsafe = feeds_back_errors = True
+    announces = carries_votes = True
+    wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
+    # Without a Python frame, in which a signal handler might raise.
+    n_abandoned = property(attrgetter("_queue.n_abandoned"))
+    number = property(attrgetter("_queue.number"))  # of the newest collective announced
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        bootstrap: Bootstrap,
+        timeout: timedelta,
+        neighbours: Sequence[int],
+        exchange: Exchange,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device = torch.device("cpu")
+        self.timeout = timeout
+        self.left_in_backward = None
+        self.pids = tuple(bootstrap.exchange(os.getpid()))
+        exchange.connect(bootstrap.store("gloo"), timeout)
+        self._notes, self._exchange = bootstrap, exchange
+        self._queue = WorkQueue(rank, self.pids, exchange, bootstrap, timeout, neighbours)
+
+    @property
+    def failure(self) -> FastcommError | None:
+        """See Communicator.failure."""
+        return self._queue.life.failure
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: rank {self.rank} of "
+            f"{self.world_size}{', ended' if self.failure is not None else ''}>"
+        )
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty. A group alone reaches no memory without a copy."""
+        self._queue.check_usable()
+        if dtype not in CPU_DTYPES:
+            refuse_dtype(dtype, CPU_DTYPES)
+        check_numel(numel)
+        return self._exchange.empty(numel, dtype)
+
+    def all_reduce(
+        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
+    ) -> GroupWork | None:
+        """See Communicator.all_reduce. 16-bit floats are added in float32 and rounded once."""
+        op = canonical_op(op)
+        flat = self._check(tensor, op)
+        call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
+        move = functools.partial(self._exchange.all_reduce, flat, op)
+        return self._begin(call, move, flat, async_op, plain=flat)
+
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, async_op: bool = False
+    ) -> GroupWork | None:
+        """See Communicator.broadcast."""
+        flat = self._check(tensor)
+        check_src(src, self.world_size)
+        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
+        move = functools.partial(self._exchange.broadcast, flat, src)
+        return self._begin(call, move, flat, async_op)
+
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
+        """See Communicator.broadcast_all. One collective, so that no exception can split it."""
+        flats = [as_bytes(self._check(tensor)) for tensor in tensors]
+        check_src(src, self.world_size)
+
+        def move(rows: Tensor | None) -> None:
+            for flat in flats:
+                self._exchange.broadcast(flat, src)
+
+        call = Call("broadcast", sum(map(len, flats)), src=src, label=label)
+        self._begin(call, move, None, False)
+
+    def all_gather_single(
+        self, out: Tensor, inp: Tensor, *, async_op: bool = False
+    ) -> GroupWork | None:
+        """See Communicator.all_gather_single."""
+        flat = self._check(inp)
+        whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
+        call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
+        move = functools.partial(self._exchange.all_gather, whole, flat)
+        return self._begin(call, move, flat, async_op)
+
+    def reduce_scatter_single(
+        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
+    ) -> GroupWork | None:
+        """See Communicator.reduce_scatter_single."""
+        op = canonical_op(op)
+        flat = self._check(inp, op)
+        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        part = self._check_out("reduce_scatter_single", out, inp, numel)
+        call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
+        move = functools.partial(self._exchange.reduce_scatter, part, flat, op)
+        return self._begin(call, move, flat, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> GroupWork | None:
+        """See Communicator.barrier. The announcement is the whole barrier."""
+        self._queue.check_usable()
+        return self._begin(Call("barrier"), None, None, async_op)
+
+    def bind_bucket(
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        offsets: list[int],
+        *,
+        wire_dtype: torch.dtype | None,
+        label: int,
+        lane: int = 0,
+        bounds: tuple[int, ...] | None = None,
+        error_feedback: bool = False,
+    ) -> GroupBucket:
+        """See Communicator.bind_bucket. There are no lanes: the ranks share one network. Every rank
+        gets the whole result.
+        """
+        if wire_dtype is not None and wire_dtype not in CARRIED_DTYPES:
+            refuse_dtype(wire_dtype, CARRIED_DTYPES, "wire_dtype")
+        is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
+        if wire_dtype is not None and is_coded:
+            way = Wire(wire_dtype, error_feedback=error_feedback)
+            reduce = self._exchange.coded_reduction_of(flat, views, offsets, way)
+        else:
+            reduce = self._exchange.reduction_of(flat, wire_dtype)
+        wire = self._exchange.wire_of(flat.dtype, wire_dtype)
+        is_plain = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
+
+        def work_of(op: str, presence: Tensor, step: int, weight: Weight | None) -> GroupWork:
+            self._queue.check_usable()
+            kind = "all_reduce", flat.numel(), flat.dtype, wire, op, 0, label, step
+            call = Call(*kind, *(weight or ()))
+            return GroupWork(
+                self._queue,
+                call,
+                functools.partial(reduce, op),
+                payload=presence if is_coded else None,
+                presence=presence,
+                plain=flat if is_plain and op in OPS else None,
+            )
+
+        bucket = GroupBucket(flat, views, work_of, reduce, is_coded)
+        self._queue.buckets[label] = bucket
+        return bucket
+
+    def shadow(self) -> bool:
+        """See Communicator.shadow."""
+        self._queue.check_usable()
+        work = GroupWork(self._queue, WITHOUT_DATA, None)
+        work.run()
+        return not work.has_followed
+
+    def _begin(
+        self,
+        call: Call,
+        move: Move | None,
+        flat: Tensor | None,
+        async_op: bool,
+        plain: Tensor | None = None,
+    ) -> GroupWork | None:
+        """flat: what may travel with the announcement. plain: what may be reduced together with
+        others.
+        """
+        work = GroupWork(self._queue, call, move, flat, plain=plain)
+        if async_op:
+            work.post()
+            return work
+        work.run()
+        return None
+
+    def _check(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Checks that the communicator can be used and can take the tensor. Returns a flat view of
+        it, a complex one as pairs.
+        """
+        self._queue.check_usable()
+        if not isinstance(tensor, Tensor) or not _is_dense_here(tensor):
+            refuse_tensor(tensor, self.backend, self.device)
+        tensor = as_pairs(tensor, op)
+        if tensor.dtype not in CPU_DTYPES:
+            refuse_dtype(tensor.dtype, CPU_DTYPES)
+        return tensor.detach().view(-1)
+
+    def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
+        flat = self._check(out)
+        check_out(name, out, inp, numel)
+        return flat
+
+    def keep_times(self, is_on: bool) -> None:
+        """See Communicator.keep_times."""
+        self._queue.n_timekeepers += 1 if is_on else -1
+
+    # -- abandoning and ending ---------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See Communicator.check."""
+        self._queue.check()
+
+    def abandon(self, *, in_any_case: bool = False) -> None:
+        """See Communicator.abandon. Finishes the collective that has begun; begins no waiting one.
+
+        What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
+        """
+        if not in_any_case and is_abandoned_already(self):
+            return
+        self._queue.abandon()
+        if not in_any_case:
+            leave_backward(self.rank)
+
+    def abort(self) -> None:
+        """See Communicator.abort."""
+        self._queue.abort()
+
+    def close(self) -> None:
+        """See Communicator.close. Peers that still wait for this rank get PeerLostError."""
+        self._queue.close()
+
+
+def _is_dense_here(tensor: Tensor) -> bool:
+    """Whether the tensor is on the CPU, dense, contiguous and not a negated view."""
+    is_dense = tensor.is_cpu and tensor.layout is torch.strided
+    return is_dense and tensor.is_contiguous() and not tensor.is_neg()

@@ -1,0 +1,318 @@
+"""Exchange: moves and reduces tensors between the ranks of a torch.distributed group. All ranks
+call the same method, each on the thread of its WorkQueue.
+
+Only bytes travel, in two exchanges: each rank sends every other one the shard that one reduces,
+then each rank sends its reduced shard to all. The arithmetic is done here, in rank order, so that
+the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
+and any backend will do. Large tensors go in chunks, one after the other. Before each collective the
+ranks announce it to each other. Small tensors travel with the announcement: then there is no other
+exchange. All-reductions that wait behind one like them are announced with it, and reduced with it,
+as far as all ranks have come to them: tensors as well as buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fastcomm.comm.collective import as_pairs
+from fastcomm.errors import InitError
+from fastcomm.transports.group.blocks import BLOCK
+from fastcomm.transports.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
+from fastcomm.transports.group.wire import Wire
+
+# largest payload that travels with the announcement: delays its packet hardly at all
+CARRIED_NBYTES = 1024
+# All-reductions that wait go together if each is so small that its calls cost more than a copy, and
+# up to here in all: several of hierarchical's chunks, so that one travels while another is reduced.
+APIECE_NBYTES = 2 * 2**20
+TOGETHER_NBYTES = 16 * 2**20
+SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
+# All ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
+CHUNK_NBYTES = 16 * 2**20
+# A frame: the call's numbers, how many calls wait behind it, then what tells these from it (numel
+# and label), or the payload.
+_HEAD = len(Call("barrier").numbers())
+_HEAD_NBYTES = 8 * (_HEAD + 1)
+MOST_JOINED = CARRIED_NBYTES // 16
+# The watchdog's error must come before Gloo's, which does not name the ranks.
+GRACE = timedelta(seconds=10)
+_NEVER_SENT = 2**30  # a tag
+_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_kept: list[Any] = []  # the groups of a forked child's parent
+
+
+class Exchange:
+    """group: of torch.distributed, or one of its engines. Errors are torch's RuntimeError.
+
+    While collectives are under way here, nobody else may use a group that was passed in. If a peer
+    is lost, a thread that waits in such a group stays there until the group's own time-out.
+
+    moved_at: when an exchange last ended. Deadlines count from there.
+    """
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+        """group: None means a group of its own, which `connect` makes."""
+        self.group: Any = group
+        self._owns_group = group is None
+        self._rank, self._world_size = rank, world_size
+        self.moved_at = 0.0
+        _exchanges.add(self)
+
+    def connect(self, store: Store, timeout: timedelta) -> None:
+        """Makes a private Gloo group, if it has no group. Collective. Its addresses are those of
+        GLOO_SOCKET_IFNAME, else those that the host's name resolves to.
+        """
+        if not self._owns_group:
+            return
+        try:
+            self.group = dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout + GRACE)
+        except RuntimeError as error:
+            raise InitError(
+                f"rank {self._rank} cannot connect to its peers over Gloo: {error}. "
+                "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
+                "to use"
+            ) from error
+
+    def interrupt(self) -> None:
+        """Ends the wait of the thread that is inside. Receives what nobody sends: when a receive
+        times out, Gloo closes all connections of the group.
+        """
+        group = self.group if self._owns_group else None
+        if group is None:
+            return
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                never = torch.empty(1, device="cpu")
+                with contextlib.suppress(RuntimeError):
+                    group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Drops the group."""
+        self.group = None
+
+    # Called by the caller's thread, too.
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
+        return wire_dtype or dtype
+
+    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[..., None]:
+        """A function that reduces a bucket, given the op, the rows and, where the ranks have
+        weights, the factors.
+        """
+        if wire_dtype is None or wire_dtype == flat.dtype:
+            return functools.partial(self.all_reduce, flat)
+        with torch.inference_mode(False):  # buckets may be made under it
+            wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
+
+        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
+            if factors is None:
+                wire.copy_(flat)
+            else:  # before the wire, whose range may be small
+                torch.mul(flat, factors[self._rank], out=wire)
+            self.all_reduce(wire, op if factors is None else "sum")
+            cast(wire, flat)
+
+        return reduce
+
+    def coded_reduction_of(
+        self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
+    ) -> Callable[..., None]:
+        """As reduction_of, of a bucket whose gradients a wire carries. Their presence is reduced by
+        itself, as no rounding may change it: the rows are of that.
+        """
+        end = flat.numel() - len(views)
+        gradients, presence, gaps = flat[:end], flat[end:], _gaps(end, views, offsets)
+
+        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
+            self.all_reduce(presence, op, rows, factors)
+            self.reduce_coded(gradients, op, wire, factors)
+            # A NaN of their block's would spoil its scale in every later round.
+            gradients.index_fill_(0, gaps, 0)
+
+        return reduce
+
+    def announce(
+        self, call: Call, payload: Tensor | None = None, behind: Sequence[Call] = ()
+    ) -> tuple[list[Call], Tensor | None, int]:
+        """Returns every rank's call; all ranks' payloads, a row each; and how many of the calls
+        behind it, from the first on, all ranks have. Equal calls have payloads of the same size and
+        dtype. Waits until all ranks have come.
+
+        payload: flat, of up to CARRIED_NBYTES.
+        behind: in place of a payload, what could be reduced together with this. They differ from
+            it in nothing but numel and label.
+        """
+        frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8)
+        numbers = [*call.numbers(), len(behind)]
+        for one in behind:
+            numbers += one.numel, one.label
+        frame[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
+        if payload is not None:
+            frame[_HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes] = as_bytes(payload)
+        frames = frame.new_empty(self._world_size, frame.numel())
+        self.all_gather(frames, frame)
+        rows = frames.view(torch.int64)
+        heads = rows[:, : _HEAD + 1].tolist()
+        calls = [Call.of(numbers) for *numbers, _ in heads]
+        if payload is not None:
+            carried = frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous()
+            return calls, carried.view(payload.dtype), 0
+        n = min(n_following for *_, n_following in heads)
+        if n == 0 or any(theirs != call for theirs in calls):
+            return calls, None, 0
+        following = rows[:, _HEAD + 1 : _HEAD + 1 + 2 * n].view(-1, n, 2)
+        is_same = (following == following[0]).all(dim=2).all(dim=0)
+        return calls, None, int(is_same.cumprod(0).sum())
+
+    def all_reduce_together(self, flats: Sequence[Tensor], op: str) -> None:
+        """As all_reduce of each, in one exchange."""
+        numels = [flat.numel() for flat in flats]
+        together = self.empty(sum(numels), flats[0].dtype)
+        torch.cat(list(flats), out=together)
+        self.all_reduce(together, op)
+        for flat, part in zip(flats, together.split(numels), strict=True):
+            flat.copy_(part)
+
+    # rows, in each of these: the payloads that came with the announcement, or None. factors: of the
+    # ranks' tensors, where they have weights.
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        op: str,
+        rows: Tensor | None = None,
+        factors: Sequence[float] | None = None,
+    ) -> None:
+        if rows is None and flat.nbytes <= SMALL_NBYTES:
+            rows = flat.new_empty(self._world_size, flat.numel())
+            self.all_gather(rows, flat)
+        if rows is not None:
+            # each rank computes it for itself
+            flat.copy_(with_one_nan(reduce_rows(rows, op, factors)))
+            return
+        shard = max(1, CHUNK_NBYTES // flat.element_size() // self._world_size)
+        for chunk in flat.split(shard * self._world_size):
+            self._all_reduce_chunk(chunk, op, factors)
+
+    def _all_reduce_chunk(self, flat: Tensor, op: str, factors: Sequence[float] | None) -> None:
+        padding = -flat.numel() % self._world_size
+        whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+        part = flat.new_empty(whole.numel() // self._world_size)
+        self.reduce_scatter(part, whole, op, factors=factors)
+        self.all_gather(whole, part)
+        if padding:
+            flat.copy_(whole[: flat.numel()])
+
+    def reduce_coded(
+        self, flat: Tensor, op: str, wire: Wire, factors: Sequence[float] | None = None
+    ) -> None:
+        """Reduces floats of which a wire carries bytes: every rank decodes the other ranks' values
+        of its shard, adds in float32, and encodes the result for all, itself included.
+        """
+        shard = max(1, CHUNK_NBYTES // 4 // self._world_size // BLOCK) * BLOCK
+        for index, chunk in enumerate(flat.split(shard * self._world_size)):
+            if chunk.numel():
+                self._reduce_coded_chunk(index, chunk, op, wire, factors)
+
+    def _reduce_coded_chunk(
+        self, index: int, chunk: Tensor, op: str, wire: Wire, factors: Sequence[float] | None
+    ) -> None:
+        n_blocks = -(-chunk.numel() // (BLOCK * self._world_size))
+        rows = torch.zeros(self._world_size, n_blocks * BLOCK, device="cpu")
+        rows.view(-1)[: chunk.numel()] = chunk
+        outgoing = wire.rows_for(rows).zero_()
+        incoming = torch.empty_like(outgoing)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        for rank in others:
+            wire.encode((index, rank), rows[rank], outgoing[rank])
+        self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
+        result = outgoing[self._rank]
+        reduced = wire.reduce(incoming, rows, self._rank, op, factors)
+        wire.encode((index, "result"), reduced, result)
+        self._wait(self.group._allgather_base(as_bytes(incoming), result))
+        for rank, coded in enumerate(incoming):
+            wire.decode(coded, rows[rank])
+        cast(rows.view(-1)[: chunk.numel()], chunk)
+
+    def reduce_scatter(
+        self,
+        part: Tensor,
+        whole: Tensor,
+        op: str,
+        rows: Tensor | None = None,
+        factors: Sequence[float] | None = None,
+    ) -> None:
+        if rows is not None:
+            mine = rows.view(self._world_size, self._world_size, part.numel())[:, self._rank]
+            part.copy_(reduce_rows(mine, op))
+            return
+        for some, columns in self._chunks(part, whole):
+            outgoing = columns.contiguous()
+            incoming = torch.empty_like(outgoing)
+            self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
+            some.copy_(reduce_rows(incoming, op, factors))
+
+    def all_gather(self, whole: Tensor, part: Tensor, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            whole.copy_(rows.view(-1))
+            return
+        for some, columns in self._chunks(part, whole):
+            incoming = columns if columns.is_contiguous() else part.new_empty(columns.shape)
+            self._wait(self.group._allgather_base(as_bytes(incoming), as_bytes(some)))
+            if incoming is not columns:
+                columns.copy_(incoming)
+
+    def broadcast(self, flat: Tensor, src: int, rows: Tensor | None = None) -> None:
+        if rows is not None:
+            flat.copy_(rows[src])
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        for chunk in as_bytes(flat).split(CHUNK_NBYTES):
+            if chunk.numel():
+                self._wait(self.group.broadcast([chunk], options))
+
+    def _chunks(self, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of a part, each with its columns of `whole`, where every rank's part is a row."""
+        n = max(1, CHUNK_NBYTES // part.element_size() // self._world_size)
+        rows = whole.view(self._world_size, part.numel())
+        for begin in range(0, part.numel(), n):
+            yield part[begin : begin + n], rows[:, begin : begin + n]
+
+    def _wait(self, work: Any) -> None:
+        work.wait()
+        self.moved_at = time.monotonic()
+
+
+def _keep_groups() -> None:
+    """In a forked child: a Gloo group waits for its threads when it is freed. Here it has none."""
+    _kept.extend(exchange.group for exchange in _exchanges)
+
+
+os.register_at_fork(after_in_child=_keep_groups)
+
+
+def _gaps(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
+    """The elements of a flat buffer that are in no view."""
+    with torch.inference_mode(False):  # buckets may be made under it
+        is_gap = torch.ones(numel, dtype=torch.bool, device="cpu")
+        for view, offset in zip(map(as_pairs, views), offsets, strict=True):
+            is_gap.as_strided(view.size(), view.stride(), offset).fill_(False)
+        return is_gap.nonzero().view(-1)

@@ -1,0 +1,290 @@
+"""GroupWork and GroupBucket: a collective that a thread carries out, and a bucket that it reduces.
+
+Python runs signal handlers in the main thread, between almost any two of its instructions, and they
+may raise: Ctrl-C does. A collective that the other ranks may know of must be finished all the same.
+Otherwise this rank would fall out of step, and the thread would write to memory that is in other
+use by then. So every wait goes through `see_through`, in steps that may be interrupted anywhere and
+begun again.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.comm.collective import presence_values
+from fastcomm.comm.communicator import (
+    BoundBucket,
+    BucketWork,
+    Weight,
+    copy_gradients,
+)
+from fastcomm.comm.flat_buffers import FlatBuffer
+from fastcomm.comm.lifetime import again
+from fastcomm.errors import FastcommError
+from fastcomm.transports.group.call import Call
+from fastcomm.transports.group.exchange import (
+    APIECE_NBYTES,
+    CARRIED_NBYTES,
+    MOST_JOINED,
+    TOGETHER_NBYTES,
+)
+
+SLICE_S = 0.1  # how often a waiting rank looks at the clock
+_ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
+
+# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None;
+# and where the ranks have weights, the factors of their tensors.
+Move = Callable[..., None]
+
+
+class Waiter(Protocol):
+    """What a work knows of its queue. `post` and `look_at_clock` raise nothing themselves."""
+
+    def post(self, work: GroupWork) -> None: ...
+    def holds(self, work: GroupWork) -> bool: ...
+    def look_at_clock(self) -> None: ...
+    def refuse_fork(self) -> None: ...
+    def hear(self, error: FastcommError) -> None: ...
+    def abort(self) -> None: ...
+
+
+def see_through(
+    step: Callable[[BaseException | None], None], abort: Callable[[], None]
+) -> BaseException | None:
+    """Calls `step` until it returns; returns what a signal handler has raised meanwhile, or None.
+
+    step: gets what has been raised so far. It raises nothing itself: what comes out of it is a
+        handler's exception.
+    abort: called when a handler raises a second time; that exception is raised then.
+    """
+    try:
+        raised: BaseException | None = None
+        while True:
+            try:
+                step(raised)
+                return raised
+            except BaseException as exception:
+                if raised is not None:
+                    raise
+                raised = exception
+    except BaseException:  # the second exception, wherever in the loop it came
+        for _ in range(_ABORTS):
+            try:
+                abort()
+                break
+            except BaseException:
+                continue
+        raise
+
+
+class GroupWork(BucketWork):
+    """A collective in the thread's queue, under way, or over. `error`: what ended it, or None."""
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        call: Call,
+        move: Move | None,
+        payload: Tensor | None = None,
+        presence: Tensor | None = None,
+        plain: Tensor | None = None,
+    ) -> None:
+        self.call = call
+        # `move` and `payload` hold the tensors. A small payload goes with the announcement.
+        is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
+        self.move = move
+        self.payload = payload if is_small else None
+        # The tensor, if others can be reduced together with it: nothing but its length and label
+        # tells it from theirs, and it does not travel with its announcement.
+        self.plain = None if is_small or call.nbytes > APIECE_NBYTES else plain
+        self.error: FastcommError | None = None
+        self.has_followed = False  # a shadow's: it has taken part in what the others called
+        self._waiter = waiter
+        self._presence = presence
+        self._times: tuple[int, int, int] | None = None
+        self._is_skipped = False
+        self._is_refused = False
+        self._is_over = False
+        # Holds something once the work is over. Not an Event: an exception inside its Python code
+        # would leave its lock locked.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def joinable(self, works: list[GroupWork]) -> list[GroupWork]:
+        """Those right behind this one, which is plain, that can be reduced together with it."""
+        found: list[GroupWork] = []
+        alike = replace(self.call, numel=0, label=0)
+        nbytes = self.call.nbytes
+        first = works.index(self) + 1
+        for other in works[first : first + MOST_JOINED]:
+            nbytes += other.call.nbytes
+            is_alike = other.plain is not None and replace(other.call, numel=0, label=0) == alike
+            if not is_alike or nbytes > TOGETHER_NBYTES:
+                break
+            found.append(other)
+        return found
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether the thread may have announced it: from then on the other ranks count on it."""
+        # In this order: a work that the queue no longer holds is over.
+        return self._waiter.holds(self) or (self._is_over and not self._is_refused)
+
+    def run(self) -> None:
+        """Posts the collective and waits for it."""
+
+        def step(raised: BaseException | None) -> None:
+            if raised is None and not self._is_over and not self.is_posted:
+                self._waiter.post(self)
+            if self.is_posted:
+                self.sleep()
+
+        self._end(see_through(step, self._waiter.abort))
+
+    def post(self) -> None:
+        """Posts the collective and does not wait."""
+        self._waiter.post(self)
+        if self._is_refused:
+            self._end(None)
+
+    def wait(self) -> None:
+        """Blocks until the result is in place. Raises the FastcommError that ended the collective.
+
+        What a signal handler raises meanwhile is raised afterwards, from that error if there is
+        one. A second exception is raised at once, and aborts the communicator. In a forked child,
+        which has no thread to carry it out, raises FastcommError.
+        """
+        self._waiter.refuse_fork()
+        if not self._is_over or self.error is not None:
+            self._end(see_through(lambda _: self.sleep(), self._waiter.abort))
+
+    def sleep(self) -> None:
+        """Waits until the work is over."""
+        while not self._is_over:
+            try:
+                self._bell.get(timeout=SLICE_S)
+                self._bell.put(None)  # for others who wait
+            except queue.Empty:
+                self._waiter.look_at_clock()
+
+    def _end(self, raised: BaseException | None) -> None:
+        """Raises the work's error, and what a signal handler has raised, if anything."""
+        error = self.error
+        if error is not None:
+            self._waiter.hear(error)
+            if raised is not None:
+                raise raised from error
+            raise again(error)  # a copy: others may wait for the same work
+        if raised is not None:
+            raise raised
+
+    def is_completed(self) -> bool:
+        """Whether the result is in place, or never will be."""
+        return self._is_over
+
+    def present(self) -> list[bool]:
+        """See BucketWork.present."""
+        self.wait()
+        absent, _ = presence_values(self.call.op)
+        return [] if self._presence is None else (self._presence != absent).tolist()
+
+    def is_skipped(self) -> bool:
+        """See BucketWork.is_skipped."""
+        return self._is_skipped
+
+    def note_skipped(self) -> None:
+        self._is_skipped = True
+
+    def times(self) -> tuple[int, int, int] | None:
+        """See BucketWork.times."""
+        return self._times
+
+    def note_times(self, began_ns: int, ended_ns: int) -> None:
+        self._times = 0, began_ns, ended_ns
+
+    def refuse(self, error: FastcommError) -> None:
+        """Ends the work with `error`: it is not posted, and never will be."""
+        self._is_refused = True
+        self.resolve(error)
+
+    def resolve(self, error: FastcommError | None) -> None:
+        """Sets the outcome. The first one counts."""
+        if not self._is_over:
+            self.error, self.move, self.payload, self.plain = error, None, None, None
+            self._is_over = True
+            self._bell.put(None)
+
+
+class GroupBucket(BoundBucket):
+    """A flat buffer into which gradients are copied.
+
+    work_of(op, presence, step, weight): makes the work that reduces it.
+    reduce(op, payloads, factors): reduces it on the thread, as a Move does.
+    is_coded: whether it travels in blocks, and its presence apart.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        work_of: Callable[[str, Tensor, int, Weight | None], GroupWork],
+        reduce: Callable[..., None],
+        is_coded: bool,
+    ) -> None:
+        self._known = FlatBuffer(flat)
+        self._flat, self._reduce, self._is_coded = flat, reduce, is_coded
+        self._views, self._work_of = views, work_of
+        self._presence = flat[flat.numel() - len(views) :]
+        self._newest: GroupWork | None = None
+
+    @property
+    def posted(self) -> GroupWork | None:
+        """See BoundBucket.posted."""
+        work = self._newest
+        return work if work is not None and work.is_posted else None
+
+    def gather(self, parameters: list[Parameter | None]) -> list[int]:
+        """See BoundBucket.gather."""
+        self._newest = None
+        return copy_gradients(self._views, parameters)
+
+    def launch(
+        self, op: str, missing: list[int], step: int = 0, weight: Weight | None = None
+    ) -> GroupWork:
+        """See BoundBucket.launch. Waits for nobody."""
+        self._newest = None
+        absent, present = presence_values(op)
+        self._presence.fill_(present)
+        if missing:
+            self._presence[missing] = absent
+        work = self._newest = self._work_of(op, self._presence, step, weight)
+        work.post()
+        return work
+
+    def move_of_shadow(self, op: str) -> Move:
+        """What a shadow does in place of a work of this bucket: takes part with zeros. Runs on the
+        thread, while no work of this bucket is under way.
+        """
+
+        def move(_: Tensor | None, factors: Sequence[float]) -> None:
+            presence = self._presence
+            is_carried = self._is_coded and presence.nbytes <= CARRIED_NBYTES
+            rows = presence.new_zeros(len(factors), presence.numel()) if is_carried else None
+            self._flat.zero_()
+            self._reduce(op, rows, factors)
+
+        return move
+
+    def note_stream(self) -> None:
+        """See BoundBucket.note_stream. There are no streams."""
+
+    def square_sum(self) -> None:
+        """See BoundBucket.square_sum."""
+
+    def n_nonfinite(self) -> None:
+        """See BoundBucket.n_nonfinite."""

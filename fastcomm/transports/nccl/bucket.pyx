@@ -1,0 +1,432 @@
+# cython: language_level=3
+"""NcclBucket: reduces a flat buffer over NCCL. One call launches all steps: it gathers the
+gradients from where autograd has put them, reduces them, and scatters the result.
+"""
+
+import torch
+
+from fastcomm.comm.collective import OTHERS_GRADIENT, presence_values, real_numel
+from fastcomm.comm.communicator import BoundBucket, BucketWork
+from fastcomm.errors import FastcommError
+
+cimport cython
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from fastcomm.transports.cuda.clock cimport Span
+from fastcomm.transports.cuda.driver cimport CUcontext, CUevent, CUstream, Producers, check, driver
+from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
+from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
+from fastcomm.comm.gradient_slot cimport GradientSlot
+from fastcomm.transports.nccl.calls cimport (
+    ALL_REDUCE, REDUCE_SHARES, Call, call_all, name_of, reduce_shares,
+)
+from fastcomm.transports.nccl.lane cimport Lane, Ticket
+from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
+from fastcomm.transports.nccl.link cimport Link
+
+
+cdef int MAX_TOKENS = 16
+
+
+@cython.freelist(8)
+cdef class NcclBucketWork:
+    """The reduction of a bucket, under way or over."""
+
+    cdef NcclBucket bucket
+    cdef object op, token
+    cdef int epoch
+    cdef bint is_captured, is_awaited
+    cdef CUstream awaited_on  # the stream that wait() ordered after the work
+    cdef Span span  # of the times that somebody asks for; or None
+
+    def wait(self):
+        """As NcclWork.wait."""
+        self.bucket.link.check_work(self.epoch)
+        self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.ticket.done)
+        self.is_awaited = True
+
+    def is_completed(self):
+        """Whether the result is in place."""
+        return self.bucket.ticket.done.is_over()
+
+    def present(self):
+        """See BucketWork.present. Waits for the device; while a CUDA graph is captured all
+        parameters count as present.
+        """
+        if self.is_captured:
+            return [True] * len(self.bucket.views)
+        present = self.bucket.presence.reduced(self.op)
+        self.bucket.link.check_work(self.epoch)
+        return present
+
+    def is_skipped(self):
+        """See BucketWork.is_skipped. No vote travels."""
+        return False
+
+    def times(self):
+        """See BucketWork.times. None for what was captured."""
+        return None if self.span is None else self.span.times()
+
+
+cdef class NcclWeight:
+    """What this rank's gradients count in one round, and the sum of all ranks' weights, which the
+    ranks add up by one collective. The host waits for neither.
+    """
+
+    cdef double scale
+    cdef object total, adding_up
+
+    def __cinit__(self, double scale, total, adding_up):
+        self.scale, self.total, self.adding_up = scale, total, adding_up
+
+
+cdef class NcclBucket:
+    """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
+    round.
+
+    bounds: see Communicator.bind_bucket.
+    """
+
+    cdef readonly NcclBucketWork posted  # see BoundBucket.posted
+    cdef NcclBucketWork last  # of the newest launch, also while the next is gathered
+    cdef Link link
+    cdef object __weakref__
+    cdef Lane lane
+    cdef Ticket ticket
+    cdef object flat, wire
+    cdef void *wire_address
+    cdef object token  # whose address the last of `gathering.addresses` is
+    cdef Call *calls  # of a launch
+    cdef size_t n_calls
+    cdef list views, slots
+    cdef FlatBuffer known
+    cdef Presence presence
+    cdef MultiTensor gathering, scattering, measuring
+    cdef list kept  # gradients of this round that the launch will read where they are
+    cdef Producers producers
+    cdef bint is_captured
+
+    def __cinit__(
+        self, Link link, flat, list views, list offsets, wire, uint32_t label, int lane,
+        tuple bounds,
+    ):
+        cdef size_t n = len(views)
+        self.link, self.flat, self.wire, self.views = link, flat, wire, views
+        self.lane, self.ticket = link.lane(lane), link.launches.new_ticket()
+        self.ticket.kind = ALL_REDUCE if bounds is None else REDUCE_SHARES
+        self.ticket.label = label
+        self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
+        self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
+        self._fill_in_calls(bounds)
+        self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
+        self.producers = Producers(link.cuda)
+        self.slots = [GradientSlot(view) for view in views]
+        numels = [real_numel(view) for view in views]
+        self.gathering = MultiTensor(
+            [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
+        )
+        if wire is not flat:
+            self._prepare_scattering(numels, offsets, bounds)
+        self.measuring = MultiTensor(
+            numels, offsets, flat.dtype, flat.dtype, link.cuda, self.gathering
+        )
+        for i in range(n):
+            self.gathering.addresses[i] = (<GradientSlot>self.slots[i]).address
+            self.measuring.addresses[i] = self.gathering.addresses[i]
+        link.register(self.lane, wire, label)
+        self.known = FlatBuffer(flat)
+        link.buckets.add(self)
+
+    def __dealloc__(self):
+        free(self.calls)
+
+    cdef int _fill_in_calls(self, tuple bounds) except -1:
+        """Each rank gets the whole, or its share and the presence behind all shares."""
+        cdef char *wire = <char *>self.wire_address
+        cdef int dtype = dtype_number(self.wire.dtype)
+        cdef size_t itemsize = self.wire.element_size(), first = 0, n = 0
+        self.calls = <Call *>calloc(self.link.world_size + 1, sizeof(Call))
+        if self.calls == NULL:
+            raise MemoryError("out of memory")
+        if bounds is not None:
+            first = bounds[len(bounds) - 1]
+            n = reduce_shares(self.calls, wire, itemsize, dtype, bounds, self.link.rank)
+        wire += first * itemsize
+        self.calls[n] = Call(ALL_REDUCE, wire, wire, self.wire.numel() - first, dtype, 0, 0)
+        self.n_calls = n + 1
+        return 0
+
+    cdef int _prepare_scattering(self, list numels, list offsets, tuple bounds) except -1:
+        """What is cast back into the flat buffer: all gradients, or what of them is in this rank's
+        share.
+        """
+        cdef char *flat = <char *><size_t>self.flat.data_ptr()
+        cdef size_t itemsize = self.flat.element_size()
+        cdef MultiTensor longer = self.gathering
+        if bounds is not None:
+            begin, end = bounds[self.link.rank], bounds[self.link.rank + 1]
+            spans = [
+                (max(offset, begin), min(offset + numel, end))
+                for offset, numel in zip(offsets, numels)
+            ]
+            offsets = [first for first, last in spans if first < last]
+            numels = [last - first for first, last in spans if first < last]
+            longer = None
+        self.scattering = MultiTensor(
+            numels, offsets, self.flat.dtype, self.wire.dtype, self.link.cuda, longer
+        )
+        for i, offset in enumerate(offsets):
+            self.scattering.addresses[i] = flat + <size_t>offset * itemsize
+        return 0
+
+    @property
+    def label(self):
+        return self.ticket.label
+
+    def register_memory(self, bint as_window):
+        """Registers the wire's memory again. As a window, that is collective."""
+        self.link.pool.register(self.wire_address, self.lane, as_window)
+
+    def note_stream(self):
+        """Notes that a gradient has been produced on the current stream."""
+        self.producers.note()
+
+    def gather(self, list parameters):
+        """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
+        cdef list left = []
+        cdef GradientSlot slot
+        cdef char *source = NULL
+        cdef Py_ssize_t i
+        cdef bint is_fit
+        self.posted = None
+        self._order_gathering()
+        self.kept = []
+        for i in range(len(parameters)):
+            parameter, view = parameters[i], self.views[i]
+            slot = self.slots[i]
+            self.gathering.addresses[i] = slot.address
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                left.append(i)
+            elif gradient is not view:
+                try:
+                    # first: while the parameter has it, torch answers in half the time
+                    is_fit = slot.fits(gradient, &source)
+                    # before it is moved: torch refuses it if the parameter's data has been replaced
+                    parameter.grad = view
+                    self._take(i, gradient, view, source, is_fit)
+                except BaseException as error:
+                    parameter.grad, error.slot = gradient, i
+                    raise
+        return left
+
+    cdef int _take(self, Py_ssize_t i, gradient, view, char *source, bint is_fit) except -1:
+        """Notes that one gradient is at `source`, or moves it to its slot if it does not fit."""
+        cdef bint is_at_home = source == self.gathering.addresses[i]
+        if not is_at_home and is_in_a_flat_buffer(source):
+            raise FastcommError(OTHERS_GRADIENT)
+        if not is_fit:
+            view.copy_(gradient.clone() if is_at_home else gradient)
+            self.producers.keep(gradient)
+        elif not is_at_home:
+            self.gathering.addresses[i] = source
+            self.kept.append(gradient)
+        return 0
+
+    def clear(self):
+        """In place of gather, for a rank without data. Returns how many gradients that are."""
+        self.gather([None] * len(self.views))
+        self.flat.zero_()
+        return len(self.views)
+
+    def launch(self, str op, list missing, uint64_t step=0, NcclWeight weight=None):
+        """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
+        lane's.
+        """
+        cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
+        cdef Link link = self.link
+        cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
+        cdef const void *divisor = NULL
+        cdef int code
+        link.check_usable()
+        if weight is not None:  # what is added is scaled before
+            weight.adding_up.wait()  # the current stream does
+            scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
+        self.posted, self.ticket.step = None, step
+        cdef CUstream current = link.cuda.current_stream()
+        cdef CUcontext before = link.cuda.enter()
+        try:
+            work.is_captured = self.is_captured
+            work.token = self.presence.token(op, () if work.is_captured else tuple(missing))
+            if self.token is not work.token:
+                self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
+                self.token = work.token
+            # If nothing moves and nothing is scaled, the wire still holds the last round's
+            # presence: see presence_values.
+            flattens = (bool(missing) or bool(self.kept) or scale != 1 or weight is not None
+                        or self.wire is not self.flat
+                        or self.last is None or self.last.token is not work.token)
+            if link.clock is not None and not work.is_captured:
+                work.span = link.clock.span()
+            link.launches.begin(self.lane, self.ticket, op)
+            try:
+                code = self._launch_on(
+                    current, scale, divisor, flattens,
+                    op_number(op if weight is None else "sum"), work.span,
+                )
+            finally:
+                link.launches.end(self.lane, self.ticket, work.is_captured)
+            if code != ncclSuccess:
+                raise link.reason(link.error(code, name_of(self.calls)))
+        finally:
+            link.cuda.leave(before)
+        work.bucket, work.op, work.epoch = self, op, link.epoch
+        self.posted = self.last = work
+        self._release(current)
+        return work
+
+    cdef int _launch_on(
+        self, CUstream current, double scale, const void *divisor, bint flattens, int op,
+        Span span,
+    ) except -1:
+        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
+        cdef void *wire = self.wire_address
+        cdef bint scatters = self.scattering is not None
+        cdef CUstream stream = self.lane.stream.handle
+        cdef CUevent gathered = NULL, began = NULL, ended = NULL
+        cdef size_t i
+        cdef int code
+        if span is not None:
+            gathered, began = span.gathered.handle, span.began.handle
+            ended = span.ended.handle
+        for i in range(self.n_calls):
+            self.calls[i].op = op
+        with nogil:  # may wait inside NCCL, which connects at the first collective
+            if flattens:
+                self.gathering.flatten_on(current, wire, scale, divisor)
+            check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
+            _record(gathered, current)
+            check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
+            _record(began, stream)
+            code = call_all(self.calls, self.n_calls, self.lane.comm, stream)
+            if code != ncclSuccess:
+                return code
+            if scatters:
+                self.scattering.unflatten_on(stream, wire, 1, True)
+            _record(ended, stream)
+            check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
+        return ncclSuccess
+
+    cdef int _order_gathering(self) except -1:
+        """Orders the current stream after the gradients, whatever streams they were produced on,
+        and after the last round's results.
+        """
+        cdef CUstream current = self.link.cuda.current_stream()
+        cdef CUcontext before
+        self.link.check_usable()
+        before = self.link.cuda.enter()
+        try:
+            self.is_captured = self.link.graphs.note_capture(current)
+            self.producers.order_before(current)
+            if self.last is not None:
+                self._order_after_last(current)
+        finally:
+            self.link.cuda.leave(before)
+        return 0
+
+    cdef int _order_after_last(self, CUstream current) except -1:
+        cdef NcclBucketWork last = self.last
+        is_known = last.is_awaited and current == last.awaited_on
+        # Events cannot cross the boundary of a capture in either direction; the caller synchronises
+        # around it.
+        if not is_known and not self.is_captured and not last.is_captured:
+            with nogil:  # may wait for room in the device's queue
+                check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
+        return 0
+
+    cdef _release(self, CUstream current):
+        """Drops the gradients. Everything that reads them has been launched on the current stream,
+        so their memory may be used for what that stream does next.
+        """
+        if self.producers.are_others(current):
+            for gradient in self.kept:
+                self.producers.keep(gradient)
+        self.kept = []
+        self.producers.clear()
+
+    def count_results(self, bint adds_squares):
+        """See BoundBucket.count_results. It counts when somebody asks, or in the cast."""
+
+    def square_sum(self):
+        """See BoundBucket.square_sum. One pass over the flat buffer."""
+        self._measure()
+        return self.measuring.square_sum
+
+    def n_nonfinite(self):
+        """See BoundBucket.n_nonfinite. Where gradients are cast back, the cast has counted; else
+        this takes one pass over the flat buffer.
+        """
+        if self.scattering is not None:
+            return self.scattering.n_nonfinite
+        self._measure()
+        return self.measuring.n_nonfinite
+
+    cdef int _measure(self) except -1:
+        cdef CUstream current = self.link.cuda.current_stream()
+        cdef CUcontext before = self.link.cuda.enter()
+        try:
+            with nogil:  # may wait for room in the device's queue
+                self.measuring.norm_on(current)
+        finally:
+            self.link.cuda.leave(before)
+        return 0
+
+
+cdef class Presence:
+    """The elements behind the gradients of a bucket, which say for each parameter whether some rank
+    has a gradient.
+    """
+
+    cdef object wire, dtype
+    cdef int world_size
+    cdef dict tokens  # by op and by what is missing, on the device, kept for reuse
+
+    def __cinit__(self, wire, dtype, int world_size):
+        """wire: one element for each parameter. dtype: of the gradients."""
+        self.wire, self.dtype, self.world_size, self.tokens = wire, dtype, world_size, {}
+
+    cdef token(self, str op, tuple missing):
+        """The values that this rank contributes."""
+        token = self.tokens.get((op, missing))
+        if token is None:
+            if missing:
+                self.token(op, ())  # so that it is there when a graph is captured
+            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
+                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
+            absent, present = presence_values(op)
+            # flattening divides by world_size
+            values = [present * (self.world_size if op == "mean" else 1)] * self.wire.numel()
+            for i in missing:
+                values[i] = absent
+            host = torch.tensor(
+                values, dtype=self.dtype, device="cpu", pin_memory=self.wire.is_cuda
+            )
+            token = self.tokens[op, missing] = host.to(self.wire.device, non_blocking=True)
+        return token
+
+    cdef list reduced(self, op):
+        """Whether some rank has a gradient, by parameter. Waits for the device."""
+        absent, _ = presence_values(op)
+        return (self.wire.float() != absent).tolist()
+
+
+cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:
+    """For a timeline; NULL where nobody asks."""
+    if event != NULL:
+        check(driver.record_event(event, stream), b"cuEventRecord")
+    return 0
+
+
+BoundBucket.register(NcclBucket)
+BucketWork.register(NcclBucketWork)

@@ -1,0 +1,26 @@
+from fastcomm.transports.nccl.library cimport ncclComm_t
+
+
+cdef enum Kind:
+    ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE
+    # no calls of their own, but what a ticket stands for
+    REDUCE_SHARES, SPREAD_SHARES, REGISTRATION, MEETING
+
+
+# One call into NCCL.
+cdef struct Call:
+    Kind kind
+    void *source
+    void *target
+    size_t numel
+    int dtype, op, root
+
+
+cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil
+cdef const char *name_of(const Call *call) noexcept
+cdef size_t reduce_shares(
+    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+) except? 0
+cdef size_t spread_shares(
+    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+) except? 0

@@ -1,0 +1,97 @@
+# cython: language_level=3
+"""The calls of collectives into NCCL: one, or several as a group, which NCCL launches at once. Also
+which calls move the shares of a flat buffer.
+
+Share r of a buffer is its elements from bounds[r] to bounds[r + 1]. Shares of one size are moved by
+ncclReduceScatter and ncclAllGather, in place. Others, of whole parameters, by a group with a call
+for each share: ncclReduce to its owner, ncclBroadcast from it.
+"""
+
+from fastcomm.transports.nccl.library cimport nccl, ncclComm_t, ncclSuccess
+
+
+cdef tuple NAMES = (
+    b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"ncclReduceScatter", b"ncclReduce",
+)  # by Kind
+
+
+cdef const char *name_of(const Call *call) noexcept:
+    """The function's, for messages."""
+    return NAMES[<int>call.kind]
+
+
+cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil:
+    """Makes the calls, several as one group, which it ends in any case. Returns NCCL's code: the
+    first that is not success.
+    """
+    cdef int code, end
+    cdef size_t i
+    if n == 1:
+        return _call(calls, comm, stream)
+    code = nccl.group_start()
+    for i in range(n):
+        if code == ncclSuccess:
+            code = _call(&calls[i], comm, stream)
+    end = nccl.group_end()
+    return code if code != ncclSuccess else end
+
+
+cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:
+    if call.kind == ALL_REDUCE:
+        return nccl.all_reduce(
+            call.source, call.target, call.numel, call.dtype, call.op, comm, stream
+        )
+    if call.kind == BROADCAST:
+        return nccl.broadcast(
+            call.source, call.target, call.numel, call.dtype, call.root, comm, stream
+        )
+    if call.kind == ALL_GATHER:
+        return nccl.all_gather(call.source, call.target, call.numel, call.dtype, comm, stream)
+    if call.kind == REDUCE:
+        return nccl.reduce(
+            call.source, call.target, call.numel, call.dtype, call.op, call.root, comm, stream
+        )
+    return nccl.reduce_scatter(
+        call.source, call.target, call.numel, call.dtype, call.op, comm, stream
+    )
+
+
+cdef size_t reduce_shares(
+    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+) except? 0:
+    """Fills in the calls that reduce each share of `flat` into its owner's: one for each rank at
+    most. Returns how many.
+    """
+    return _move(calls, flat, itemsize, dtype, bounds, rank, REDUCE_SCATTER, REDUCE)
+
+
+cdef size_t spread_shares(
+    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+) except? 0:
+    """As reduce_shares: the calls that copy each share of `flat` from its owner to the others."""
+    return _move(calls, flat, itemsize, dtype, bounds, rank, ALL_GATHER, BROADCAST)
+
+
+cdef size_t _move(
+    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank, Kind alike,
+    Kind each,
+) except? 0:
+    cdef size_t r, n = 0, world_size = len(bounds) - 1, numel
+    cdef char *whole = flat + <size_t>bounds[0] * itemsize
+    cdef char *share
+    numels = {bounds[r + 1] - bounds[r] for r in range(world_size)}
+    if len(numels) == 1:
+        numel = numels.pop()
+        share = whole + rank * numel * itemsize
+        if numel:
+            calls[0] = Call(alike, whole, share, numel, dtype, 0, 0)
+            if alike == ALL_GATHER:
+                calls[0].source, calls[0].target = share, whole
+        return 1 if numel else 0
+    for r in range(world_size):
+        numel = bounds[r + 1] - bounds[r]
+        share = flat + <size_t>bounds[r] * itemsize
+        if numel:
+            calls[n] = Call(each, share, share, numel, dtype, 0, r)
+            n += 1
+    return n

@@ -1,0 +1,500 @@
+# cython: language_level=3
+"""NcclCommunicator: the ranks' GPUs over NCCL, driven directly on streams of its own.
+
+The host waits only in barrier(). Events order each launch after and before the work of the caller's
+stream, so that a whole training step can be captured in a CUDA graph. The watchdog ends what would
+never end, and the next call raises. The ranks find each other through the `bootstrap`; see
+bootstrap.py.
+"""
+
+import torch
+
+from fastcomm.comm.collective import (
+    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
+    mean_of_addends, refuse_error_feedback, refuse_tensor, share_of,
+)
+from fastcomm.comm.communicator import Communicator, is_abandoned_already, leave_backward
+from fastcomm.errors import FastcommError
+from fastcomm.transports.nccl import rounds
+from fastcomm.transports.nccl.bucket import NcclBucket
+
+cimport cython
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport calloc, free
+
+from fastcomm.transports.cuda.clock cimport DeviceClock
+from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
+from fastcomm.transports.nccl.calls cimport (
+    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SPREAD_SHARES, Call, Kind, call_all, name_of,
+    spread_shares,
+)
+from fastcomm.transports.nccl.lane cimport Lane, Ticket
+from fastcomm.transports.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
+from fastcomm.transports.nccl.link cimport Link
+
+
+cdef object TENSOR = torch.Tensor
+cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+cdef int UINT8 = dtype_number(torch.uint8)
+
+
+@cython.freelist(8)
+@cython.no_gc_clear
+cdef class NcclWork:
+    """A collective that has been launched. Holds its tensors until the caller's stream is ordered
+    after it; the ticket holds them until it is over, if no wait() has let go of them.
+    """
+
+    cdef Link link
+    cdef Ticket ticket
+    cdef object tensors, divide_by
+    cdef Event divided  # recorded after the division, where one is made
+    cdef int epoch
+    cdef CUstream launched_on  # the stream that was current then
+    cdef bint is_barrier, has_own_ticket, is_captured
+    cdef bint orders_launch  # wait() orders the stream of the launch, too
+
+    def __dealloc__(self):
+        if self.has_own_ticket:
+            self.link.launches.unused.append(self.ticket)
+
+    def wait(self):
+        """Orders the current stream after the collective; blocks only for a barrier. Raises the
+        error that has ended the communicator.
+        """
+        if self.tensors is None:  # waited for already, perhaps on another stream
+            if self.is_captured:  # nothing may wait across the end of a capture
+                return
+            self.link.cuda.order_current_after(self.ticket.done)
+            if self.divided is not None:
+                self.link.cuda.order_current_after(self.divided)
+            return
+        cdef CUstream current
+        self.link.check_work(self.epoch)
+        current = self.link.cuda.order_current_after(self.ticket.done)
+        if self.orders_launch and current != self.launched_on:
+            self._order_launch()
+        if self.is_barrier:
+            self.link.wait_for(self.ticket)
+        if self.divide_by is not None:
+            self._divide(current)
+        self.tensors = None
+        if current == self.launched_on:  # else that stream could use their memory too early
+            self.ticket.tensors = None
+
+    cdef int _order_launch(self) except -1:
+        """For the streams that have waited for that of the launch since."""
+        cdef Device cuda = self.link.cuda
+        cdef CUcontext before = cuda.enter()
+        try:
+            with nogil:  # may wait for room in the device's queue
+                check(driver.wait_event(self.launched_on, self.ticket.done.handle, 0),
+                      b"cuStreamWaitEvent")
+        finally:
+            cuda.leave(before)
+        return 0
+
+    cdef _divide(self, CUstream current):
+        """Makes means of sums, on the current stream."""
+        cdef Device cuda = self.link.cuda
+        out, total, _ = self.tensors
+        if total is out:
+            out.mul_(1.0 / self.divide_by)
+        else:
+            out.copy_(mean_of_addends(total, self.divide_by).view(out.shape))
+            # The ticket lets go of `total` when the sum is there, perhaps before it is divided.
+            if current != self.launched_on and cuda.record_stream is not None:
+                cuda.record_stream(total)
+        if self.has_own_ticket:  # else nobody waits again
+            with cuda.selected():
+                self.divided = Event()
+                with nogil:  # may wait for room in the device's queue
+                    check(driver.record_event(self.divided.handle, current), b"cuEventRecord")
+
+    def is_completed(self):
+        """Whether the result is in place."""
+        return self.ticket.done.is_over()
+
+
+@cython.no_gc_clear
+cdef class NcclCommunicator:
+    """Collectives between `world_size` processes with a GPU each. See
+    fastcomm.comm.communicator.Communicator for the contract.
+
+    Made by fastcomm.init. Results are ordered before what the current stream does next; the host
+    does not wait for them. An error that ends the communicator is raised by the next call, and by
+    every one after it. Beside torch's own NCCL groups: both must launch in the same order on all
+    ranks.
+    """
+
+    cdef readonly int rank, world_size, local_rank
+    cdef public object left_in_backward
+    cdef public bint reduces_buckets_only
+    cdef readonly object device, timeout
+    cdef readonly tuple pids
+    cdef readonly Device cuda
+    cdef object __weakref__
+    cdef Link link
+    cdef object one  # a tensor for barrier()
+
+    backend = "nccl"
+    has_streams = counts_nonfinite = progresses_itself = True
+    is_threadsafe = feeds_back_errors = has_common_memory = announces = carries_votes = False
+    wire_dtypes = (*WIRE_DTYPES, *FP8)
+    __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
+    empty_for_all = Communicator.empty_for_all
+    share_weight, shadow = rounds.share_weight, rounds.shadow
+
+    def __cinit__(
+        self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
+        object device, list neighbours, max_ctas=None, cta_policy=None,
+    ):
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device, self.timeout = device, timeout
+        self.link = Link(
+            rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours, max_ctas,
+            cta_policy,
+        )
+        self.pids, self.cuda = self.link.pids, self.link.cuda
+
+    def close(self, double timeout=30):
+        """Ends the use of this communicator on this rank, when what was launched is done, or after
+        `timeout` seconds. Tensors stay valid.
+
+        Peers that still wait for this rank get PeerLostError. Raises FastcommError while a CUDA
+        graph that has captured collectives is alive, because NCCL would wait for it for ever;
+        TimeoutError or NcclError if the communicator did not end in order. May be called twice.
+        """
+        self.link.close(timeout)
+
+    def abort(self):
+        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
+        others.
+        """
+        self.link.abort()
+
+    def abandon(self, *, bint in_any_case=False):
+        """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at
+        their next collective.
+
+        What other ranks have launched in this round is lost. They may learn of it a step later.
+        """
+        self.link.check_open()
+        if not in_any_case and is_abandoned_already(self):
+            return
+        self.link.abandon()
+        if not in_any_case:
+            leave_backward(self.rank)
+
+    def keep_times(self, bint is_on):
+        """See Communicator.keep_times. At first waits for the current stream."""
+        self.link.n_timekeepers += 1 if is_on else -1
+        if self.link.n_timekeepers == 0:
+            self.link.clock = None
+        elif self.link.clock is None:
+            self.link.clock = DeviceClock(self.link.cuda)
+
+    def check(self):
+        """See Communicator.check."""
+        self.link.hear()
+
+    @property
+    def n_abandoned(self):
+        """See Communicator.n_abandoned."""
+        return self.link.n_abandoned
+
+    @property
+    def failure(self):
+        """See Communicator.failure."""
+        return self.link.life.failure
+
+    def __repr__(self):
+        return (
+            f"<NcclCommunicator: rank {self.rank} of {self.world_size} on "
+            f"{self.device}{', ended' if self.link.life.failure else ''}>"
+        )
+
+    # -- memory --
+
+    def empty(self, numel, *, dtype):
+        """A flat tensor of `numel` elements in memory that NCCL has allocated and registered,
+        uninitialised. Local: no peer is asked.
+
+        The memory lives as long as the tensor, also after close(). Synchronises the device if there
+        is memory of dropped tensors to free. Raises ValueError for a negative numel, TypeError for
+        a dtype that NCCL does not reduce, NcclError when the memory is used up.
+        """
+        self.link.check_open()
+        dtype_number(dtype)
+        check_numel(numel)
+        if numel == 0 or nccl.mem_alloc == NULL:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        self.refuse_capture("empty()")
+        memory = self.link.pool.allocate(numel * dtype.itemsize)
+        if not self.link.is_split_up:  # else there is nothing yet to register it with
+            self.link.pool.register(
+                <void *><size_t>memory.data_ptr(), self.link.lanes[0], False
+            )
+        return memory.view(dtype)
+
+    def bind_bucket(
+        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
+        tuple bounds=None, bint error_feedback=False,
+    ):
+        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises
+        TypeError for dtypes without a kernel, or that NCCL does not reduce; InitError without
+        kernels.
+        """
+        self.link.check_usable()
+        if error_feedback:
+            refuse_error_feedback(self.backend)
+        wire = flat
+        if wire_dtype is not None and wire_dtype is not flat.dtype:
+            dtype_number(wire_dtype)
+            is_fp8 = wire_dtype in FP8 and flat.is_cuda
+            if is_fp8 and torch.cuda.get_device_capability(flat.device) < (9, 0):
+                raise TypeError(f"{wire_dtype} is reduced by GPUs of compute capability 9.0 or "
+                                "newer")
+            wire = self.empty(flat.numel(), dtype=wire_dtype)
+            # as bytes: torch has no kernels for some dtypes of one byte
+            wire.view(torch.uint8).zero_()
+        dtype_number(wire.dtype)
+        with self.cuda.selected():
+            return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
+
+    def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
+        """See Communicator.spread_shares. One launch. A capture waits for it at once. Else wait(),
+        perhaps much later and on another stream, also orders the stream that is current now.
+        """
+        self._check(flat)
+        cdef NcclWork work = NcclWork.__new__(NcclWork)
+        cdef Ticket ticket = self.link.launches.take_ticket()
+        cdef Call *calls = <Call *>calloc(self.world_size, sizeof(Call))
+        cdef size_t n
+        if calls == NULL:
+            raise MemoryError("out of memory")
+        ticket.kind, ticket.label = SPREAD_SHARES, label
+        ticket.dtype, ticket.numel = flat.dtype, bounds[-1]
+        work.link, work.launched_on = self.link, self.cuda.current_stream()
+        try:
+            n = spread_shares(
+                calls, <char *><size_t>flat.data_ptr(), flat.element_size(),
+                dtype_number(flat.dtype), bounds, self.rank,
+            )
+            work.is_captured = self._launch(ticket, None, calls, n, work.launched_on)
+        finally:
+            free(calls)
+        work.ticket, work.tensors, work.epoch = ticket, (flat,), self.link.epoch
+        work.has_own_ticket = work.orders_launch = True
+        if work.is_captured:
+            work.wait()  # in the capture
+        else:
+            ticket.tensors = work.tensors  # for as long as it takes
+        return work
+
+    def add_up(self, numbers):  # for rounds.py
+        self.link.check_usable()
+        return self._collective(ALL_REDUCE, numbers, numbers, "sum", 0, True, None)
+
+    def is_captured(self):
+        with self.cuda.selected():  # a default stream is the current device's
+            return self.link.graphs.note_capture(self.cuda.current_stream())
+
+    def refuse_capture(self, str what):
+        """See Communicator.refuse_capture."""
+        if self.is_captured():
+            raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
+                                "graph")
+
+    # -- collectives --
+
+    def all_reduce(self, tensor, op="sum", *, bint async_op=False):
+        """See Communicator.all_reduce. A float mean is the sum of tensors scaled beforehand; an
+        integer mean is rounded towards zero. 16-bit floats are added as NCCL does it, from 3 ranks
+        on with a rounding at each step. wait() of the Work orders the current stream after it.
+        """
+        op = canonical_op(op)
+        tensor = self._check(tensor, op).detach()
+        if op != "mean":
+            return self._collective(ALL_REDUCE, tensor, tensor, op, 0, async_op, None)
+        if tensor.is_floating_point():
+            self._scale(tensor)
+            return self._collective(ALL_REDUCE, tensor, tensor, op, 0, async_op, None)
+        wide = addends_of_mean(tensor, self.world_size)
+        return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
+
+    def broadcast(self, tensor, int src=0, *, bint async_op=False):
+        """See Communicator.broadcast."""
+        tensor = self._check(tensor)
+        check_src(src, self.world_size)
+        return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
+
+    def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
+        """As broadcast, for many tensors of any dtype, in one launch."""
+        tensors = [self._check(tensor) for tensor in tensors]
+        check_src(src, self.world_size)
+        cdef Ticket ticket = (<Lane>self.link.lanes[0]).ticket
+        cdef size_t n = 0
+        cdef Call *calls = <Call *>calloc(len(tensors) + 1, sizeof(Call))
+        if calls == NULL:
+            raise MemoryError("out of memory")
+        try:
+            for tensor in tensors:
+                if tensor.nbytes:
+                    data = <void *><size_t>tensor.data_ptr()
+                    calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
+                    n += 1
+            ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
+            ticket.label = label
+            ticket.numel = sum([tensor.nbytes for tensor in tensors])
+            self._launch(ticket, None, calls, n, self.cuda.current_stream())
+        finally:
+            free(calls)
+        self.cuda.order_current_after(ticket.done)
+
+    def all_gather_single(self, out, inp, *, bint async_op=False):
+        """See Communicator.all_gather_single."""
+        source = self._check(inp)
+        out = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
+        return self._collective(ALL_GATHER, source, out, None, 0, async_op, None)
+
+    def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
+        """See Communicator.reduce_scatter_single. A float mean is a sum that is scaled, when wait()
+        has ordered the current stream after it; of float16, a sum of what was scaled beforehand.
+        """
+        op = canonical_op(op)
+        source = self._check(inp, op)
+        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        out, inp = self._check_out("reduce_scatter_single", out, inp, numel), source
+        if op == "mean" and not inp.is_floating_point():
+            rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
+            wide = torch.empty_like(rows[:, 0])
+            parts = rows.transpose(0, 1).contiguous()  # what one rank keeps lies together
+            return self._collective(REDUCE_SCATTER, parts, wide, op, 0, async_op, out)
+        if op != "mean":
+            return self._collective(REDUCE_SCATTER, inp, out, op, 0, async_op, None)
+        self._refuse_mean_of_fp8(inp)
+        out = out.detach()
+        if inp.dtype is torch.float16:  # of which the sum may overflow
+            scaled = inp.detach() * (1.0 / self.world_size)
+            return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
+        return self._collective(REDUCE_SCATTER, inp, out, op, 0, async_op, out)
+
+    cdef _scale(self, tensor):
+        self._refuse_mean_of_fp8(tensor)
+        return tensor.mul_(1.0 / self.world_size)
+
+    cdef _refuse_mean_of_fp8(self, tensor):
+        if tensor.dtype in FP8:
+            raise TypeError(f"no mean of {tensor.dtype} tensors: use op='sum'")
+
+    def barrier(self, *, bint async_op=False):
+        """Returns when every rank has called it, and all that was launched on the current stream
+        before is done.
+        """
+        self.link.check_usable()
+        rounds.refuse_in_join(self)
+        self.refuse_capture("barrier()")
+        if self.one is None:
+            self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        work = self._collective(ALL_REDUCE, self.one, self.one, "max", 0, async_op, None)
+        if async_op:
+            (<NcclWork>work).is_barrier = True
+            return work
+        self.link.wait_for((<Lane>self.link.lanes[0]).ticket)
+
+    # -- how every collective is launched --
+
+    @property
+    def buckets(self):
+        return list(self.link.buckets)
+
+    cdef object _check(self, tensor, str op="sum"):
+        """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
+        self.link.check_usable()
+        rounds.refuse_in_join(self)
+        if not isinstance(tensor, TENSOR):
+            refuse_tensor(tensor, self.backend, self.device)
+        is_here = tensor.device == self.device and tensor.layout is torch.strided
+        if is_here and tensor.dtype.is_complex:
+            tensor = as_pairs(tensor, op)
+        dtype_number(tensor.dtype)
+        if not is_here or not tensor.is_contiguous() or tensor.is_neg():
+            refuse_tensor(tensor, self.backend, self.device)
+        return tensor
+
+    cdef object _check_out(self, str name, out, inp, numel):
+        checked = self._check(out)
+        check_out(name, out, inp, numel)
+        return checked
+
+    cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
+        """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
+        cdef Link link = self.link
+        cdef NcclWork work = NcclWork.__new__(NcclWork)
+        cdef Ticket ticket = (
+            link.launches.take_ticket() if async_op else (<Lane>link.lanes[0]).ticket
+        )
+        cdef Call call
+        cdef bint is_captured
+        call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
+        call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
+        call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
+        call.op = 0 if op is None else op_number(op)
+        ticket.kind, ticket.root, ticket.label = kind, root, 0
+        ticket.dtype, ticket.numel = inp.dtype, inp.numel()
+        work.launched_on = self.cuda.current_stream()
+        is_captured = self._launch(ticket, op, &call, 1, work.launched_on)
+        work.link, work.ticket, work.tensors, work.epoch = link, ticket, (out, inp), link.epoch
+        if divided is not None:
+            work.tensors, work.divide_by = (divided, out, inp), self.world_size
+        if async_op and not is_captured:
+            ticket.tensors = work.tensors  # kept also if nobody waits
+        if async_op:
+            work.has_own_ticket = True
+            return work
+        work.wait()
+
+    cdef bint _launch(
+        self, Ticket ticket, op, Call *calls, size_t n, CUstream current
+    ) except -1:
+        """Launches on the first lane, after the work of the current stream. Returns whether it was
+        only captured.
+        """
+        cdef Link link = self.link
+        cdef Lane lane = link.lanes[0]
+        cdef CUcontext before = self.cuda.enter()
+        cdef bint is_captured
+        cdef int code
+        try:
+            is_captured = link.graphs.note_capture(current)
+            link.launches.begin(lane, ticket, op)
+            try:
+                with nogil:  # may wait inside NCCL, which connects at the first collective
+                    code = _launch_on(lane, ticket, current, calls, n)
+            finally:
+                link.launches.end(lane, ticket, is_captured)
+            if code != ncclSuccess:
+                raise link.error(code, name_of(calls))
+        except FastcommError as error:
+            raise link.reason(error) from error
+        finally:
+            self.cuda.leave(before)
+        return is_captured
+
+
+cdef int _launch_on(
+    Lane lane, Ticket ticket, CUstream current, Call *calls, size_t n
+) except -1 nogil:
+    """Returns NCCL's code."""
+    cdef CUstream stream = lane.stream.handle
+    cdef int code
+    check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
+    check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
+    code = call_all(calls, n, lane.comm, stream)
+    if code == ncclSuccess:
+        check(driver.record_event(ticket.done.handle, stream), b"cuEventRecord")
+    return code
+
+
+Communicator.register(NcclCommunicator)

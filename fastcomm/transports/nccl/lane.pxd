@@ -1,0 +1,40 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+from fastcomm.transports.cuda.driver cimport Device, Event, Stream
+from fastcomm.transports.cuda.graphs cimport CapturedGraphs
+from fastcomm.transports.nccl.calls cimport Kind
+from fastcomm.transports.nccl.library cimport Ctas, ncclComm_t
+
+
+cdef class Ticket:
+    cdef Event done
+    cdef Event mark  # recorded after an older launch: once it is over, there was progress
+    cdef uint64_t number
+    cdef double since  # time of the last known progress
+    cdef bint is_pending, is_marked
+    cdef int root
+    cdef Kind kind
+    cdef object dtype, op
+    cdef size_t numel
+    cdef uint32_t label
+    cdef uint64_t step
+    cdef tuple tensors  # that the launch uses, where nothing else may keep them until it is over
+    cdef object __weakref__
+
+
+cdef class Lane:
+    cdef ncclComm_t comm
+    cdef Ctas ctas
+    cdef Device device
+    cdef CapturedGraphs graphs
+    cdef Stream stream
+    cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
+    cdef Ticket ticket
+    cdef Ticket calling  # of the launch that a thread is inside, else None
+    cdef int n_inside  # other calls into NCCL with this communicator, by any thread
+    cdef object ending  # the call that aborts it, until that is over, else None
+
+    cdef bint is_in_use(self)
+
+
+cdef list errors_of(list calls, double timeout_s)

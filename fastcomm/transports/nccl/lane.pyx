@@ -1,0 +1,302 @@
+# cython: language_level=3
+"""Lane: one NCCL communicator, with the stream that all of its collectives are launched on. Begins
+and ends it.
+
+A call that begins or ends a communicator may never return. So it is made on a thread of its own.
+Nothing can end that thread; it is left behind when the time is up, with what it works on. (NCCL's
+own answer, non-blocking communicators, makes it start a thread for every collective, which costs
+more than the whole launch of a bucket.)
+"""
+
+import threading
+import time
+
+from fastcomm.comm.collective import sentence
+from fastcomm.errors import InitError, TimeoutError
+
+cimport cython
+from libc.string cimport memcpy
+
+from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, driver
+from fastcomm.transports.cuda.graphs cimport CapturedGraphs
+from fastcomm.transports.nccl.calls cimport BROADCAST, MEETING
+from fastcomm.transports.nccl.library cimport (
+    Ctas, error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
+)
+
+
+cdef double SLICE_S = 0.05
+cdef double LEAVE_S = 2  # how long an abort waits for another thread to come out of NCCL
+cdef tuple KIND_NAMES = (
+    "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
+    "reduce_shares", "spread_shares", "registration", "meeting of the ranks",
+)  # by Kind
+
+
+@cython.no_gc_clear  # a work that is collected hands its ticket on
+cdef class Ticket:
+    """What the watchdog knows of the newest of the collectives that share an event."""
+
+    def __cinit__(self):
+        self.done, self.mark = Event(), Event()
+
+    def describe(self):
+        if self.kind == MEETING:
+            return KIND_NAMES[MEETING]
+        return sentence(
+            KIND_NAMES[self.kind], self.numel, self.dtype, op=self.op,
+            src=self.root if self.kind == BROADCAST else None, label=self.label,
+            step=self.step,
+        )
+
+
+cdef class Lane:
+    """One NCCL communicator and its stream. Its owner calls `connect` or `split_from` first, and
+    `close` or `begin_abort` last.
+    """
+
+    def __cinit__(self, Device device, CapturedGraphs graphs):
+        self.device, self.graphs = device, graphs
+        self.stream, self.ready, self.ticket = Stream(), Event(), Ticket()
+
+    def connect(self, str identifier, int rank, int world_size, double timeout_s, look):
+        """Meets the other ranks. `look()` is called while waiting and raises if one of them has
+        failed. Raises InitError, NcclError.
+        """
+        cdef _Init call = _Init(self.device)
+        call.ctas = self.ctas
+        cdef bytes raw = bytes.fromhex(identifier)
+        memcpy(call.identifier.internal, <const char *>raw, 128)
+        call.rank, call.world_size = rank, world_size
+        _wait_for(call, f"rank {rank} in ncclCommInitRankConfig", timeout_s, look)
+        self.comm = call.comm
+
+    def split_from(self, Lane other, int rank, double timeout_s, look):
+        """As connect, but meets the same ranks over a lane they have already."""
+        cdef _Split call = _Split(self.device)
+        call.ctas = self.ctas
+        call.parent, call.rank = other.comm, rank
+        _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
+        self.comm = call.comm
+
+    def close(self, double timeout_s, forget, memory):
+        """Ends the communicator when all that was launched is done, and begins to free it. Returns
+        the call that does: see `errors_of`. After an error, or when the time is up, aborts it and
+        raises NcclError or TimeoutError. Before the end another thread calls `forget(comm)`, to
+        deregister memory. memory: as in begin_abort.
+        """
+        cdef _Finalize call = _Finalize(self.device)
+        cdef _Destroy freeing = _Destroy(self.device)
+        if self.comm == NULL:
+            return None
+        call.lane, call.comm, call.forget = self, self.comm, forget
+        call.start()
+        in_time = call.over.wait(timeout_s)
+        if in_time and call.code == ncclSuccess:
+            freeing.comm, self.comm = self.comm, NULL
+            freeing.start()
+            return freeing
+        call.is_given_up = True
+        has_ended = self.begin_abort(memory, None).over.wait(timeout_s)
+        raise call.error if in_time else TimeoutError(
+            f"waited {timeout_s:g} s for what was launched to end; "
+            + ("it was aborted" if has_ended else "NCCL does not abort it either: it is left "
+               "behind")
+        )
+
+    def begin_abort(self, memory, all_begun):
+        """Begins to end the communicator at once, on a thread of its own, so that its kernels leave
+        the device. Returns that thread's call, or None if there is nothing to end.
+
+        memory: the pool, which must not free anything until the call is over. all_begun: an event
+        that is set when all lanes have begun; None if there is one lane. First come the
+        revocations, as a lane's may wait for another lane's kernels.
+        """
+        cdef _Abort call = self.ending
+        if call is None and self.comm != NULL:
+            call = _Abort(self.device)
+            call.lane, call.comm, call.memory, call.all_begun = self, self.comm, memory, all_begun
+            self.ending = call
+            memory.begin_ending()
+            call.start()
+        return call
+
+    cdef bint is_in_use(self):
+        """Whether another thread is inside NCCL with this communicator."""
+        return self.calling is not None or self.n_inside > 0
+
+
+cdef list errors_of(list calls, double timeout_s):
+    """What has gone wrong in those that are over by then; the others go on by themselves."""
+    deadline = time.monotonic() + timeout_s
+    over = [call for call in calls if call.over.wait(max(0.0, deadline - time.monotonic()))]
+    return [call.error for call in over if call.error is not None]
+
+
+def _wait_for(_Call call, str what, double timeout_s, look):
+    """Waits until the call is over. Meanwhile calls `look()`, which raises when the other ranks
+    will not come. Raises the call's error.
+    """
+    deadline = time.monotonic() + timeout_s
+    call.start()
+    while not call.over.wait(SLICE_S):
+        look()
+        if time.monotonic() > deadline:
+            raise InitError(
+                f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get "
+                "through between them. NCCL_DEBUG=INFO shows "
+                "what it tries; NCCL_SOCKET_IFNAME chooses the network interface"
+            )
+    if call.code != ncclSuccess:
+        raise call.error
+
+
+cdef class _Call:
+    """A call into NCCL on a thread of its own. `over` is set when it has returned, `code` and
+    `error` then say how.
+    """
+
+    cdef Device device
+    cdef int code
+    cdef readonly object over, error
+
+    def __cinit__(self, Device device):
+        self.device, self.over = device, threading.Event()
+
+    def start(self):
+        threading.Thread(target=self._run, name="fastcomm NCCL call", daemon=True).start()
+
+    def _run(self):
+        try:
+            self.device.enter()
+            self.make()
+        except Exception as error:
+            self.code, self.error = -1, error
+        self.over.set()
+
+    def note_result(self, int code, bytes name):
+        self.code = code
+        if code != ncclSuccess:  # now, before another call replaces NCCL's last error
+            self.error = error_of(code, name)
+
+
+cdef class _Init(_Call):
+    cdef ncclComm_t comm
+    cdef ncclUniqueId identifier
+    cdef int rank, world_size
+    cdef Ctas ctas
+
+    def make(self):
+        cdef ncclConfig_t config
+        cdef int code
+        fill_config(&config, self.ctas)
+        with nogil:  # waits for all ranks
+            code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, &config)
+        self.note_result(code, b"ncclCommInitRankConfig")
+
+
+cdef class _Split(_Call):
+    cdef ncclComm_t parent, comm
+    cdef int rank
+    cdef Ctas ctas
+
+    def make(self):
+        cdef ncclConfig_t config
+        cdef int code
+        fill_config(&config, self.ctas)
+        with nogil:  # waits for all ranks
+            code = nccl.split(self.parent, 0, self.rank, &self.comm, &config)
+        self.note_result(code, b"ncclCommSplit")
+
+
+cdef class _End(_Call):
+    cdef ncclComm_t comm
+
+
+cdef class _Finalize(_End):
+    cdef Lane lane
+    cdef object forget
+    cdef bint is_given_up  # the communicator is being aborted, and may be gone
+
+    def make(self):
+        with nogil:  # waits for the device
+            check(driver.synchronize_stream(self.lane.stream.handle), b"cuStreamSynchronize")
+        if not self.is_given_up:
+            self.lane.n_inside += 1
+            try:
+                self._finalize()
+            finally:
+                self.lane.n_inside -= 1
+
+    cdef _finalize(self):
+        cdef int code
+        self.forget(<size_t>self.comm)
+        with nogil:
+            code = nccl.finalize(self.comm)
+        self.note_result(code, b"ncclCommFinalize")
+
+
+cdef class _Destroy(_End):
+    """Frees a communicator that has nothing left to do. Nothing ends this call: NCCL waits in it
+    until the host's other ranks have left the communicator, too, and an abort would free it twice.
+    """
+
+    def make(self):
+        cdef int code
+        with nogil:
+            code = nccl.destroy(self.comm)
+        self.note_result(code, b"ncclCommDestroy")
+
+
+cdef class _Abort(_End):
+    """Revokes, then aborts. One thread does both: an abort frees what a revocation uses, and the
+    revocation may take as long as the work before the last kernel of NCCL's.
+    """
+
+    cdef Lane lane
+    cdef object memory, all_begun
+
+    def make(self):
+        try:
+            self._revoke()
+            self._wait_for_graphs()
+            self._abort()
+        finally:
+            self.lane.ending = None
+            self.memory.end_ending()
+
+    cdef _revoke(self):
+        if nccl.revoke != NULL:
+            with nogil:  # waits for the kernels to leave
+                nccl.revoke(self.comm, 0)
+            if self.all_begun is not None:
+                self.all_begun.wait()
+            # A thread that is inside NCCL should be out before the memory goes. One may stay: a
+            # revocation takes its flag back as it returns, and a thread that connects for the first
+            # time looks at the flag now and then. An abort sets the flag for good, so that thread
+            # gets LEAVE_S, then the abort.
+            deadline = time.monotonic() + LEAVE_S
+            while self.lane.is_in_use() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    cdef _wait_for_graphs(self):
+        """A graph that goes writes to the communicators it has captured, and an abort frees them.
+        (Without a revocation before it, NCCL waits for the graphs.) Nobody waits for this thread
+        meanwhile: the device is free already.
+        """
+        cdef bint is_alive = nccl.revoke != NULL and self.lane.graphs.count() > 0
+        if is_alive:
+            self.over.set()
+        while is_alive:  # looks once more at the end: the driver may tell NCCL after us
+            is_alive = self.lane.graphs.count() > 0
+            time.sleep(SLICE_S)
+
+    cdef _abort(self):
+        cdef int code
+        # without a revocation kernels may still use what is registered
+        cdef bint is_idle = nccl.revoke != NULL and not self.lane.is_in_use()
+        self.lane.comm = NULL
+        self.memory.forget(<size_t>self.comm, is_idle)
+        with nogil:  # waits for the kernels to leave
+            code = nccl.abort(self.comm)
+        self.note_result(code, b"ncclCommAbort")

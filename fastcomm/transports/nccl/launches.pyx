@@ -1,0 +1,171 @@
+# cython: language_level=3
+"""Launches: what a rank has launched over NCCL, and which of it is unfinished, by ticket.
+
+Numbers the launches, and keeps the tensors of those that nobody may be waiting for. Only says which
+unfinished launch is the oldest; the watchdog judges it.
+"""
+
+import time
+import weakref
+from collections import deque
+
+from libc.stdlib cimport calloc, free
+
+from fastcomm.transports.cuda.driver cimport (
+    CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, Device,
+    check, driver,
+)
+
+
+cdef class Launches:
+    """The launches of one communicator. The thread that launches calls `begin` and `end` around
+    each launch; the watchdog's thread calls `oldest_unfinished`.
+    """
+
+    def __cinit__(self, Device cuda, list lanes):
+        self.cuda, self.lanes = cuda, lanes
+        self.tickets, self.unused = weakref.WeakSet(), deque()
+
+    cdef Ticket new_ticket(self):
+        cdef CUcontext before = self.cuda.enter()
+        try:
+            ticket = Ticket()
+        finally:
+            self.cuda.leave(before)
+        self.tickets.add(ticket)
+        return ticket
+
+    cdef Ticket take_ticket(self):
+        """A ticket for one asynchronous collective. Whoever drops the work puts it in `unused`."""
+        cdef Ticket ticket
+        if self.unused:
+            ticket = self.unused[0]
+            if not ticket.is_pending or _is_over(ticket):
+                self.unused.popleft()
+                ticket.is_pending = ticket.is_marked = False
+                ticket.tensors = None
+                self.tickets.add(ticket)  # where the work was collected it was thought gone
+                return ticket
+        return self.new_ticket()
+
+    cdef forget_tensors(self):
+        """All that was launched is over."""
+        for ticket in _members(self.tickets):
+            (<Ticket>ticket).tensors = None
+
+    cdef begin_epoch(self):
+        """The ranks meet again: what was launched before is over, and numbers restart."""
+        self.number = 0
+        self.forget_tensors()
+
+    cdef int begin(self, Lane lane, Ticket ticket, op) except -1:
+        """From here on the watchdog counts the launch as unfinished."""
+        self.number += 1
+        ticket.number, ticket.op = self.number, op
+        if not ticket.is_pending:  # else the one before has not ended, as far as is known
+            ticket.since = time.monotonic()
+        lane.calling = ticket
+        return 0
+
+    cdef int end(self, Lane lane, Ticket ticket, bint is_captured) except -1:
+        """The launch has returned. A launch that was only captured does not run, and its events
+        must not be queried.
+        """
+        cdef int code
+        ticket.is_pending = not is_captured
+        if ticket.is_pending and not ticket.is_marked:
+            with nogil:  # may wait for room in the device's queue
+                code = driver.record_event(ticket.mark.handle, lane.stream.handle)
+            ticket.is_marked = code == CUDA_SUCCESS
+        lane.calling = None
+        return 0
+
+    cdef Ticket calling(self):
+        """The ticket of the launch that a thread is inside: at most one over all lanes."""
+        for lane in self.lanes:
+            if (<Lane>lane).calling is not None:
+                return (<Lane>lane).calling
+        return None
+
+    cdef oldest_unfinished(self):
+        """See Watched._oldest_unfinished."""
+        cdef Ticket ticket, oldest = self.calling()
+        cdef list pending = self._pending()
+        cdef size_t i, n = len(pending)
+        cdef Look *looks = <Look *>calloc(n + 1, sizeof(Look))
+        if looks == NULL:
+            raise MemoryError("out of memory")
+        try:
+            for i in range(n):
+                ticket = pending[i]
+                looks[i].number, looks[i].done = ticket.number, ticket.done.handle
+                looks[i].mark = ticket.mark.handle if ticket.is_marked else NULL
+            with nogil:  # once for all, as another thread may keep the GIL for long
+                _look(looks, n)
+            for i in range(n):
+                ticket = pending[i]
+                # meanwhile another thread may have launched the same bucket again, perhaps in a
+                # capture, of whose events nobody may ask
+                if ticket.number != looks[i].number or not ticket.is_pending:
+                    continue
+                if looks[i].code != CUDA_ERROR_NOT_READY:
+                    check(looks[i].code, b"cuEventQuery")
+                    ticket.is_pending = ticket.is_marked = False
+                    ticket.tensors = None
+                    continue
+                if looks[i].has_progress:
+                    ticket.is_marked, ticket.since = False, time.monotonic()
+                if oldest is None or ticket.number < oldest.number:
+                    oldest = ticket
+        finally:
+            free(looks)
+        if oldest is None:
+            return None
+        return oldest.number, time.monotonic() - oldest.since, oldest.describe()
+
+    cdef list _pending(self):
+        """The tickets of what is not known to be over."""
+        cdef Ticket calling = self.calling()
+        return [
+            ticket for ticket in _members(self.tickets)
+            if (<Ticket>ticket).is_pending and ticket is not calling
+        ]
+
+
+# What one look at a ticket has found.
+cdef struct Look:
+    uint64_t number
+    CUevent done
+    CUevent mark  # or NULL
+    int code  # of the query for `done`
+    bint has_progress
+
+
+cdef void _look(Look *looks, size_t n) noexcept nogil:
+    cdef size_t i
+    for i in range(n):
+        looks[i].code = driver.query_event(looks[i].done)
+        if looks[i].code == CUDA_ERROR_NOT_READY and looks[i].mark != NULL:
+            looks[i].has_progress = driver.query_event(looks[i].mark) == CUDA_SUCCESS
+
+
+cdef bint _is_over(Ticket ticket) noexcept:
+    """Whether the ticket's launch is over, as far as can be told. A capture on this thread does not
+    mind the question.
+    """
+    cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    cdef int code
+    with nogil:
+        driver.exchange_capture_mode(&mode)
+        code = driver.query_event(ticket.done.handle)
+        driver.exchange_capture_mode(&mode)
+    return code == CUDA_SUCCESS
+
+
+cdef list _members(weak_set):
+    """The members of a WeakSet to which other threads add."""
+    while True:
+        try:
+            return list(weak_set)
+        except RuntimeError:  # another thread has changed it
+            pass

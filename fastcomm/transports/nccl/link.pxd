@@ -1,0 +1,59 @@
+from libc.stdint cimport uint32_t
+
+from fastcomm.transports.cuda.clock cimport DeviceClock
+from fastcomm.transports.cuda.driver cimport Device
+from fastcomm.transports.cuda.graphs cimport CapturedGraphs
+from fastcomm.comm.lifetime cimport Lifetime
+from fastcomm.transports.nccl.lane cimport Lane, Ticket
+from fastcomm.transports.nccl.launches cimport Launches
+from fastcomm.transports.nccl.library cimport Ctas
+from fastcomm.transports.nccl.memory cimport Pool
+
+
+cdef class Link:
+    cdef readonly int rank, world_size
+    cdef readonly tuple pids
+    cdef readonly int epoch
+    cdef Lifetime life
+    cdef object __weakref__
+    cdef Device cuda
+    cdef Ctas ctas
+    cdef list lanes
+    cdef Launches launches
+    cdef CapturedGraphs graphs  # with collectives of these ranks
+    cdef Pool pool
+    cdef object bootstrap, watchdog
+    cdef object buckets
+    cdef list rejoining  # the buckets, while the ranks meet again
+    cdef set common_labels  # of the buckets that all ranks had left when they last met
+    cdef object ending  # held while the lanes are aborted
+    cdef double timeout_s
+    cdef int n_abandoned
+    cdef object interruption  # why the ranks have to meet again, until it has been raised
+    cdef bint is_split_up, is_closed
+    cdef DeviceClock clock  # while somebody asks for the times of buckets, else None
+    cdef int n_timekeepers  # how many do
+
+    cdef close(self, double timeout)
+    cdef abort(self)
+    cdef abandon(self)
+    cdef hear(self)
+    cdef Lane lane(self, int number)
+    cdef register(self, Lane lane, memory, uint32_t label)
+    cdef wait_for(self, Ticket ticket)
+    cdef int check_usable(self) except -1
+    cdef int check_open(self) except -1
+    cdef int check_work(self, int epoch) except -1
+    cdef object error(self, int code, const char *call)
+    cdef object reason(self, error)
+
+    cdef _add_lane(self, look)
+    cdef _connect(self, Lane lane, int number, look, look_for_all)
+    cdef _give_up_graphs(self, str why)
+    cdef _leave_note(self, key, value)
+    cdef str _abort_lanes(self)
+    cdef _end_round(self, str why)
+    cdef _meet_again(self)
+    cdef _register_again(self)
+    cdef int _check_alive(self) except -1
+    cdef object _take_interruption(self)

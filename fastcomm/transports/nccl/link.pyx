@@ -1,0 +1,414 @@
+# cython: language_level=3
+"""Link: connects this rank of an NcclCommunicator to the others. Makes the lanes, has the watchdog
+look at them, ends them, and lets the ranks meet again. Launches no collective: communicator.pyx and
+bucket.pyx do.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+
+from fastcomm.comm import collective
+from fastcomm.errors import FastcommError, NcclError, PeerLostError, has_closed
+from fastcomm.comm.lifetime import again
+from fastcomm.transports.nccl.agreement import (
+    facts_of_this_rank, refuse_different_ctas, refuse_different_versions, refuse_shared_cards,
+)
+from fastcomm.transports.nccl.library import unique_id
+from fastcomm.comm.watchdog import Watchdog, failure_note, leave_closing, leave_note
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from posix.unistd cimport usleep
+
+from fastcomm.transports.cuda.driver cimport CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, check, driver
+from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
+from fastcomm.transports.nccl.lane cimport errors_of
+from fastcomm.transports.nccl.library cimport (
+    ctas_of, error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
+)
+from fastcomm.transports.nccl.memory cimport pool_of
+
+
+cdef unsigned int POLL_US = 50
+ABORT_S = 10.0  # how long to wait for NCCL to abort all lanes, which may hang
+FREE_S = 5.0  # how long close() waits for NCCL to free all lanes, once nothing is under way
+
+
+@cython.no_gc_clear
+cdef class Link:
+    """The connection of `world_size` ranks. An error that ends it is raised by the next call, and
+    by every one after it.
+    """
+
+    # The watchdog's warning: the garbage collector must not end NCCL's communicators.
+    leak = "an NcclCommunicator was dropped without close(): NCCL's part of it lives on"
+
+    def __cinit__(
+        self, int rank, int world_size, object bootstrap, double timeout_s, object device,
+        list neighbours, max_ctas, cta_policy,
+    ):
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.life, self.bootstrap = Lifetime(), bootstrap
+        self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
+        self.cuda, self.lanes = Device(device), []
+        self.launches, self.graphs = Launches(self.cuda, self.lanes), CapturedGraphs()
+        facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy))
+        refuse_different_versions(facts)
+        refuse_different_ctas(facts)
+        self.ctas = ctas_of(max_ctas, cta_policy)
+        refuse_shared_cards(facts)
+        self.pids = tuple(theirs["pid"] for theirs in facts)
+        self.pool = pool_of(self.cuda)
+        try:
+            self._add_lane(bootstrap.look)
+            self.watchdog = Watchdog(self, bootstrap, timeout_s, neighbours)
+        except BaseException:
+            self._abort_lanes()
+            raise
+
+    cdef _add_lane(self, look):
+        with self.cuda.selected():
+            lane = Lane(self.cuda, self.graphs)
+        (<Lane>lane).ctas = self.ctas
+        self._connect(lane, len(self.lanes), look, look)
+        self.launches.tickets.add((<Lane>lane).ticket)
+        self.lanes.append(lane)
+
+    cdef _connect(self, Lane lane, int number, look, look_for_all):
+        """Collective. The first lane meets over the store, the others over the first."""
+        if number:
+            lane.split_from(self.lanes[0], self.rank, self.timeout_s, look)
+        else:
+            mine = unique_id() if self.rank == 0 else None, _labels(self.rejoining)
+            # Named, not numbered: a rank that abandons one round after the other skips meetings
+            # that others have waited in.
+            all_ranks = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")
+            self.common_labels = set.intersection(*[set(labels) for _, labels in all_ranks])
+            lane.connect(all_ranks[0][0], self.rank, self.world_size, self.timeout_s, look)
+
+    cdef Lane lane(self, int number):
+        """The lane of that number. Makes it if there is none yet, which is collective."""
+        while len(self.lanes) <= number:
+            # NCCL cannot split a communicator that is busy
+            self.wait_for((<Lane>self.lanes[0]).ticket)
+            with self._meeting():
+                self._add_lane(self._look)
+        return self.lanes[number]
+
+    cdef wait_for(self, Ticket ticket):
+        """Blocks until the newest collective launched with the ticket is over.
+
+        What a signal handler raises meanwhile (Ctrl-C) is raised afterwards, because the peers
+        count on this rank. A second exception is raised at once, and aborts the communicator.
+        """
+        deferred = None
+        while not ticket.done.is_over():
+            try:
+                PyErr_CheckSignals()
+            except BaseException as error:
+                if deferred is not None:
+                    self.abort()
+                    raise
+                deferred = error
+            with nogil:
+                usleep(POLL_US)
+            if self.life.failure is not None or self.interruption is not None:
+                break
+        try:
+            self._check_alive()
+        except FastcommError as error:
+            if deferred is not None:
+                raise deferred from error
+            raise
+        if deferred is not None:
+            raise deferred
+
+    @contextlib.contextmanager
+    def _meeting(self):
+        """The ranks meet again in the block, and the watchdog watches. An error on one rank ends
+        the communicator on all.
+        """
+        cdef Lane lane = self.lanes[0]
+        cdef Ticket ticket = self.launches.new_ticket()
+        ticket.kind = MEETING
+        self.launches.begin(lane, ticket, None)
+        try:
+            try:
+                yield
+            finally:
+                self.launches.end(lane, ticket, True)
+        except FastcommError as error:
+            raise self.reason(error) from error
+        except BaseException:  # Ctrl-C: the other ranks have met without this one
+            self.abort()
+            raise
+
+    def _look(self):
+        """Called while NCCL lets the ranks meet again. Raises when the watchdog has found that they
+        will not.
+        """
+        if self.life.failure is not None:
+            raise again(self.life.failure)
+
+    def _look_for_all(self):
+        """As _look, while no rank is inside NCCL yet. Also raises when another rank has abandoned
+        the round before it came.
+        """
+        self._look()
+        if self.interruption is not None:
+            raise again(self.interruption)
+
+    cdef close(self, double timeout):
+        """See NcclCommunicator.close."""
+        if self.life.is_forked() or self.life.failure is not None:
+            return
+        if self.graphs.count() > 0:
+            raise FastcommError(f"{self.graphs.count()} CUDA graph(s) with collectives of this "
+                                "communicator are alive: delete them first")
+        self.life.end(FastcommError(has_closed(self.rank)))
+        self.is_closed = True
+        self.watchdog.stop()
+        with contextlib.suppress(RuntimeError):  # as in _leave_note
+            leave_closing(self.bootstrap, self.rank, self.epoch, self.launches.number)
+        errors, freeing = [], []
+        for lane in reversed(self.lanes):
+            try:
+                freeing.append((<Lane>lane).close(timeout, self._forget_memory, self.pool))
+            except FastcommError as error:
+                errors.append(error)
+        errors += errors_of([call for call in freeing if call is not None], min(timeout, FREE_S))
+        self.launches.forget_tensors()
+        if errors:
+            raise errors[0]
+
+    cdef abort(self):
+        if not self.life.is_forked() and self.life.failure is None:
+            message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
+            self._leave_note("failure", failure_note(PeerLostError(message)))
+            self.is_closed = True
+            self._fail(FastcommError(f"rank {self.rank} has aborted this communicator"))
+            self.watchdog.stop()
+
+    cdef abandon(self):
+        """Ends the lanes on every rank; the ranks meet anew at their next collective."""
+        self.n_abandoned += 1
+        if self.interruption is not None:  # another rank has abandoned this round: join it
+            self.interruption = None
+            return
+        if self.graphs.count() > 0:
+            self._give_up_graphs(f"rank {self.rank} abandoned what was under way")
+            return
+        # the ranks have not met since the last abandonment: this one is about their next meeting
+        if self.is_split_up:
+            self.epoch += 1
+        self.is_split_up = True  # first, or the watchdog takes the note for another rank's
+        self._leave_note(
+            f"abandoned/{self.epoch}",
+            f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
+            "parameters differ between the ranks: restore them, or call refresh() on every rank",
+        )
+        self._end_round(f"rank {self.rank} abandoned what was under way")
+
+    cdef hear(self):
+        if not self.is_closed:
+            self._check_alive()
+
+    cdef _leave_note(self, key, value):
+        """Leaves a note for the other ranks' watchdogs. The store may be gone with its rank; then
+        there is nobody to tell.
+        """
+        with contextlib.suppress(RuntimeError):
+            leave_note(self.bootstrap, key, value)
+
+    cdef str _abort_lanes(self):
+        """Ends NCCL's communicators. Returns what an error must say of those that do not end."""
+        self.is_split_up = True
+        with self.ending:
+            were_ending = [(<Lane>lane).ending is not None for lane in self.lanes]
+            all_begun = threading.Event()
+            try:
+                endings = [(<Lane>lane).begin_abort(self.pool, all_begun) for lane in self.lanes]
+            finally:
+                all_begun.set()
+            deadline = time.monotonic() + ABORT_S
+            n_left = 0
+            for ending, was_ending in zip(endings, were_ending):
+                patience = 0 if was_ending else max(0.0, deadline - time.monotonic())
+                n_left += ending is not None and not ending.over.wait(patience)
+        if n_left == 0:
+            return ""
+        return (f"; NCCL has not ended {n_left} of {len(self.lanes)} lanes within {ABORT_S:g} s: "
+                "they are left behind")
+
+    cdef _end_round(self, str why):
+        """Ends the lanes; the ranks meet again. But not on streams that NCCL does not leave."""
+        cdef str left_behind = self._abort_lanes()
+        if left_behind:
+            self.watchdog.give_up(self, FastcommError(f"{why}{left_behind}"))
+
+    cdef _meet_again(self):
+        """Gives the lanes new NCCL communicators after abandon(). Collective."""
+        with self.ending:  # the watchdog may still be ending the old ones
+            pass
+        self.epoch += 1
+        self.launches.begin_epoch()
+        self.is_split_up = False
+        self.rejoining = list(self.buckets)
+        try:
+            with self._meeting():
+                for number, lane in enumerate(self.lanes):
+                    self._connect(lane, number, self._look, self._look_for_all)
+                self._register_again()
+        finally:
+            self.rejoining = []
+        if self.interruption is not None:  # this round was abandoned, too, after all ranks had come
+            self._end_round(str(self.interruption))
+            self._check_alive()
+
+    cdef _register_again(self):
+        """Windows are collective: the ranks register those of buckets that all have left, in the
+        order of their labels. Other memory each rank registers for itself.
+        """
+        has_windows = self.world_size > 1
+        for bucket in sorted(self.rejoining, key=_label):
+            bucket.register_memory(has_windows and bucket.label in self.common_labels)
+
+    # -- what the watchdog asks for; see fastcomm.comm.watchdog.Watched --
+
+    def _enter_thread(self):
+        # else its queries would break other threads' captures
+        cdef int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self.cuda.enter()
+        check(driver.exchange_capture_mode(&mode), b"cuThreadExchangeStreamCaptureMode")
+
+    @property
+    def number(self):
+        return self.launches.number
+
+    def _oldest_unfinished(self):
+        return self.launches.oldest_unfinished()
+
+    def _asynchronous_error(self):
+        cdef int code = ncclSuccess
+        cdef Lane lane
+        for candidate in self.lanes:
+            lane = candidate
+            if lane.comm != NULL and lane.ending is None:
+                is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
+                if is_known and code not in (ncclSuccess, ncclInProgress):
+                    error = self.error(code, b"ncclCommGetAsyncError: a collective")
+                    return PeerLostError(str(error)) if code == ncclRemoteError else error
+        return None
+
+    def _fail(self, error):
+        cdef str left_behind
+        if self.life.failure is None:
+            self.life.end(error)
+            left_behind = self._abort_lanes()
+            if left_behind:
+                error = again(error)
+                error.args = (f"{error}{left_behind}", *error.args[1:])
+                self.life.failure = error
+
+    def _interrupt(self, error, epoch):
+        if self.is_split_up or epoch != self.epoch:
+            return
+        if self.graphs.count() > 0:
+            self._give_up_graphs(str(error))
+            return
+        self.is_split_up, self.interruption = True, error
+        self._end_round(str(error))
+
+    cdef _give_up_graphs(self, str why):
+        """Ends the communicator for good: NCCL cannot end one that captured graphs hold on to, and
+        the graphs cannot be replayed over a new one.
+        """
+        self.watchdog.give_up(self, FastcommError(f"{why}; the captured CUDA graphs are of no use "
+                                                  "any more: make a new communicator"))
+
+    def _has_graphs(self):
+        return self.graphs.count() > 0
+
+    def _forget_memory(self, size_t comm):
+        """Called after the last collective of a lane, before its communicator is destroyed."""
+        self.pool.deregister_all(<ncclComm_t>comm)
+
+    # -- before and after every launch --
+
+    cdef register(self, Lane lane, memory, uint32_t label):
+        """Registers a bucket's memory. The watchdog watches: a window waits for the peers."""
+        cdef Ticket ticket = self.launches.new_ticket()
+        ticket.kind, ticket.label = REGISTRATION, label
+        ticket.dtype, ticket.numel = memory.dtype, memory.numel()
+        self.launches.begin(lane, ticket, None)
+        try:
+            try:
+                self.pool.register(<void *><size_t>memory.data_ptr(), lane, self.world_size > 1)
+            finally:
+                self.launches.end(lane, ticket, True)
+        except NcclError as error:
+            raise self.reason(error) from error
+
+    cdef int check_usable(self) except -1:
+        """Called before every launch. After an abandoned round the ranks meet again here."""
+        self._check_alive()
+        if self.launches.calling() is not None:
+            raise FastcommError(collective.OTHER_THREAD)
+        if self.is_split_up:
+            self._meet_again()
+        return 0
+
+    cdef int _check_alive(self) except -1:
+        """Raises the error that ended the communicator or, once, that made the ranks meet again."""
+        self.check_open()
+        if self.interruption is not None:
+            raise self._take_interruption()
+        return 0
+
+    cdef object _take_interruption(self):
+        """Returns the interruption, to be raised, and clears it: it is raised once. A copy: the
+        watchdog may hold the interruption for seconds, and its traceback would hold the model.
+        """
+        interruption, self.interruption = self.interruption, None
+        self.n_abandoned += 1
+        return again(interruption)
+
+    cdef int check_open(self) except -1:
+        """Raises the error that has ended the communicator."""
+        if self.life.failure is not None or self.life.is_forked():
+            raise self.life.refusal()
+        return 0
+
+    cdef int check_work(self, int epoch) except -1:
+        """As _check_alive, for a collective that was launched in that epoch."""
+        self._check_alive()
+        if self.is_split_up or epoch != self.epoch:
+            raise FastcommError("this collective was abandoned with all that was under way")
+        return 0
+
+    cdef object error(self, int code, const char *call):
+        """Names this rank, because the other ranks read the message, too."""
+        return NcclError(f"rank {self.rank}: {error_of(code, call)}")
+
+    cdef object reason(self, error):
+        """The error to raise after a call into NCCL has failed: the watchdog's, if that ended the
+        call; else `error`, which then ends the communicator.
+        """
+        if self.interruption is not None:
+            return self._take_interruption()
+        if self.life.failure is None:
+            self.watchdog.give_up(self, error)
+        return again(self.life.failure)
+
+
+def _label(bucket):
+    return bucket.label
+
+
+cdef list _labels(list buckets):
+    """The labels that one bucket has."""
+    labels = [bucket.label for bucket in buckets]
+    return [label for label in labels if labels.count(label) == 1]

@@ -1,0 +1,87 @@
+"""How a round over NCCL begins where ranks do not count alike: a small all-reduce of their weights.
+
+NCCL announces nothing. So in a join() the same all-reduce tells the ranks without data which
+reducer's buckets come next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastcomm.comm.collective import BUCKETS_PER_REDUCER, WEIGHTED_OPS
+from fastcomm.comm.communicator import Weight, Work
+from fastcomm.errors import FastcommError
+from fastcomm.transports.nccl.bucket import NcclBucket, NcclWeight
+
+_POLL_S = 50e-6  # little beside a round; the rank has nothing else to do
+
+
+class Sharing(Protocol):
+    """An NcclCommunicator, as the beginning of a round sees it."""
+
+    device: torch.device
+    reduces_buckets_only: bool
+
+    @property
+    def buckets(self) -> Iterable[NcclBucket]: ...
+    def is_captured(self) -> bool: ...
+    def add_up(self, numbers: Tensor) -> Work: ...
+    def check(self) -> None: ...
+
+
+def refuse_in_join(comm: Sharing) -> None:
+    """Raises FastcommError for a collective that a rank without data would not hear of."""
+    if comm.reduces_buckets_only:
+        raise FastcommError(
+            "over NCCL ranks inside join() reduce gradients alone, as a rank without data would "
+            "not hear of another collective: make it before or after the block"
+        )
+
+
+def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> NcclWeight:
+    """See Communicator.share_weight. The host waits for nothing."""
+    if comm.is_captured():
+        raise FastcommError(
+            "a CUDA graph would replay the weight of its capture: capture a step without "
+            "set_weight()"
+        )
+    if reducer is None:
+        totals = torch.full((1,), weight.total, dtype=torch.float64, device=comm.device)
+    else:
+        totals = _part_of_totals(comm, weight.total, 1, reducer)
+    return NcclWeight(weight.scale, totals, comm.add_up(totals))
+
+
+def shadow(comm: Sharing) -> bool:
+    """See Communicator.shadow: takes part in a whole round. Waits for the device, which waits for
+    the ranks with data.
+    """
+    totals = _part_of_totals(comm, 0.0, 0, 0)
+    adding_up = comm.add_up(totals)
+    while not adding_up.is_completed():
+        comm.check()
+        time.sleep(_POLL_S)
+    adding_up.wait()  # raises what may have ended it
+    _, n_ranks, sum_of_numbers = totals.tolist()
+    if not n_ranks:
+        return True
+    reducer = round(sum_of_numbers / n_ranks)
+    own = [one for one in comm.buckets if one.label // BUCKETS_PER_REDUCER == reducer]
+    weight = NcclWeight(0.0, totals, adding_up)
+    for bucket in sorted(own, key=lambda one: one.label):
+        missing = list(range(bucket.clear()))
+        bucket.launch(WEIGHTED_OPS["mean"], missing, 0, weight).wait()
+    return False
+
+
+def _part_of_totals(comm: Sharing, weight: float, n_ranks: int, reducer: int) -> Tensor:
+    """What a rank adds to the totals of a round in a join(): its weight and, if it has data, 1 and
+    the reducer's number. float64, of shape (3,).
+    """
+    row = [weight, n_ranks, n_ranks * reducer]
+    return torch.tensor(row, dtype=torch.float64).to(comm.device, non_blocking=True)

@@ -1,0 +1,210 @@
+# cython: language_level=3
+"""ShmBucket: a flat buffer in shared memory, gathered and reduced in one pass over the ring."""
+
+import torch
+
+from fastcomm.comm.collective import OTHERS_GRADIENT, presence_values, real_numel
+from fastcomm.comm.communicator import BoundBucket, BucketWork
+from fastcomm.errors import FastcommError
+
+from libc.math cimport isnan
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
+from fastcomm.comm.gradient_slot cimport GradientSlot
+from fastcomm.transports.shm.core cimport (
+    SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_counting, shm_descriptor, shm_piece,
+)
+from fastcomm.transports.shm.descriptor cimport bucket_op_code, descriptor
+from fastcomm.transports.shm.ring cimport Ring, ShmWork
+
+
+cdef size_t SMALL_GRADIENT = 16384  # bytes
+cdef int MAX_TOKENS = 16
+
+
+cdef struct Span:
+    uint64_t offset, numel  # of real numbers
+
+
+cdef class ShmBucket:
+    """A flat buffer and the slots of the gradients in it. Prepared once, launched once per round.
+    """
+
+    cdef readonly ShmWork posted  # see BoundBucket.posted
+    cdef Ring ring
+    cdef Py_ssize_t end  # of the gradients in `flat`; behind it lies their presence
+    cdef FlatBuffer known
+    cdef object flat, wire, dtype, presence
+    cdef tuple bounds  # of the ranks' shares; None: every rank gets the whole
+    cdef list narrow, wide  # what a launch casts, and where it casts the result back
+    cdef dict tokens  # by op and by what is missing: what to put into `presence`
+    cdef list views, slots
+    cdef uint32_t label
+    cdef size_t itemsize
+    cdef Span *spans  # of the slots in the flat buffer
+    cdef bint counts, adds_squares  # see BoundBucket.count_results
+    cdef ShmWork next  # of the next launch: holds what gather leaves to it
+
+    def __cinit__(
+        self, Ring ring, flat, wire, list views, list offsets, uint32_t label, tuple bounds
+    ):
+        self.ring, self.flat, self.wire, self.views, self.label = ring, flat, wire, views, label
+        self.dtype, self.itemsize = flat.dtype, flat.element_size()
+        self.end = flat.numel() - len(views)
+        self.presence, self.tokens = flat[self.end:], {}
+        self.slots = [GradientSlot(view) for view in views]
+        self.spans = <Span *>malloc(max(len(views), 1) * sizeof(Span))
+        if self.spans == NULL:
+            raise MemoryError("out of memory")
+        for i, view in enumerate(views):
+            self.spans[i] = Span(offsets[i], real_numel(view))
+        self.known = FlatBuffer(flat)
+        parts = [slice(None)]
+        if bounds is not None:
+            self.bounds = bounds
+            own = slice(bounds[ring.rank], bounds[ring.rank + 1])
+            parts = [own, slice(bounds[ring.world_size], None)]
+        self.narrow, self.wide = [wire[part] for part in parts], [flat[part] for part in parts]
+
+    def __dealloc__(self):
+        free(self.spans)
+
+    def gather(self, list parameters):
+        """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch
+        copies what the peers will read, and the reduction reads the rest there. Small ones are
+        copied here, which is cheaper than to keep many tensors alive.
+        """
+        cdef ShmWork work = self._next_work(len(parameters))
+        cdef list left = []
+        cdef GradientSlot slot
+        cdef char *source = NULL
+        cdef Py_ssize_t i
+        cdef bint is_fit
+        self.posted = None
+        for i in range(len(parameters)):
+            parameter, view = parameters[i], self.views[i]
+            slot = self.slots[i]
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                left.append(i)
+            elif gradient is not view:
+                try:
+                    # first: while the parameter has it, torch answers in half the time
+                    is_fit = slot.fits(gradient, &source)
+                    # before it is moved: torch refuses it if the parameter's data has been replaced
+                    parameter.grad = view
+                    self._take(work, i, gradient, source, is_fit)
+                except BaseException as error:
+                    parameter.grad, error.slot = gradient, i
+                    raise
+        return left
+
+    cdef int _take(
+        self, ShmWork work, Py_ssize_t i, gradient, const char *source, bint is_fit
+    ) except -1:
+        """Moves the gradient at `source` to its slot, now or in the launch."""
+        cdef char *target = (<GradientSlot>self.slots[i]).address
+        cdef size_t nbytes = self.spans[i].numel * self.itemsize
+        cdef bint is_at_home = source == target
+        if not is_at_home and is_in_a_flat_buffer(source):
+            raise FastcommError(OTHERS_GRADIENT)
+        if not is_fit:
+            self.views[i].copy_(gradient.clone() if is_at_home else gradient)
+        elif is_at_home:  # the user's own tensor on our memory
+            pass
+        elif self.wire is not self.flat or nbytes < SMALL_GRADIENT:
+            memcpy(target, source, nbytes)
+        else:
+            work.pieces[work.n_pieces] = shm_piece(
+                source, self.spans[i].offset, self.spans[i].numel
+            )
+            work.n_pieces += 1
+            work.tensors.append(gradient)
+        return 0
+
+    cdef ShmWork _next_work(self, Py_ssize_t n_pieces):
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        work.ring, work.tensors = self.ring, []
+        if self.wire is not self.flat:
+            work.flat, work.wire = self.wide, self.narrow
+        if n_pieces:
+            work.pieces = <shm_piece *>malloc(n_pieces * sizeof(shm_piece))
+            if work.pieces == NULL:
+                raise MemoryError("out of memory")
+        self.next = work
+        return work
+
+    def launch(self, str op, list missing, uint64_t step=0, weight=None):
+        """See BoundBucket.launch."""
+        cdef ShmWork work = self.next or self._next_work(0)
+        cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SHARES
+        cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
+        cdef char *data = self.ring.check(self.wire, &d)
+        self.next = self.posted = None
+        work.op, work.presence = op, self.presence
+        if self.bounds is not None:
+            work.take_bounds(self.bounds)
+        d.label, d.step = self.label, step
+        if weight is not None:
+            d.weight, d.scale = weight
+        if self.counts:
+            work.counting = shm_counting(self.end, self.adds_squares)
+        self.presence.copy_(self._token(op, tuple(missing)))
+        if self.wire is not self.flat:
+            self._narrow(&d)
+        self.ring.post(&d, data, data, work)
+        self.posted = work
+        self.ring.advance(work, 0)  # also earlier buckets that all peers have posted by now
+        if work.error is not None or self.ring.deferred is not None:
+            self.ring.raise_what_ended(work)
+        return work
+
+    cdef int _narrow(self, shm_descriptor *d) except -1:
+        """Casts what travels. Where it is to be multiplied, it travels as this rank's mean, whose
+        range is that of gradients.
+        """
+        if d.scale == d.weight:
+            self.wire.copy_(self.flat)
+            return 0
+        torch.mul(self.flat, d.scale / d.weight, out=self.wire)
+        self.wire[self.end:].copy_(self.presence)
+        d.scale = d.weight
+        return 0
+
+    cdef object _token(self, str op, tuple missing):
+        token = self.tokens.get((op, missing))
+        if token is None:
+            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
+                self.tokens.clear()
+            absent, present = presence_values(op)
+            token = self.tokens[op, missing] = torch.full_like(self.presence, present)
+            token[list(missing)] = absent
+        return token
+
+    def note_stream(self):
+        """See BoundBucket.note_stream. There are no streams."""
+
+    def count_results(self, bint adds_squares):
+        """See BoundBucket.count_results."""
+        self.counts = True
+        self.adds_squares |= adds_squares
+
+    def square_sum(self):
+        """See BoundBucket.square_sum. As the last launch has left them."""
+        cdef ShmWork work = self.posted
+        if work is None or not work.was_counted or isnan(work.tally.square_sum):
+            return None  # of NaNs, too
+        return torch.tensor(work.tally.square_sum, dtype=torch.float64)
+
+    def n_nonfinite(self):
+        """See BoundBucket.n_nonfinite."""
+        if self.posted is None or not self.posted.was_counted:
+            return None
+        return torch.tensor(self.posted.tally.n_nonfinite, dtype=torch.int64)
+
+
+BoundBucket.register(ShmBucket)
+BucketWork.register(ShmWork)

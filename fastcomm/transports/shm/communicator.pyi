@@ -1,0 +1,55 @@
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcomm.comm.collective import Op
+from fastcomm.comm.communicator import Communicator
+from fastcomm.errors import FastcommError
+from fastcomm.transports.shm.bucket import ShmBucket
+from fastcomm.transports.shm.ring import ShmWork
+
+class ShmCommunicator(Communicator):
+    timeout: timedelta
+    pids: tuple[int, ...]
+    def __init__(
+        self, rank: int, world_size: int, local_rank: int, bootstrap: Any, timeout: timedelta
+    ) -> None: ...
+    @property
+    def failure(self) -> FastcommError | None: ...
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor: ...
+    def empty_for_all(self, numel: int, *, dtype: torch.dtype) -> Tensor: ...
+    def all_reduce(
+        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
+    ) -> ShmWork | None: ...
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, async_op: bool = False
+    ) -> ShmWork | None: ...
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None: ...
+    def all_gather_single(
+        self, out: Tensor, inp: Tensor, *, async_op: bool = False
+    ) -> ShmWork | None: ...
+    def reduce_scatter_single(
+        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
+    ) -> ShmWork | None: ...
+    def barrier(self, *, async_op: bool = False) -> ShmWork | None: ...
+    def bind_bucket(
+        self,
+        flat: Tensor,
+        views: list[Tensor],
+        offsets: list[int],
+        *,
+        wire_dtype: torch.dtype | None,
+        label: int,
+        lane: int = 0,
+        bounds: tuple[int, ...] | None = None,
+        error_feedback: bool = False,
+    ) -> ShmBucket: ...
+    def spread_shares(
+        self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0
+    ) -> ShmWork: ...
+    def check(self) -> None: ...
+    def abandon(self, *, in_any_case: bool = False) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...

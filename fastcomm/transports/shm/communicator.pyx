@@ -1,0 +1,258 @@
+# cython: language_level=3
+"""ShmCommunicator: the ranks of one host over shared memory. Checks arguments, hands out tensors
+that lie in shared memory, and posts collectives to its ring.
+
+The ranks find each other through the `bootstrap`, whose `exchange(value)` returns every rank's
+value; see bootstrap.py.
+"""
+
+import weakref
+
+import torch
+
+from fastcomm.comm.collective import (
+    CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_src, refuse_dtype,
+    refuse_error_feedback, share_of,
+)
+from fastcomm.comm.communicator import Communicator, is_abandoned_already, leave_backward
+from fastcomm.errors import InitError, has_closed
+from fastcomm.transports.shm.bucket import ShmBucket
+from fastcomm.transports.shm.memory import keep_freed_memory
+from fastcomm.transports.shm.ring import MAX_RANKS
+
+from libc.stdint cimport uint32_t
+
+from fastcomm.transports.shm.core cimport *
+from fastcomm.transports.shm.descriptor cimport descriptor, op_code
+from fastcomm.transports.shm.memory cimport Block, Loan
+from fastcomm.transports.shm.ring cimport Ring, ShmWork
+
+
+cdef class ShmCommunicator:
+    """Collectives between `world_size` processes of one host. See
+    fastcomm.comm.communicator.Communicator for the contract.
+
+    Made by fastcomm.init. One thread at a time may use it; all ranks call the same collectives in
+    the same order.
+    """
+
+    cdef readonly int rank, world_size, local_rank
+    cdef public object left_in_backward
+    cdef readonly object device, timeout
+    cdef readonly tuple pids
+    cdef object __weakref__
+    cdef Ring ring
+    cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
+
+    backend = "shm"
+    has_common_memory = announces = carries_votes = counts_nonfinite = True
+    has_streams = feeds_back_errors = False
+    progresses_itself = is_threadsafe = False
+    wire_dtypes = WIRE_DTYPES
+    __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
+    share_weight = Communicator.share_weight
+
+    def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
+        if world_size > MAX_RANKS:
+            raise InitError(f"the shm transport takes up to {MAX_RANKS} ranks, not {world_size}")
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device, self.timeout = torch.device("cpu"), timeout
+        self.ring, self.lent = Ring(rank, world_size, bootstrap, timeout), []
+        self.pids = self.ring.segments.pids
+
+    def close(self):
+        """Ends the use of this communicator on this rank; peers that still wait for it get
+        PeerLostError. Tensors stay valid.
+        """
+        self.ring.close(SHM_CLOSED, has_closed(self.rank))
+
+    def abort(self):
+        """As close, but tells the peers that something went wrong: their collectives end with
+        PeerLostError at once.
+        """
+        self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+
+    @property
+    def failure(self):
+        """See Communicator.failure."""
+        return self.ring.life.failure
+
+    @property
+    def n_abandoned(self):
+        """See Communicator.n_abandoned."""
+        return self.ring.n_abandoned
+
+    def __repr__(self):
+        return (
+            f"<ShmCommunicator: rank {self.rank} of "
+            f"{self.world_size}{', ended' if self.ring.life.failure is not None else ''}>"
+        )
+
+    # -- memory --
+
+    def empty(self, numel, *, dtype):
+        """A flat tensor of `numel` elements in shared memory, uninitialised (zero when the memory
+        is new). Local: no peer is asked.
+
+        Collectives on it take the direct path: no copy. The memory lives as long as the tensor,
+        also after close(). Raises ValueError for a negative numel, TypeError for a dtype the
+        transport does not reduce, MemoryError.
+        """
+        self.ring.check_usable()
+        if dtype not in CPU_DTYPES:
+            refuse_dtype(dtype, CPU_DTYPES)
+        check_numel(numel)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        block = Block(self.ring.arena, numel * dtype.itemsize)
+        return torch.frombuffer(block, dtype=dtype, count=numel)
+
+    def empty_for_all(self, numel, *, dtype):
+        """See Communicator.empty_for_all. The tensor lies in rank 0's segment."""
+        cdef size_t nbytes = max(numel, 1) * dtype.itemsize
+        cdef Block block = None
+        place = torch.zeros(1, dtype=torch.int64)
+        self.ring.check_usable()
+        if self.rank == 0:
+            block = Block(self.ring.arena, nbytes)
+            place[0] = block.offset
+        self.broadcast(place)
+        self._take_back_blocks()
+        cdef Loan loan = Loan(self.ring.segments.of(0), place.item(), nbytes)
+        if block is not None:
+            block.is_lent = True
+            self.lent.append((block, weakref.ref(loan)))
+        return torch.frombuffer(loan, dtype=dtype, count=numel)
+
+    cdef _take_back_blocks(self):
+        """All ranks have come to a collective: what this rank has dropped before, so have they."""
+        cdef Block block
+        left = []
+        for block, loan in self.lent:
+            block.is_lent = loan() is not None
+            if block.is_lent:
+                left.append((block, loan))
+        self.lent = left
+
+    # -- collectives --
+
+    def all_reduce(self, tensor, op="sum", *, bint async_op=False):
+        """Reduces `tensor` over all ranks, in place: contiguous, on the CPU, the same numel and
+        dtype on every rank.
+
+        op: sum, mean (alias avg), min, max, prod. float16 and bfloat16 accumulate in float32 and
+        round once. The result is bitwise the same on every rank. With async_op, returns a Work at
+        once: leave the tensor alone until work.wait() returns. Raises MismatchError, PeerLostError
+        or TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
+        """
+        cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
+        cdef char *data = self.ring.check(tensor, &d)
+        return self.ring.call(&d, tensor, data, tensor, data, async_op)
+
+    def broadcast(self, tensor, int src=0, *, bint async_op=False):
+        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
+        Errors as all_reduce.
+        """
+        return self._broadcast(tensor, src, async_op, 0)
+
+    cdef object _broadcast(self, tensor, int src, bint async_op, uint32_t label):
+        cdef shm_descriptor d = descriptor(SHM_BROADCAST, SHM_SUM)
+        cdef char *data = self.ring.check(tensor, &d)
+        check_src(src, self.world_size)
+        d.root, d.label = src, label
+        return self.ring.call(&d, tensor, data, tensor, data, async_op)
+
+    def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
+        """As broadcast, for one tensor after the other."""
+        for tensor in tensors:
+            self._broadcast(tensor, src, False, label)
+
+    def all_gather_single(self, out, inp, *, bint async_op=False):
+        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
+        elements. Errors as all_reduce.
+        """
+        cdef shm_descriptor d = descriptor(SHM_ALL_GATHER, SHM_SUM)
+        cdef char *input = self.ring.check(inp, &d)
+        cdef char *output = self._check_out(
+            "all_gather_single", out, inp, inp.numel() * self.world_size
+        )
+        return self.ring.call(&d, inp, input, out, output, async_op)
+
+    def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
+        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
+        Errors as all_reduce.
+        """
+        cdef shm_descriptor d = descriptor(SHM_REDUCE_SCATTER, op_code(op))
+        cdef char *input = self.ring.check(inp, &d)
+        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        cdef char *output = self._check_out("reduce_scatter_single", out, inp, numel)
+        return self.ring.call(&d, inp, input, out, output, async_op)
+
+    def barrier(self, *, bint async_op=False):
+        """Returns when every rank has called it."""
+        cdef shm_descriptor d = descriptor(SHM_BARRIER, SHM_SUM)
+        self.ring.check_usable()
+        return self.ring.call(&d, None, NULL, None, NULL, async_op)
+
+    def shadow(self):
+        """See Communicator.shadow."""
+        return self.ring.shadow()
+
+    def keep_times(self, bint is_on):
+        """See Communicator.keep_times."""
+        self.ring.keep_times(is_on)
+
+    def check(self):
+        """See Communicator.check. Waits only after another rank has abandoned what was under way,
+        until the ranks have met again.
+        """
+        self.ring.check_usable()
+        self.ring.hear()
+
+    def abandon(self, *, bint in_any_case=False):
+        """See Communicator.abandon."""
+        self.ring.check_usable()
+        if not in_any_case and is_abandoned_already(self):
+            return
+        self.ring.abandon()
+        if not in_any_case:
+            leave_backward(self.rank)
+
+    def bind_bucket(
+        self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
+        tuple bounds=None,
+        bint error_feedback=False,
+    ):
+        """See Communicator.bind_bucket. There are no lanes: one bucket keeps every core busy
+        already.
+        """
+        if error_feedback:
+            refuse_error_feedback(self.backend)
+        keep_freed_memory()
+        wire = flat
+        if wire_dtype is not None and wire_dtype is not flat.dtype:
+            wire = self.empty(flat.numel(), dtype=wire_dtype).zero_()
+        return ShmBucket(self.ring, flat, wire, views, offsets, label, bounds)
+
+    def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
+        """See Communicator.spread_shares. Every rank reads the others' shares where they lie."""
+        cdef shm_descriptor d = descriptor(SHM_SPREAD_SHARES, SHM_SUM)
+        cdef char *data = self.ring.check(flat, &d)
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        if d.where == SHM_PRIVATE and d.numel:
+            raise ValueError("spread_shares() takes tensors that empty() has made")
+        work.ring, work.tensors = self.ring, flat
+        work.take_bounds(bounds)
+        d.label = label
+        self.ring.post(&d, data, data, work)
+        return work
+
+    cdef char *_check_out(self, str name, out, inp, numel) except NULL:
+        cdef shm_descriptor d
+        d.op = SHM_SUM
+        cdef char *data = self.ring.check(out, &d)
+        check_out(name, out, inp, numel)
+        return data
+
+
+Communicator.register(ShmCommunicator)

@@ -1,0 +1,40 @@
+# cython: language_level=3
+"""Descriptors: what a rank posts to the ring, as the C core's numbers and in words."""
+
+from fastcomm.comm.collective import BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, canonical_op, sentence
+
+# Their order is that of the core's enums.
+cdef dict BUCKET_OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
+cdef dict OP_CODES = {op: BUCKET_OP_CODES[op] for op in OPS}
+cdef tuple KIND_NAMES = (
+    "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
+    "reduce_shares", "spread_shares", "abandon", SHADOW,
+)
+
+
+cdef shm_descriptor descriptor(int kind, int op) noexcept:
+    cdef shm_descriptor d
+    d.kind, d.op, d.dtype, d.root, d.numel, d.where = kind, op, 0, 0, 0, SHM_PRIVATE
+    d.label = d.step = 0
+    d.weight = d.scale = 0
+    return d
+
+
+cdef str in_words(shm_descriptor d):
+    if d.kind in (SHM_BARRIER, SHM_ABANDON, SHM_SHADOW):
+        return KIND_NAMES[d.kind]
+    return sentence(
+        KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],
+        op=BUCKET_OPS[d.op]
+        if d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SHARES) else None,
+        src=d.root if d.kind == SHM_BROADCAST else None, label=d.label, step=d.step,
+    )
+
+
+cdef int op_code(op) except -1:
+    code = OP_CODES.get(op) if type(op) is str else None
+    return OP_CODES[canonical_op(op)] if code is None else code
+
+
+cdef int bucket_op_code(str op) except -1:
+    return BUCKET_OP_CODES[op]

@@ -1,0 +1,83 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+from fastcomm.comm.lifetime cimport Lifetime
+from fastcomm.transports.shm.core cimport *
+from fastcomm.transports.shm.memory cimport Segment, Segments
+
+
+cdef class ShmWork:
+    cdef Ring ring
+    cdef uint32_t seq
+    cdef object tensors  # kept alive while they are needed
+    # of a bucket that is reduced in another dtype: what is cast back, and from where; else None
+    cdef object flat, wire
+    cdef uint64_t *bounds  # of a collective of shares, else NULL
+    cdef shm_piece *pieces
+    cdef size_t n_pieces
+    cdef str op
+    cdef object presence
+    cdef bint finished, is_realigning, was_skipped, was_counted
+    cdef shm_counting counting
+    cdef shm_tally tally
+    cdef object error
+    cdef uint64_t began_ns, ended_ns  # 0 if not noted
+
+    cdef int take_bounds(self, tuple bounds) except -1
+    cdef int resolve(self, object error) except -1
+    cdef void release(self)
+
+
+cdef struct Patience:  # of one wait
+    double deadline
+    uint64_t progress
+
+
+cdef class Ring:
+    cdef readonly int rank, world_size
+    cdef readonly Lifetime life
+    cdef int n_abandoned
+    cdef Segments segments
+    cdef Segment arena  # this rank's own
+    cdef shm_comm *handle
+    cdef list works  # the unfinished ShmWork of each slot of the ring, or None
+    cdef list leaving  # works that were abandoned, and whose tensors may still be read or written
+    # why another rank's abandonment ended the works here, until the caller has been told
+    cdef object interruption
+    # what a signal handler raised while this rank waited; it is raised once the wait is over
+    cdef object deferred
+    cdef double deferred_since
+    cdef double timeout_s
+    cdef uint32_t last  # number of the newest collective
+    cdef bint busy
+
+    cdef close(self, int state, str message)
+    cdef char *check(self, tensor, shm_descriptor *d) except NULL
+    cdef int check_usable(self) except -1
+    cdef object call(
+        self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
+    )
+    cdef bint shadow(self) except -1
+    cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1
+    cdef int finish(self, ShmWork work) except -1
+    cdef bint advance(self, ShmWork work, uint64_t slice_ns) except -1
+    cdef int hear(self) except -1
+    cdef int raise_what_ended(self, ShmWork work) except -1
+    cdef abandon(self)
+    cdef keep_times(self, bint is_on)
+
+    cdef _end(self, int state, int blames, object failure)
+    cdef _bury(self)
+    cdef int _come_out(self) except -1
+    cdef int _raise_deferred(self, cause) except -1
+    cdef _realign(self, error)
+    cdef object _first_failure(self, uint32_t seq)
+    cdef list _resolve_all(self, error)
+    cdef int _between_slices(self, Patience *patience) except -1
+    cdef int _look_at_signals(self) except -1
+    cdef _give_up(self, failure)
+    cdef object _lost(self)
+    cdef str _timeout_message(self)
+    cdef str _mismatch(self, uint32_t seq)
+    cdef str _abandonment(self, uint32_t seq)
+    cdef str _history(self, int rank)
+    cdef str _position(self)

@@ -1,0 +1,499 @@
+# cython: language_level=3
+"""Ring: one rank's end of the descriptor ring in shared memory. Posts collectives, waits for them,
+abandons them, and says what went wrong.
+
+It drives the C core (kernels/shm), releases the GIL around every wait, and turns status codes into
+exceptions. communicator.pyx and bucket.pyx decide what is posted. docs/design.md explains the ring.
+"""
+
+import sys
+import time
+
+import torch
+
+from fastcomm.comm import collective
+from fastcomm.comm.collective import CPU_DTYPES, presence_values
+from fastcomm.errors import (
+    CLOSED, DROPPED, AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
+)
+from fastcomm.comm.lifetime import again
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport free, malloc
+
+from fastcomm.transports.shm.descriptor cimport descriptor, in_words
+from fastcomm.transports.shm.memory cimport Segments
+
+
+MAX_RANKS = SHM_MAX_RANKS  # of one communicator
+cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
+cdef shm_counting NOT_COUNTED = shm_counting(0, False)
+cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
+
+cdef object TENSOR = torch.Tensor
+cdef object CPU = torch.device("cpu")
+# the address of a tensor without elements: not NULL, which means that an exception was raised
+cdef char *NO_DATA = b""
+cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(CPU_DTYPES)}
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+@cython.freelist(8)
+cdef class ShmWork:
+    """A collective under way. Holds its tensors, and its outcome once that is known."""
+
+    def __dealloc__(self):
+        free(self.pieces)
+        free(self.bounds)
+
+    def wait(self):
+        """See Work.wait. What a signal handler raises meanwhile (Ctrl-C) is raised when the
+        collective is over, because the peers count on it. A second exception is raised at once, and
+        aborts the communicator.
+        """
+        if not self.finished:
+            self.ring.finish(self)
+        self.ring.raise_what_ended(self)
+
+    def is_completed(self):
+        """See Work.is_completed. Raises only what any call would: after a fork, or while another
+        thread is inside.
+        """
+        if not self.finished:
+            self.ring.advance(self, 0)
+        return self.finished
+
+    def present(self):
+        """See BucketWork.present."""
+        self.wait()
+        absent, _ = presence_values(self.op)
+        return (self.presence != absent).tolist()
+
+    def is_skipped(self):
+        """See BucketWork.is_skipped."""
+        return self.was_skipped
+
+    def times(self):
+        """See BucketWork.times."""
+        return (0, self.began_ns, self.ended_ns) if self.ended_ns else None
+
+    cdef int take_bounds(self, tuple bounds) except -1:
+        """Keeps them for the C core."""
+        self.bounds = <uint64_t *>malloc(len(bounds) * sizeof(uint64_t))
+        if self.bounds == NULL:
+            raise MemoryError("out of memory")
+        for i, bound in enumerate(bounds):
+            self.bounds[i] = bound
+        return 0
+
+    cdef int resolve(self, object error) except -1:
+        """Sets the outcome: an error, or None for a result."""
+        self.finished = True
+        self.error = error
+        if error is None and self.flat is not None:
+            for flat, wire in zip(self.flat, self.wire):
+                flat.copy_(wire)
+        return 0
+
+    cdef void release(self):
+        """Drops the tensors: nobody reads or writes them any more."""
+        self.tensors = self.flat = self.wire = None
+        free(self.pieces)
+        self.pieces = NULL
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+@cython.no_gc_clear  # __dealloc__ needs the segments
+cdef class Ring:
+    """See ring.pxd for the fields. Made by ShmCommunicator, on all ranks together."""
+
+    def __cinit__(self, int rank, int world_size, object bootstrap, object timeout):
+        cdef Segments segments = Segments(rank, world_size, bootstrap, shm_control_bytes())
+        self.segments, self.rank, self.world_size = segments, rank, world_size
+        self.timeout_s = timeout.total_seconds()
+        self.life, self.works, self.leaving = Lifetime(), [None] * SHM_RING, []
+        self.arena = segments.of(rank)
+        self.handle = shm_open_comm(
+            rank, world_size, segments.bases, segments.pidfds, segments.is_crowded
+        )
+        if self.handle == NULL:
+            raise MemoryError("out of memory")
+
+    def __dealloc__(self):
+        # not in a forked child: the segment is the parent's to close
+        if self.handle != NULL and self.life.failure is None and not self.life.is_forked():
+            shm_set_state(self.handle, SHM_DROPPED, -1)
+        shm_free_comm(self.handle)
+
+    # -- the end --
+
+    cdef close(self, int state, str message):
+        """Ends the use of the ring on this rank. state: SHM_CLOSED or SHM_ABORTED."""
+        if not self.life.is_forked():
+            self._end(state, -1, FastcommError(message))
+
+    cdef _end(self, int state, int blames, object failure):
+        """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes
+        out.
+        """
+        if self.life.failure is not None:
+            return
+        self.life.end(failure)
+        shm_set_state(self.handle, state, blames)
+        if not self.busy:
+            self._bury()
+
+    cdef _bury(self):
+        """All unfinished works end with the communicator's failure. The C core's part stays as long
+        as this ring: a thread that is back from the core still reads there what has come of it.
+        """
+        for work in [*self._resolve_all(self.life.failure), *self.leaving]:
+            (<ShmWork>work).release()
+        self.leaving = []
+
+    cdef int _come_out(self) except -1:
+        """Called when a thread is back from the C core."""
+        self.busy = False
+        if self.life.failure is not None:
+            self._bury()
+        return 0
+
+    cdef keep_times(self, bint is_on):
+        """See Communicator.keep_times."""
+        shm_keep_times(self.handle, 1 if is_on else -1)
+
+    # -- how every collective is posted and finished --
+
+    cdef char *check(self, tensor, shm_descriptor *d) except NULL:
+        """Checks that the communicator can be used and can take the tensor; fills in its dtype,
+        numel and place. Returns its address.
+
+        Every call comes through here. For a small tensor this is most of the call's time: each line
+        costs a tenth of the whole.
+        """
+        cdef char *data = NULL
+        cdef bint is_taken
+        self.check_usable()
+        if type(tensor) is not TENSOR and not isinstance(tensor, TENSOR):
+            collective.refuse_tensor(tensor, "shm", CPU)
+        dtype = DTYPE_CODES.get(tensor.dtype)
+        if dtype is None:
+            if tensor.dtype.is_complex and tensor.layout is torch.strided:
+                return self.check(collective.as_pairs(tensor, collective.OPS[d.op]), d)
+            collective.refuse_dtype(tensor.dtype, CPU_DTYPES)
+        try:
+            is_taken = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            data = <char *><size_t>tensor.data_ptr()
+        except RuntimeError:  # sparse tensors have no address
+            is_taken = False
+        if not is_taken:
+            collective.refuse_tensor(tensor, "shm", CPU)
+        d.dtype, d.numel = dtype, tensor.numel()
+        cdef size_t offset = data - self.arena.base
+        d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE
+        return data if data != NULL else NO_DATA
+
+    cdef int check_usable(self) except -1:
+        """Raises the reason if no collective can begin."""
+        if self.life.failure is not None or self.life.is_forked():
+            refusal = self.life.refusal()
+            if not self.life.is_forked():
+                self._raise_deferred(refusal)
+            raise refusal
+        if self.busy:
+            raise FastcommError(collective.OTHER_THREAD)
+        return 0
+
+    cdef object call(
+        self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
+    ):
+        cdef ShmWork work
+        cdef uint32_t seq
+        cdef int posted = SHM_AGAIN, status = SHM_AGAIN
+        if self.interruption is not None:
+            self.hear()
+        if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
+            # The fast path of a blocking call: no Work, and one release of the GIL for posting and
+            # the first slice of waiting.
+            self.busy = True
+            with nogil:
+                posted = shm_post(
+                    self.handle, d, input, output, NULL, 0, NULL, NOT_COUNTED, &seq
+                )
+                if posted == SHM_OK:
+                    status = shm_wait(self.handle, seq, SLICE_NS)
+            self._come_out()
+            if posted == SHM_OK:
+                self.last = seq
+            if status == SHM_OK:
+                return None
+            self.check_usable()
+        work = ShmWork.__new__(ShmWork)
+        work.ring, work.tensors = self, (inp, out)
+        if posted == SHM_OK:
+            work.seq = seq
+            self.works[seq % SHM_RING] = work
+        else:
+            self.post(d, input, output, work)
+        if not async_op:
+            work.wait()
+            return None
+        self._raise_deferred(None)
+        return work
+
+    cdef bint shadow(self) except -1:
+        """See Communicator.shadow."""
+        cdef shm_descriptor d = descriptor(SHM_SHADOW, SHM_SUM)
+        self.check_usable()
+        self.call(&d, None, NULL, None, NULL, False)
+        return shm_all_shadow(self.handle, self.last)
+
+    cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1:
+        """Posts a collective; waits only when the ring is full."""
+        cdef int status
+        cdef Patience patience = Patience(0, 0)
+        cdef ShmWork older = self.works[(self.last + 1) % SHM_RING]
+        if older is not None:
+            self.finish(older)
+        if self.interruption is not None:  # this collective belongs to the abandoned round
+            self.hear()
+        while True:
+            self.check_usable()
+            self.busy = True
+            with nogil:  # gathers the pieces
+                status = shm_make_room(self.handle, SLICE_NS)
+                if status == SHM_OK:
+                    status = shm_post(
+                        self.handle, d, input, output, work.pieces, work.n_pieces, work.bounds,
+                        work.counting, &work.seq,
+                    )
+            self._come_out()
+            if status == SHM_OK:
+                break
+            self.check_usable()
+            if status == SHM_PEER_LOST:
+                self._give_up(self._lost())
+            else:
+                self._between_slices(&patience)
+        self.last = work.seq
+        self.works[work.seq % SHM_RING] = work
+        return 0
+
+    cdef int finish(self, ShmWork work) except -1:
+        """Waits until the work is finished, with a result or an error."""
+        cdef Patience patience = Patience(0, 0)
+        while not self.advance(work, SLICE_NS):
+            self._between_slices(&patience)
+        return 0
+
+    cdef bint advance(self, ShmWork work, uint64_t slice_ns) except -1:
+        """Moves `work` forward for at most a slice; returns whether it is finished."""
+        cdef int status
+        if work.finished:
+            return True
+        self.check_usable()
+        self.busy = True
+        with nogil:  # may wait up to slice_ns
+            status = shm_wait(self.handle, work.seq, slice_ns)
+        self._come_out()
+        if work.finished:  # another thread has ended the communicator meanwhile
+            return True
+        if status == SHM_AGAIN:
+            return False
+        if status == SHM_PEER_LOST:
+            self._give_up(self._lost())
+            return True
+        self.works[work.seq % SHM_RING] = None
+        if status == SHM_OK:
+            shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
+            work.was_skipped = shm_is_skipped(self.handle, work.seq)
+            work.was_counted = shm_tally_of(self.handle, work.seq, &work.tally)
+            work.resolve(None)
+        elif status == SHM_MISMATCH:
+            work.resolve(MismatchError(self._mismatch(work.seq)))
+        else:
+            work.resolve(self._first_failure(work.seq))
+            # the caller's next call that may raise raises it; until then nothing more is posted
+            if not work.is_realigning:
+                self.interruption = work.error
+                self.leaving += self._resolve_all(work.error)
+                self.leaving.append(work)
+                return True
+        work.release()
+        return True
+
+    cdef int hear(self) except -1:
+        """Raises what has interrupted this rank's collectives, if anything has. What is called from
+        here on belongs to the next round.
+        """
+        if self.interruption is None:
+            return 0
+        error, self.interruption = self.interruption, None
+        self._realign(error)
+        self._raise_deferred(error)
+        raise again(error)  # a copy: works hold `error`, and its traceback would hold them
+
+    cdef int raise_what_ended(self, ShmWork work) except -1:
+        """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
+        if work.error is not None and work.error is self.interruption:
+            self.hear()
+        if self.deferred is not None:
+            self._raise_deferred(work.error)
+        if work.error is not None:
+            raise again(work.error)
+        return 0
+
+    cdef int _raise_deferred(self, cause) except -1:
+        if self.deferred is not None:
+            error, self.deferred = self.deferred, None
+            raise error from cause
+        return 0
+
+    cdef abandon(self):
+        """See Communicator.abandon."""
+        self.interruption = None  # if another rank has abandoned this round, join it
+        self._realign(FastcommError(collective.own_abandonment(self.rank)))
+        self._raise_deferred(None)
+
+    cdef _realign(self, error):
+        """Ends what is under way on this rank with `error`. Then posts SHM_ABANDON against what the
+        peers have still posted, until all ranks stand at the same number.
+        """
+        cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
+        cdef ShmWork work
+        # their tensors are in use until all ranks have met
+        self.leaving += self._resolve_all(error)
+        self.n_abandoned += 1
+        while True:
+            work = ShmWork.__new__(ShmWork)
+            work.ring, work.is_realigning = self, True
+            self.post(&d, NULL, NULL, work)
+            self.finish(work)
+            if work.error is None:
+                break
+            if self.life.failure is not None:
+                raise again(work.error)
+        for work in self.leaving:
+            work.release()
+        self.leaving = []
+
+    cdef object _first_failure(self, uint32_t seq):
+        """Why collective `seq` was abandoned: an earlier one did not match, and nobody has waited
+        for it yet; else the peers abandoned it.
+        """
+        cdef ShmWork work
+        for work in sorted((work for work in self.works if work is not None), key=_seq_of):
+            if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:
+                return MismatchError(self._mismatch(work.seq))
+        return AbandonedError(self._abandonment(seq))
+
+    cdef list _resolve_all(self, error):
+        unfinished = [work for work in self.works if work is not None]
+        self.works = [None] * SHM_RING
+        for work in unfinished:
+            (<ShmWork>work).resolve(error)
+        return unfinished
+
+    cdef int _between_slices(self, Patience *patience) except -1:
+        """Called after each slice of waiting. Looks at signals (Ctrl-C) and at the deadline, which
+        counts from the last progress.
+        """
+        self._look_at_signals()
+        cdef double now = time.monotonic()
+        cdef uint64_t progress
+        if self.life.failure is not None:  # a signal handler has ended the communicator
+            return 0
+        progress = shm_progress(self.handle)
+        if patience.deadline == 0 or progress != patience.progress:
+            patience.deadline, patience.progress = now + self.timeout_s, progress
+        elif now >= patience.deadline:
+            self._give_up(TimeoutError(self._timeout_message()))
+        return 0
+
+    cdef int _look_at_signals(self) except -1:
+        """Keeps what a handler raises until the peers do not depend on this rank any more. A second
+        exception is raised here and aborts the communicator.
+        """
+        try:
+            PyErr_CheckSignals()
+        except BaseException as error:
+            if self.deferred is not None:
+                self.deferred = None
+                self.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+                raise
+            self.deferred, self.deferred_since = error, time.monotonic()
+        if self.deferred is not None and time.monotonic() - self.deferred_since > NOTICE_S:
+            self.deferred_since = float("inf")
+            print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) "
+                  "and ends a collective first, on which its "
+                  "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
+        return 0
+
+    # -- errors --
+
+    cdef _give_up(self, failure):
+        """Ends the communicator with `failure`, here and for the peers."""
+        cdef int culprit = shm_stalled_on(self.handle)
+        if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
+            culprit = shm_blamed_by(self.handle, culprit)
+        self._end(SHM_ABORTED, culprit, failure)
+
+    cdef object _lost(self):
+        """The error for a peer that is gone, or has given up."""
+        cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
+        cdef int blamed = shm_blamed_by(self.handle, rank)
+        dead = ()
+        if state in (SHM_CLOSED, SHM_DROPPED):
+            what = CLOSED if state == SHM_CLOSED else DROPPED
+        elif state == SHM_ABORTED:
+            what = "aborted its communicator"
+            if blamed >= 0:
+                what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
+        else:
+            what, dead = "died", (rank,)
+        return PeerLostError(
+            f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
+            f"{self._position()}",
+            dead,
+        )
+
+    cdef str _timeout_message(self):
+        cdef uint32_t here = shm_posted(self.handle, self.rank)
+        late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here]
+        late = late or [shm_stalled_on(self.handle)]
+        names = "; ".join(
+            f"rank {r} (pid {self.segments.pids[r]}): {self._history(r)}" for r in late
+        )
+        return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}"
+
+    cdef str _mismatch(self, uint32_t seq):
+        return collective.mismatch(seq, [
+            in_words(shm_descriptor_of(self.handle, r, seq)) for r in range(self.world_size)
+        ])
+
+    cdef str _abandonment(self, uint32_t seq):
+        return collective.abandonment([
+            r for r in range(self.world_size)
+            if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON
+        ])
+
+    cdef str _history(self, int rank):
+        cdef uint32_t last = shm_posted(self.handle, rank)
+        if not last:
+            return "it has joined no collective yet"
+        name = in_words(shm_descriptor_of(self.handle, rank, last))
+        return f"the last collective it joined is number {last}, {name}"
+
+    cdef str _position(self):
+        cdef uint32_t last = shm_posted(self.handle, self.rank)
+        return (
+            f"rank {self.rank} is at number {last}, "
+            f"{in_words(shm_descriptor_of(self.handle, self.rank, last))}"
+        )
+
+
+def _seq_of(ShmWork work):
+    return work.seq
