@@ -66,7 +66,7 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__)
     report.add_choices(parser, "--models", CASES, ("gpt2", "conv"))
-    parser.add_argument("--rounds", type=int, default=20, help="rounds (20)")
+    parser.add_argument("--rounds", type=report.several, default=20, help="rounds (20)")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn (2)")
     parser.add_argument(
         "--pairs", type=int, default=400, help="pairs of steps for the recording alone (400)"

@@ -122,6 +122,7 @@ class SparseBucket(Bucket):
         # of messages, kept from round to round
         self._memory = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self._untouched, self._emptied, self._staying = {}, {}, {}
+        self._held, self._taken = {}, set()
         self.reset()
 
     def reset(self) -> None:

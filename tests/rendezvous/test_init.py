@@ -159,6 +159,12 @@ def test_init_refuses_bad_arguments(options, error, words):
         fastcomm.init(**options)
 
 
+def test_a_world_of_one_under_a_launcher_is_told_whose_its_rank_is(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(InitError, match="world_size 1; RANK is a launcher's"):
+        fastcomm.init(world_size=1)
+
+
 @pytest.mark.parametrize("backend", ["auto", "shm", "group", "hierarchical"])
 def test_one_rank_needs_neither_launcher_nor_meeting_point(monkeypatch, backend):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
