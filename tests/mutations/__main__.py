@@ -140,8 +140,10 @@ def main() -> int:
 
         def judge(mutation: Mutation) -> str:
             tree, before = trees.get(), time.monotonic()
-            verdict = verdict_on(tree, mutation)
-            trees.put(tree)
+            try:
+                verdict = verdict_on(tree, mutation)
+            finally:
+                trees.put(tree)  # or the others would wait for it
             print(f"{verdict:10}  {mutation.name}  ({time.monotonic() - before:.0f} s)", flush=True)
             return verdict
 

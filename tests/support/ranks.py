@@ -110,13 +110,13 @@ class Ranks:
             world = _World(world_size, transport=self.transport, lasts=True)
         self._worlds[key] = world  # the newest is last
         # In between they stand still: threads of Gloo's wake up a hundred times a second.
-        self._worlds[key].signal(signal.SIGCONT)
+        world.signal(signal.SIGCONT)
         try:
-            outcomes = self._worlds[key].call(body, args, timeout, GRACE)
+            outcomes = world.call(body, args, timeout, GRACE)
         except BaseException:  # of a test that is ended: the next would get this one's answers
             self._drop(world_size)
             raise
-        self._worlds[key].signal(signal.SIGSTOP)
+        world.signal(signal.SIGSTOP)
         return outcomes
 
     def _make_room(self, n: int) -> None:
