@@ -96,8 +96,8 @@ def test_a_group_says_that_it_cannot_be_reconfigured(comm):
 
 
 def _begin_and_end_twice(place):
-    for _ in range(2):
-        start(place)
+    for time in ("first", "second"):
+        start(place, file=f"{time} time")
         first = dist.new_group([0, 1])
         pair = dist.new_group([0, place.world_size - 1])
         tensor = torch.ones(3)

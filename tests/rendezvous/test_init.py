@@ -264,14 +264,14 @@ def test_ranks_that_are_bound_to_cores_of_their_own_may_have_as_many_threads():
 
 def _warnings_of_two_starts(place, torch_version, start_backend):
     torch.__version__ = torch_version
-    begin_or_end = (process_groups.start, lambda comm: dist.destroy_process_group())
-    if not start_backend:
-        begin_or_end = (communicator, lambda comm: comm.close())
-    begin, end = begin_or_end
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            end(begin(place))
+        for file in ("first", "second"):
+            if start_backend:
+                process_groups.start(place, file=file)
+                dist.destroy_process_group()
+            else:
+                communicator(place).close()
     return [str(one.message) for one in caught if "fastcomm was tested" in str(one.message)]
 
 

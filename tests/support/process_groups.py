@@ -35,9 +35,12 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def start(place: Place, timeout: timedelta = TIMEOUT) -> None:
+def start(place: Place, timeout: timedelta = TIMEOUT, file: str = "backend") -> None:
+    """file: where the ranks meet. torch removes it with the last rank's group, not before another
+    rank may come anew: who starts again names another.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address = f"file://{place.directory}/backend"
+    address = f"file://{place.directory}/{file}"
     dist.init_process_group(
         "fastcomm",
         init_method=address,
