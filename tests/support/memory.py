@@ -9,11 +9,19 @@ from torch import Tensor
 
 def resident_bytes() -> int:
     """Memory this rank occupies, without what malloc keeps for later. Memory that n ranks share
-    counts as 1/n in each.
+    counts as 1/n in each; what it has in common with the process that it was forked from counts
+    whole, so that it does not matter which other processes end meanwhile.
     """
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/smaps_rollup") as rollup:
-        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+    total, counts = 0, "Anonymous:"
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            key, *values = line.split()
+            if not key.endswith(":"):  # the head of a mapping, which ends with the path
+                counts = "Pss:" if "/memfd:" in line else "Anonymous:"
+            elif key == counts:
+                total += int(values[0]) * 1024
+    return total
 
 
 def lies_in_shared_memory(tensor: Tensor) -> bool:
