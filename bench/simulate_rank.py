@@ -90,9 +90,9 @@ class Methods:
 
         ways = {LOCAL: prepare(None)} | {str(cap): prepare(cap) for cap in caps}
         seconds = self._take_turns(ways, rounds, steps)
-        for cap, reducer in zip(caps, reducers, strict=True):
-            if cap == AUTO:
-                self._chosen_mb = float(reducer._tuning.options.bucket_cap_mb)
+        for reducer in reducers:
+            if reducer.tuning is not None:
+                self._chosen_mb = float(reducer.tuning.options.bucket_cap_mb)
             reducer.detach()
         return seconds
 

@@ -70,18 +70,28 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path) for path in sources()}
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(path: Path, *, of_types: bool = True) -> set[str]:
     """The modules of fastcomm that a source file imports, at its head or anywhere else in it."""
     text = path.read_text()
     if path.suffix in (".pyx", ".pxd"):
         found = CYTHON_IMPORT.findall(text)
         text = "\n".join(statement.replace("cimport", "import") for statement in found)
-    return python_imports(text)
+    return python_imports(text, of_types=of_types)
 
 
-def python_imports(text: str) -> set[str]:
+class WithoutTypes(ast.NodeTransformer):
+    """Leaves out what only a type checker imports."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:  # noqa: N802 (ast asks for it by this name)
+        is_for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return ast.Pass() if is_for_types else self.generic_visit(node)
+
+
+def python_imports(text: str, *, of_types: bool = True) -> set[str]:
+    """of_types: also what only a type checker imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in ast.walk(tree if of_types else WithoutTypes().visit(tree)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found |= modules_named(alias.name, [])
@@ -113,6 +123,9 @@ def test_python_imports_are_found_wherever_they_stand() -> None:
     )
     found = {"reducer.layout", "errors", "__init__", "transports.cuda.driver"}
     assert python_imports(text) == found
+    text += "if TYPE_CHECKING:\n    from fastcomm.comm.watchdog import Watchdog\n"
+    assert python_imports(text) == found | {"comm.watchdog"}
+    assert python_imports(text, of_types=False) == found
 
 
 def test_cython_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
@@ -144,8 +157,40 @@ def test_modules_do_not_import_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for path in sources():
         name = name_of(path)
-        graph.setdefault(name, set()).update(imports_of(path) - {name})
+        graph.setdefault(name, set()).update(imports_of(path, of_types=False) - {name})
     graphlib.TopologicalSorter(graph).prepare()
+
+
+# Names of Python's and torch's that modules of ours happen to define, too.
+OTHERS = {"_replace", "_values", "_allgather_base"}
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The names with one underscore in front that a module's classes and functions define."""
+    names = {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_module_reaches_into_the_private_names_of_another() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    private = {path: private_names(tree) for path, tree in trees.items()}
+    ours = set().union(*private.values())
+    reaches = [
+        f"{path.name}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ours - private[path] - OTHERS
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+    assert not reaches, "\n".join(reaches)
 
 
 def test_c_files_do_not_call_each_other_in_a_circle() -> None:

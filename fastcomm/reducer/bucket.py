@@ -166,8 +166,6 @@ class Bucket(Counter):
         reduced.
         """
         is_empty = own_weight is not None and not own_weight.total
-        if self.share is not None:
-            self.share.refuse_unseen(self.names, self.ready)
         self._bring_views_home()
         taking_part = self.parameters
         if self.n_pending:
@@ -421,8 +419,6 @@ class Bucket(Counter):
                 parameter.grad = gradient
                 self.provenance.note_kept(i)
                 self._taken.discard(i)
-        if self.share is not None:
-            self.share.take_round(self.parameters, self.views)
 
     def _settle_missing(self, work: BucketWork) -> list[int]:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what
@@ -512,8 +508,6 @@ class Bucket(Counter):
         """Leaves the parameters without gradients."""
         self.provenance.forget_rounds()
         self._taken.update(self._held or ())
-        if self.share is not None:
-            self.share.drop()
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None

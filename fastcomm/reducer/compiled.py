@@ -11,41 +11,18 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.bucket import Bucket
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 _INSTEAD = "compile the model's blocks one by one (block.compile()), which overlaps as well"
-
-
-class Share(Protocol):
-    """Of a ShardedOptimizer, in a bucket. arrive() waits for its parameters."""
-
-    def arrive(self) -> None: ...
-
-
-class Bucket(Protocol):
-    """What is asked of a reducer's bucket here."""
-
-    names: list[str]
-    waits_in_launch: bool  # for the end of backward
-
-    @property
-    def share(self) -> Share | None: ...
-    def named_parameters(self) -> list[tuple[str, Parameter]]: ...
-
-
-class Planned(Protocol):
-    """A reducer, as the modules that it compiles see it."""
-
-    _overlap: bool
-
-    @property
-    def _buckets(self) -> Sequence[Bucket]: ...
 
 
 class Compiled:
@@ -54,7 +31,7 @@ class Compiled:
     options: those of torch.compile.
     """
 
-    def __init__(self, reducer: Planned, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, reducer: Reducer, model: nn.Module, options: dict[str, Any]) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"compile(): expected a module; got {type(model).__name__}")
         if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
@@ -79,7 +56,7 @@ class Compiled:
     def _forward(self, *args: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
             reducer = self._reducer()
-            self._prepare([] if reducer is None else reducer._buckets)
+            self._prepare([] if reducer is None else reducer.buckets)
         return self._forward_as_planned(*args, **named)
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
@@ -115,7 +92,7 @@ class Backend:
 
     def __init__(
         self,
-        reducer: Callable[[], Planned | None],
+        reducer: Callable[[], Reducer | None],
         compile_piece: Callable[..., Any],
     ) -> None:
         self._reducer = reducer
@@ -123,7 +100,7 @@ class Backend:
 
     def __call__(self, graph: Any, inputs: list[Any]) -> Any:
         reducer = self._reducer()
-        buckets = [] if reducer is None or not reducer._overlap else reducer._buckets
+        buckets = [] if reducer is None or not reducer.overlap else reducer.buckets
         # Those of sparse gradients are launched at the end of backward, wherever graphs are cut.
         buckets = [bucket for bucket in buckets if not bucket.waits_in_launch]
         if len(buckets) < 2 or not torch.is_grad_enabled():

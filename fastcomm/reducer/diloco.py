@@ -84,8 +84,8 @@ class DiLoCo(LocalSGD):
     ) -> None:
         """Copies the parameters, and makes the optimizer of the copies."""
         # in the model's order, which does not depend on the buckets
-        trainable = [(name, p) for name, p in reducer._named_parameters() if p.requires_grad]
-        frozen = {name for bucket in reducer._buckets for name in bucket.names}
+        trainable = [(name, p) for name, p in reducer.named_parameters() if p.requires_grad]
+        frozen = {name for bucket in reducer.buckets for name in bucket.names}
         frozen -= {name for name, _ in trainable}
         if frozen:
             raise ValueError(
@@ -102,10 +102,10 @@ class DiLoCo(LocalSGD):
         if isinstance(self.outer_optimizer, LBFGS):
             raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Raises FastcommError before the first step if a parameter is not what was copied."""
         versions, self._versions = self._versions, {}
-        for name, parameter in self.reducer._named_parameters() if versions else ():
+        for name, parameter in self.reducer.named_parameters() if versions else ():
             is_written_to = versions.get(name, parameter._version) != parameter._version
             if is_written_to and not torch.equal(parameter, self._outer[name]):
                 self._versions = versions

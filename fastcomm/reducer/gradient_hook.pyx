@@ -30,12 +30,12 @@ cdef class RoundFlags:
 cdef class ReducerFlags:
     """The part of a reducer that the hooks read; base class of Reducer."""
 
-    cdef public bint _is_synchronizing  # False inside no_sync
+    cdef public bint is_synchronizing  # False inside no_sync
     cdef public bint steps_alone  # each rank steps with its own gradients: see local_steps.py
-    cdef public bint _overlap
-    cdef public RoundFlags _round  # the open round, or None
+    cdef public bint overlap
+    cdef public RoundFlags round  # the open round, or None
     # gradients that backwards inside no_sync have made since the last round
-    cdef public Py_ssize_t _n_unsynced
+    cdef public Py_ssize_t n_unsynced
     cdef public Recorder recorder  # of what happens when; or None
 
 
@@ -58,7 +58,7 @@ cdef class GradientHook:
     """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the round
     when the bucket is full.
 
-    reducer: has the method _begin; its rounds have launch_full_buckets.
+    reducer: has the method begin_round; its rounds have launch_full_buckets.
     bucket: has the method refuse_second_gradient, called once it is launched.
     note_stream: called first, for transports with streams; or None.
     """
@@ -76,14 +76,14 @@ cdef class GradientHook:
     def __call__(self, parameter):
         if self.note_stream is not None:
             self.note_stream()
-        if self.reducer.steps_alone or not self.reducer._is_synchronizing:
+        if self.reducer.steps_alone or not self.reducer.is_synchronizing:
             if self.reducer.recorder is not None:
                 self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.provenance.note_unsynced(self.i, parameter)
-            self.reducer._n_unsynced += 1
+            self.reducer.n_unsynced += 1
             return
-        if self.reducer._round is None or not self.reducer._round.has_callback:
-            _untraced(self.reducer._begin)
+        if self.reducer.round is None or not self.reducer.round.has_callback:
+            _untraced(self.reducer.begin_round)
         if self.reducer.recorder is not None:
             self.reducer.recorder.note_ready(self.bucket.first + self.i)
         if self.bucket.ready[self.i]:
@@ -92,8 +92,8 @@ cdef class GradientHook:
             return
         self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
-        if self.bucket.n_pending == 0 and self.reducer._overlap and self._runs_last(parameter):
-            _untraced(self.reducer._round.launch_full_buckets)
+        if self.bucket.n_pending == 0 and self.reducer.overlap and self._runs_last(parameter):
+            _untraced(self.reducer.round.launch_full_buckets)
 
     cdef bint _runs_last(self, parameter) except -1:
         """Whether no other hook runs behind this one, which may change the gradient. Else the

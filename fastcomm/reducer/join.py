@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -28,17 +28,17 @@ from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.autograd import free_failed_backwards
-from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.local_steps import LocalSteps
-from fastcomm.reducer.model import Model, named_parameters
-from fastcomm.reducer.optimizer_steps import Steppable, refuse_step
-from fastcomm.reducer.options import Options
+from fastcomm.reducer.model import named_parameters
+from fastcomm.reducer.optimizer_steps import refuse_step
 from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.progress import Progress, Stateful, compare, holds, why_apart
-from fastcomm.reducer.shares import ShardedBy
+from fastcomm.reducer.round import Round
 from fastcomm.reducer.torch_helpers import watch_scalers
-from fastcomm.reducer.tuning import Tuning
-from fastcomm.reducer.weights import WeightedRound
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 _log = logging.getLogger("fastcomm")
 T = TypeVar("T")
@@ -48,26 +48,6 @@ _BY_HAND = "agree on the number of steps, and let a rank without data set_weight
 _Place: TypeAlias = tuple[CodeType, int]  # a function's code, and the offset of an instruction
 # The first is that of break and return, up to Python 3.13.
 _ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
-
-
-class Joining(Steppable, Protocol):
-    """A reducer, as a join() sees it."""
-
-    comm: Communicator
-    data_exhausted: bool
-    sharded_by: ShardedBy
-    local_steps: LocalSteps
-    _options: Options
-    _tuning: Tuning
-    _buckets: list[Bucket]
-    _n_steps: int
-    record: int
-    _n_unsynced: int
-    _deferred: BaseException | None
-    _round: Any
-
-    def synchronize(self) -> None: ...
-    def _attached_model(self) -> Model: ...
 
 
 # The block that is open on a communicator. Others inside it are a part of it.
@@ -84,14 +64,14 @@ class Join(Generic[T]):
 
     def __init__(
         self,
-        reducer: Joining,
+        reducer: Reducer,
         batches: Iterable[T] | None,
         strategy: str,
         state: Iterable[Stateful],
     ) -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f'strategy must be "wait" or "stop"; got {strategy!r}')
-        reducer._attached_model()
+        reducer.attached_model()
         self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
         self._strategy, self._state = strategy, list(state)
         for joined in self._reducers():
@@ -105,7 +85,7 @@ class Join(Generic[T]):
                     f"load_state_dict(); got {type(one).__name__}"
                 )
         self._states: list[Stateful] = []
-        self.joined: list[Joining] = []  # the reducers, while the block is open
+        self.joined: list[Reducer] = []  # the reducers, while the block is open
         self._is_inner = False
         self._asked_at: list[_Place] = []  # for the newest batch, by the loop
 
@@ -114,7 +94,7 @@ class Join(Generic[T]):
         """Whether ranks with data have to tell those without what comes next."""
         return self._strategy == "wait" and not self._comm.announces
 
-    def _reducers(self) -> list[Joining]:
+    def _reducers(self) -> list[Reducer]:
         reducers = reducers_on(self._comm)
         if len(reducers) > 1:  # a model in a reference cycle may be collected on some ranks only
             free_failed_backwards()
@@ -197,14 +177,14 @@ class Join(Generic[T]):
                 "return may leave, or call next() until it has ended"
             )
             _log.warning(reason)  # what the caller goes on with may ask for nothing any more
-            self._reducer._deferred = FastcommError(reason)
+            self._reducer.deferred = FastcommError(reason)
             return
         try:
             if self._strategy == "stop":
                 self._all_go_on(False)
             self._end()
         except BaseException as error:
-            self._reducer._deferred = error
+            self._reducer.deferred = error
 
     # -- how it begins and ends --------------------------------------------------------------------
 
@@ -217,6 +197,9 @@ class Join(Generic[T]):
         if outer is None:
             _open[self._comm], self.joined = self, self._reducers()
             self._restrict(self.needs_announcements)
+            if self.needs_announcements:
+                for reducer in self.joined:
+                    reducer.install(_Announcing(self, reducer))
             return
         if outer._strategy != self._strategy:
             raise ValueError(
@@ -243,6 +226,10 @@ class Join(Generic[T]):
     def _close(self) -> None:
         _open.pop(self._comm, None)
         self._restrict(False)
+        for reducer in self.joined:
+            announcing = reducer.find(_Announcing)
+            if announcing is not None:
+                reducer.remove(announcing)
         self.joined = []
 
     def _fail(self, error: BaseException | None) -> None:
@@ -291,11 +278,11 @@ class Join(Generic[T]):
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
-            reducer.n_rounds, reducer._n_steps, reducer.record = furthest
+            reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest
             agreement.broadcast(self._comm, _tensors_of(reducer), src)
             if is_uneven:
                 _drop_gradients(reducer)
-                for bucket in reducer._buckets:
+                for bucket in reducer.buckets:
                     bucket.stepped = 0  # some ranks have stepped less often
         if not is_uneven:
             return
@@ -308,7 +295,7 @@ class Join(Generic[T]):
             reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
         if reason is not None:
             for reducer in reducers:
-                for _, parameter in named_parameters(reducer._attached_model()):
+                for _, parameter in named_parameters(reducer.attached_model()):
                     refuse_step(parameter, reason)
 
     def _load_states(self, src: int, is_behind: bool) -> None:
@@ -333,57 +320,62 @@ class Join(Generic[T]):
                 one.load_state_dict(state)
 
 
-def in_join(reducer: Joining, weighted: WeightedRound | None) -> WeightedRound | None:
-    """How a round that begins is reduced. In a join() over NCCL a rank with data and no weight of
-    its own has weight 1, and tells those without data of the round.
+class _Announcing(RoundExtension):
+    """Over NCCL, tells ranks without data of each round of a reducer that begins in a join(). A
+    rank with data and no weight of its own has weight 1.
     """
-    join = None if reducer.comm.announces else _open.get(reducer.comm)
-    if join is None or not join.needs_announcements:
-        return weighted
-    if any(other._round is not None for other in join.joined):
-        raise FastcommError(
-            "over NCCL one backward inside join() reduces for one reducer: freeze the parameters "
-            "of the other by requires_grad_(False), or detach() what goes into it"
-        )
-    weighted = weighted or WeightedRound(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
-    return weighted._replace(reducer=reducer.number)
+
+    def __init__(self, join: Join[Any], reducer: Reducer) -> None:
+        self._join, self._reducer = join, reducer
+
+    def before_round(self, round: Round) -> None:
+        """Raises FastcommError while another reducer has a round."""
+        if any(other.round is not None for other in self._join.joined):
+            raise FastcommError(
+                "over NCCL one backward inside join() reduces for one reducer: freeze the "
+                "parameters of the other by requires_grad_(False), or detach() what goes into it"
+            )
+        round.announced_as = self._reducer.number
+        if round.weight is None:
+            round.weigh(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
 
 
-def _tensors_of(reducer: Joining) -> list[torch.Tensor]:
-    return [tensor for _, tensor in agreement.named_tensors(reducer._attached_model())]
+def _tensors_of(reducer: Reducer) -> list[torch.Tensor]:
+    return [tensor for _, tensor in agreement.named_tensors(reducer.attached_model())]
 
 
-def _drop_gradients(reducer: Joining) -> None:
+def _drop_gradients(reducer: Reducer) -> None:
     """The ranks have those of different steps."""
-    for bucket in reducer._buckets:
+    for bucket in reducer.buckets:
         bucket.drop_gradients()
 
 
-def _refusal(reducer: Joining) -> str | None:
+def _refusal(reducer: Reducer) -> str | None:
     """What the reducer does that a rank without data cannot take part in, and what to do."""
-    options = reducer._options
+    options = reducer.options
     if options.op != "mean":
         return f'op="{options.op}": join() makes means over the ranks with data'
     if options.hooks:
         return "a hook, which reduces, and divides, by itself: leave it out"
     if options.error_feedback:
         return "error_feedback=True, which counts on the same ranks in every round: leave it out"
-    if not reducer._tuning.is_over:
+    if reducer.tuning is not None and not reducer.tuning.is_over:
         return (
             'bucket_cap_mb="auto" while the ranks still measure together: give a size, or call '
             "join() after the first steps"
         )
-    if reducer.sharded_by.sharding() is not None:
+    if reducer.sharding() is not None:
         return (
             "a ShardedOptimizer, of which a rank without data would have to make its part of every "
             f"step: use a torch.optim optimizer, or {_BY_HAND}"
         )
-    if reducer.local_steps.name is not None:
+    local_steps = reducer.find(LocalSteps)
+    if local_steps is not None:
         return (
-            f"a {reducer.local_steps.name}, whose ranks meet after the same number of steps: call "
+            f"a {local_steps.name}, whose ranks meet after the same number of steps: call "
             "its finish() first, on every rank"
         )
-    sparse = [one.names[0] for one in reducer._buckets if one.waits_in_launch]
+    sparse = [one.names[0] for one in reducer.buckets if one.waits_in_launch]
     if sparse:
         return (
             f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
@@ -392,7 +384,7 @@ def _refusal(reducer: Joining) -> str | None:
     return None
 
 
-def _about(joined: Joining, asked: Joining) -> str:
+def _about(joined: Reducer, asked: Reducer) -> str:
     """The beginning of a refusal: of join() on one reducer, for what it or another of the
     communicator does.
     """
@@ -400,14 +392,14 @@ def _about(joined: Joining, asked: Joining) -> str:
         return "join() is not possible with "
     return (
         "join() takes in every reducer of the communicator that has a model, and the one of "
-        f"parameter {joined._buckets[0].names[0]} makes it impossible (detach() it if it is not "
+        f"parameter {joined.buckets[0].names[0]} makes it impossible (detach() it if it is not "
         "used) with "
     )
 
 
-def _refuse_pending(reducer: Joining) -> None:
+def _refuse_pending(reducer: Reducer) -> None:
     """Raises FastcommError for gradients that would be lost."""
-    for bucket in reducer._buckets if reducer._n_unsynced else ():
+    for bucket in reducer.buckets if reducer.n_unsynced else ():
         for slot in bucket.provenance.unsynced_slots():
             raise FastcommError(
                 f"rank {reducer.comm.rank}: the data has ended inside no_sync(), and the gradient "

@@ -22,6 +22,7 @@ from fastcomm.comm.communicator import Communicator
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import agreement
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.meeting import ALL, Meeting, Standing
 from fastcomm.reducer.optimizer_steps import Share
 from fastcomm.reducer.reducer import Reducer
@@ -36,7 +37,7 @@ from fastcomm.reducer.schedule import (
 _OWN_PART = 0.5  # of the parameters, where compute went on: as in arXiv 2501.18512
 
 
-class LocalSGD:
+class LocalSGD(LocalSteps):
     """Lets each rank of a reducer step with its own gradients, and averages the parameters over all
     ranks every `every` steps.
 
@@ -94,19 +95,19 @@ class LocalSGD:
         described = {"every": schedule.every, "fragments": schedule.n_fragments}
         described |= {"delay": schedule.delay, **options}
         agreement.compare(reducer.comm, problem, described, [], making)
-        for bucket in reducer._buckets:
+        for bucket in reducer.buckets:
             bucket.stepped = 0  # parameters may differ between the ranks from here on
         self.reducer = reducer
         self.n_steps = 0  # of this rank, that were counted
         self.n_meetings = 0  # that are over
         self._schedule = schedule
-        self._fragments = fragments_of(reducer._buckets, schedule.n_fragments)
+        self._fragments = fragments_of(reducer.buckets, schedule.n_fragments)
         self._met_at = [0] * schedule.n_fragments  # after how many steps all ranks had equal ones
         self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
-        self._n_parameters = sum(len(bucket.names) for bucket in reducer._buckets)
+        self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
         self._under_way: Meeting | None = None
         self._is_torn = False  # this rank alone has not applied a meeting
-        reducer.local_steps.meetings = self
+        reducer.install(self)
         reducer.steps_alone = True
 
     def __repr__(self) -> str:
@@ -134,11 +135,11 @@ class LocalSGD:
             self.finish()
         elif self.is_on:
             try:
-                self.reducer.local_steps.end()
+                self.reducer.end_local_steps()
             finally:
                 self._forget_own_gradients()
-                self.reducer._stand_still(
-                    self.reducer._attached_model(),
+                self.reducer.stand_still(
+                    self.reducer.attached_model(),
                     f"a block of {type(self).__name__} was left by an exception, without a "
                     "meeting, and the ranks' parameters differ: call refresh() on every rank, "
                     "which copies rank 0's",
@@ -152,7 +153,7 @@ class LocalSGD:
     @property
     def is_on(self) -> bool:
         """Whether ranks step by themselves: until finish(), or until the reducer was detached."""
-        return self.reducer.local_steps.meetings is self
+        return self.reducer.find(LocalSteps) is self
 
     @property
     def is_agreed(self) -> bool:
@@ -161,11 +162,8 @@ class LocalSGD:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
-        """For the reducer: see local_steps.Meetings."""
-
     def after_step(self, shares: list[Share]) -> None:
-        """For the reducer: see local_steps.Meetings."""
+        """Count the step once all trainable parameters have been stepped."""
         slots = {(bucket, slot) for bucket, held in shares for slot in held}
         if self._stepped & slots:
             raise FastcommError(
@@ -184,7 +182,7 @@ class LocalSGD:
         """The name of a parameter that was not stepped since the last step was counted."""
         return next(
             name
-            for number, bucket in enumerate(self.reducer._buckets)
+            for number, bucket in enumerate(self.reducer.buckets)
             for slot, name in enumerate(bucket.names)
             if (number, slot) not in self._stepped
         )
@@ -242,18 +240,18 @@ class LocalSGD:
             return
         self.meet()
         self.average_buffers()
-        self.reducer.local_steps.meetings = None
+        self.reducer.remove(self)
         self.reducer.steps_alone = False
         self._forget_own_gradients()
 
     def _forget_own_gradients(self) -> None:
         """Lets no optimizer step with what this rank has made by itself: it is no accumulation."""
-        self.reducer._n_unsynced = 0
-        for bucket in self.reducer._buckets:
+        self.reducer.n_unsynced = 0
+        for bucket in self.reducer.buckets:
             bucket.provenance.begin_period()
 
     def let_go(self) -> None:
-        """For the reducer: see local_steps.Meetings."""
+        """See LocalSteps."""
         meeting, self._under_way = self._under_way, None
         self.reducer.steps_alone = False
         interruption = None
@@ -332,7 +330,7 @@ class LocalSGD:
         copies rank 0's others: before an evaluation, say. finish() does it, too; a meeting does
         not. Collective.
         """
-        model = self.reducer._attached_model()
+        model = self.reducer.attached_model()
         buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
         numbers = [buffer for buffer in buffers if buffer.is_floating_point()]
         others = [buffer for buffer in buffers if not buffer.is_floating_point()]

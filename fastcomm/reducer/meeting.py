@@ -15,13 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.comm.communicator import Communicator, Work, note_abandoned
+from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.ending import NOTE, end, leave
-from fastcomm.reducer.round import Round
-from fastcomm.reducer.skipping import Skipping
-from fastcomm.reducer.weights import Weighting
+from fastcomm.reducer.round import NOTE, Round, State
 
 ALL = -1  # in place of a fragment's number: every fragment that has not met at this step
 
@@ -49,14 +46,9 @@ class Meeting:
 
     def __init__(self, comm: Communicator, buckets: Sequence[Bucket], standing: Standing) -> None:
         self.buckets, self.standing = buckets, standing
-        # See ending.Ending.
-        self.comm = comm
-        self.n_rounds, self._n_unsynced = 0, 0
-        self._weighting = Weighting()
-        self._skipping = Skipping(comm)
-        self._round: Round | None = Round(
-            comm, buckets, "mean", 1, standing.n_steps, None, None, self._skipping
-        )
+        self._comm = comm
+        self._round = Round(comm, buckets, "mean", 1, standing.n_steps)
+        self._is_agreed: bool | None = None  # without a round: whether the views hold the mean
         n_rows, n_columns = comm.world_size, len(standing)
         self._own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
         self._all = torch.empty(n_rows * n_columns, dtype=torch.int64, device=comm.device)
@@ -68,18 +60,18 @@ class Meeting:
     ) -> Meeting:
         """One whose mean lies in the views already."""
         meeting = cls(comm, buckets, standing)
-        meeting._round, meeting.n_rounds = None, 1
+        meeting._is_agreed = True
         return meeting
 
     @property
     def is_over(self) -> bool:
         """Whether it was reduced, or has failed."""
-        return self._round is None
+        return self._is_agreed is not None or self._round.is_over
 
     @property
     def is_reduced(self) -> bool:
         """Whether the views hold the mean."""
-        return self.n_rounds > 0
+        return self._is_agreed or self._round.state is State.SETTLED
 
     def launch(self, fill: Callable[[Bucket], None], *, is_awaited: bool) -> None:
         """Writes what is averaged into the views of all buckets, by `fill`, and launches them.
@@ -90,8 +82,6 @@ class Meeting:
         Raises what ends the meeting; the other ranks hear of it. What a signal handler raises does
         not end it once the other ranks count on this one.
         """
-        opened = self._round
-        assert opened is not None  # for the type checker
         if is_awaited:
             self._compare_at_once()
         if self.is_over:
@@ -103,19 +93,19 @@ class Meeting:
                 for bucket in self.buckets:
                     fill(bucket)
                     bucket.take_views()
-                opened.count_all()
-                opened.launch_rest()
+                self._round.count_all()
+                self._round.commit()
         except MismatchError as error:
             found = self._difference_if_known()
             self._leave(error)
             raise (error if found is None else found) from error
         except BaseException as error:
-            if isinstance(error, FastcommError) or not opened.must_finish:
+            if isinstance(error, FastcommError) or not self._round.is_committed:
                 self._leave(error)
             raise
 
     def _gather(self, *, async_op: bool) -> Work | None:
-        return self.comm.all_gather_single(self._all, self._own, async_op=async_op)
+        return self._comm.all_gather_single(self._all, self._own, async_op=async_op)
 
     def _compare_at_once(self) -> None:
         """Raises MismatchError on all ranks alike, so that none has to tell the others."""
@@ -123,20 +113,19 @@ class Meeting:
             self._gather(async_op=False)
             found = self._difference()
         except FastcommError:
-            self._round = None
+            self._is_agreed = False
             raise
         except BaseException as error:
             self._leave(error)
             raise
         if found is not None or not self.buckets:
-            self._round, self.n_rounds = None, int(found is None)
+            self._is_agreed = found is None
         if found is not None:
             raise found
 
     def _leave(self, error: BaseException) -> None:
         with _gradients_aside(self.buckets):
-            leave(self)
-        note_abandoned(error)
+            self._round.abort(error)
 
     def advance(self) -> None:
         """Moves the reduction forward as far as that takes no waiting, for transports that do
@@ -155,13 +144,12 @@ class Meeting:
         Raises MismatchError if the ranks have made different numbers of steps, and what else ends
         the meeting: FastcommError.
         """
-        opened = self._round
-        if opened is None:
+        if self.is_over:
             return None
         interruption = self._compare()
         try:
             with _gradients_aside(self.buckets):
-                end(self, opened)
+                self._round.finish()
         except BaseException as error:
             if not self.is_reduced:
                 raise
@@ -192,7 +180,7 @@ class Meeting:
                 self._leave(found)
                 raise found
             return interruption
-        self.comm.abort()  # interrupted twice: as in a collective
+        self._comm.abort()  # interrupted twice: as in a collective
         assert interruption is not None  # for the type checker
         self._leave(interruption)
         raise interruption
@@ -208,8 +196,8 @@ class Meeting:
 
     def _difference(self) -> MismatchError | None:
         """How the ranks' standings differ; None if they do not. Waits for the device."""
-        rows = self._all.view(self.comm.world_size, -1).tolist()
-        self.comm.check()  # over NCCL the numbers may not have come
+        rows = self._all.view(self._comm.world_size, -1).tolist()
+        self._comm.check()  # over NCCL the numbers may not have come
         if all(row == rows[0] for row in rows):
             return None
         places = "; ".join(f"rank {rank}: {Standing(*row)}" for rank, row in enumerate(rows))
@@ -220,7 +208,7 @@ class Meeting:
 
 
 def _note(interruption: BaseException) -> None:
-    """Says of a meeting what ending.NOTE says of a backward that was interrupted."""
+    """Says of a meeting what round.NOTE says of a backward that was interrupted."""
     notes: list[str] = getattr(interruption, "__notes__", [])
     if NOTE in notes:
         notes[notes.index(NOTE)] = (

@@ -12,6 +12,7 @@ import collections
 import functools
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastcomm.comm.collective import steps_made
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.provenance import is_of_this_rank
@@ -38,6 +40,8 @@ class Share(NamedTuple):
 
 
 class _Bucket(Protocol):
+    names: list[str]
+
     @property
     def parameters(self) -> Sequence[Tensor | None]: ...
 
@@ -51,14 +55,57 @@ def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[
     ]
 
 
+class StepRecord:
+    """What this rank's optimizers have made of the model since attach(). The ranks compare it.
+
+    compares: buckets compare a few elements of what a step has made of the parameters, too.
+    n: how many steps.
+    record: of what was stepped, and how gradients were clipped.
+    last: the shares of the last step.
+    """
+
+    def __init__(self, compares: bool = False) -> None:
+        self.compares = compares
+        self.n = self.record = 0
+        self.last: list[Share] = []
+
+    def packed(self) -> int:
+        """As it travels with each bucket: see collective.steps_made."""
+        return steps_made(self.n, self.record)
+
+    def note(self, shares: list[Share], buckets: Sequence[_Bucket]) -> None:
+        """Count a step. Add to the record which parameters were stepped, unless all were: in any
+        order.
+        """
+        self.n += 1
+        self.last = shares
+        n_all = sum([len(bucket.names) for bucket in buckets])
+        if sum([len(slots) for _, slots in shares]) != n_all:
+            self.record += zlib.crc32(str([tuple(share) for share in shares]).encode())
+
+    def last_in_words(self, rank: int, buckets: Sequence[_Bucket]) -> str:
+        """For messages: what this rank has stepped last, and why records may differ."""
+        names = [buckets[number].names[i] for number, held in self.last for i in held]
+        return (
+            f"rank {rank} has last stepped "
+            f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}. Where "
+            "records differ, the ranks have stepped different parameters (two optimizers, of which "
+            "each rank chooses its own), have not called clip_grad_norm_() alike (on every rank, "
+            "with the same max_norm), or their parameters differ: a rank has stepped gradients "
+            "that no round has reduced (of no_sync()), has another learning rate, has changed "
+            "gradients after backward or parameters by itself. check_in_sync() names the first "
+            "that differs; refresh() copies rank 0's"
+        )
+
+
 class Steppable(Protocol):
     """A reducer, as an optimizer's step sees it. number: the order of reducers, equal on all
-    ranks. record: of what was stepped, which the ranks compare: see collective.steps_made.
+    ranks.
     """
 
     number: int
     n_rounds: int
-    record: int
+    steps: StepRecord
 
     @property
     def skipped(self) -> bool:
@@ -189,7 +236,7 @@ def _before_step(
         reducer = reference()
         if reducer is not None:
             reducer.before_step(optimizer, shares, steps.seen.get(reducer))
-            steps.before[reducer] = reducer.n_rounds, reducer.record
+            steps.before[reducer] = reducer.n_rounds, reducer.steps.record
     if skips_itself:
         return None
     return _without_skipped(optimizer, steps, args, kwargs)
@@ -280,7 +327,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
         # A closure may have ended rounds: then the gradients are not those from before the step.
         is_of_one_round = reducer.n_rounds == steps.seen[reducer]
         if is_of_one_round:  # a step within this one, as ZeRO's of a rank's own part, is part of it
-            reducer.record = record
+            reducer.steps.record = record
         reducer.after_step(shares if is_of_one_round else [])
 
 

@@ -126,23 +126,22 @@ class Options:
         }
 
 
-def describe(reducer: Any) -> str:
-    """repr() of a Reducer."""
-    options, comm = reducer._options, reducer.comm
-    model = None if reducer._model is None else reducer._model()
+def describe(reducer: Any, model: object) -> str:
+    """repr() of a Reducer with this model; None: without one."""
+    options, comm = reducer.options, reducer.comm
     if model is None:
         holds = "detached"
     else:
         name = type(model).__name__ if isinstance(model, nn.Module) else "named parameters"
-        parameters = [p for b in reducer._buckets for _, p in b.named_parameters()]
-        numel, n_buckets = sum(p.numel() for p in parameters), len(reducer._buckets)
+        parameters = [p for b in reducer.buckets for _, p in b.named_parameters()]
+        numel, n_buckets = sum(p.numel() for p in parameters), len(reducer.buckets)
         holds = (
             f"{name}, {len(parameters)} trainable parameters of {numel:,} elements in {n_buckets} "
             f"bucket{'s' if n_buckets > 1 else ''}"
         )
+    tuned = "" if reducer.tuning is None else reducer.tuning.described()
     return (
         f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}"
         f"{' with error feedback' if options.error_feedback else ''}"
-        f"{reducer._tuning.described()}; over {comm.backend}, rank {comm.rank} of "
-        f"{comm.world_size}>"
+        f"{tuned}; over {comm.backend}, rank {comm.rank} of {comm.world_size}>"
     )

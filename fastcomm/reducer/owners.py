@@ -49,7 +49,7 @@ def attached_names() -> WeakIdKeyDictionary:
     """The names of all parameters that attached models have now, by parameter."""
     found = WeakIdKeyDictionary()
     for reducer in {reference() for reference in _owners.values()}:
-        for name, parameter in [] if reducer is None else reducer._named_parameters():
+        for name, parameter in [] if reducer is None else reducer.named_parameters():
             found[parameter] = name
     return found
 

@@ -25,13 +25,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class Counting(Steppable, Protocol):
-    """A reducer, which counts what it has done."""
-
-    _n_steps: int
-    record: int
-
-
 class Stepped(NamedTuple):
     """An optimizer, as a rank tells the others of it.
 
@@ -67,13 +60,13 @@ class Progress(NamedTuple):
     scalers: list[str]
 
     @staticmethod
-    def of(reducers: Sequence[Counting], states: Sequence[Stateful]) -> Progress:
+    def of(reducers: Sequence[Steppable], states: Sequence[Stateful]) -> Progress:
         given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
         known = [one for one in known_optimizers(reducers) if not holds(given, one)]
         optimizers = [*given, *known]
         scalers = [scaler_of(one) for one in optimizers]
         return Progress(
-            [(reducer.n_rounds, reducer._n_steps, reducer.record) for reducer in reducers],
+            [(reducer.n_rounds, reducer.steps.n, reducer.steps.record) for reducer in reducers],
             [type(one).__name__ for one in states],
             any(not isinstance(one, (torch.optim.Optimizer, GradScaler)) for one in states),
             [

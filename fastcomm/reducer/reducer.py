@@ -1,32 +1,36 @@
 """Reducer: makes loss.backward() reduce the gradients of a model over all ranks. Changes no module:
 it lives in hooks on the parameters.
 
-Decides when a round begins and how it ends; what happens in between is round.py, what comes after
-it reduced.py. The method is that of "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", section 3.2; where it departs from DistributedDataParallel, the departure is said in a
-comment.
+Attaches and detaches the model, opens rounds and hands them what autograd tells, and decides
+whether gradients are reduced when an optimizer steps or a norm is asked for. What happens in a
+round is round.py; what features do beside it are extensions. The method is that of "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", section 3.2; where it departs from
+DistributedDataParallel, the departure is said in a comment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.autograd_stack import enclosing_backward
-from fastcomm.comm.collective import Op, canonical_op, steps_made
+from fastcomm.comm.collective import Op, buffers_label, canonical_op
 from fastcomm.comm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
-from fastcomm.insight.observer import observer_of
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
-from fastcomm.reducer import agreement, sparsity
+from fastcomm.reducer import agreement, norms, sparsity
 from fastcomm.reducer.autograd import (
     call_when_outer_goes_on,
     free_failed_backwards,
@@ -34,10 +38,10 @@ from fastcomm.reducer.autograd import (
 )
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.compiled import Compiled
-from fastcomm.reducer.ending import end, leave, skip_on
-from fastcomm.reducer.gradient_hook import EndOfBackward
+from fastcomm.reducer.extension import RoundExtension
+from fastcomm.reducer.gradient_hook import EndOfBackward, ReducerFlags
 from fastcomm.reducer.hooked_bucket import Hook, hooks_of
-from fastcomm.reducer.join import in_join
+from fastcomm.reducer.join import Join, T
 from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.model import (
     Model,
@@ -47,14 +51,18 @@ from fastcomm.reducer.model import (
     renormalised_embedding,
     unsynced_batch_norm,
 )
+from fastcomm.reducer.observer import IS_UNDER_NSIGHT, RoundObserver
 from fastcomm.reducer.optimizer_steps import (
+    Share,
+    StepRecord,
     allow_steps,
     refuse_replaced,
     refuse_step,
+    shares_in,
     unreduced,
     watch_steps,
 )
-from fastcomm.reducer.options import Options, describe
+from fastcomm.reducer.options import AUTO, Options, describe
 from fastcomm.reducer.owners import (
     attached_names,
     is_owned,
@@ -63,18 +71,20 @@ from fastcomm.reducer.owners import (
     owner_of,
     take_over,
 )
-from fastcomm.reducer.round import Round
-from fastcomm.reducer.shares import ShardedBy
-from fastcomm.reducer.skipping import Skipping
+from fastcomm.reducer.progress import Stateful
+from fastcomm.reducer.round import Round, State
+from fastcomm.reducer.sharded_by import ShardedBy, Stepper
+from fastcomm.reducer.shares import Sharding
+from fastcomm.reducer.skipping import Skipping, hears_votes
 from fastcomm.reducer.tripwires import Tripwires
 from fastcomm.reducer.tuning import Tuning
-from fastcomm.reducer.uneven_data import UnevenData
-from fastcomm.reducer.weights import Weighting
+from fastcomm.reducer.weights import Weighting, refuse_weights
 
+E = TypeVar("E", bound=RoundExtension)
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
-class Reducer(UnevenData):
+class Reducer(ReducerFlags):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; None means fastcomm.init().
@@ -125,7 +135,7 @@ class Reducer(UnevenData):
         sparse_parameters: Sequence[str] = (),
     ) -> None:
         self.op = canonical_op(op)
-        self._options = Options(
+        self.options = Options(
             bucket_cap_mb,
             first_bucket_cap_mb,
             self.op,
@@ -137,33 +147,31 @@ class Reducer(UnevenData):
             tuple(sparse_parameters),
         )
         self.comm: Communicator = init() if comm is None else comm
-        self._options.check_communicator(self.comm)
-        self._overlap = overlap
-        # Nothing here keeps the model alive: the hooks on its parameters keep the reducer, and both
-        # go when it goes.
+        self.options.check_communicator(self.comm)
+        self.overlap = overlap
+        self.n_rounds = 0
+        self.data_exhausted = False
+        # What follows is for the parts of fastcomm, and may change. Nothing here keeps the model
+        # alive: the hooks on its parameters keep the reducer, and both go when it goes.
         self._model: Callable[[], Model | None] | None = None
-        self._buckets: list[Bucket] = []
-        self._handles: list[RemovableHandle] = []
-        self._tripwires = Tripwires(is_owned, weakref.WeakMethod(self._named_parameters))
-        self._is_synchronizing = True
-        self._round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
-        # Raised where nobody could catch it; the next call raises it, when the round is over.
-        self._deferred: BaseException | None = None
+        self.buckets: list[Bucket] = []
         self.number = 0  # among the reducers of the communicator
-        self.n_rounds = 0  # that have ended as they should
-        self._n_steps = 0  # of all optimizers, since attach(): the ranks compare them
-        self.record = 0  # of what was stepped, and how gradients were clipped
-        self._compares_steps = False  # a few elements of what they have made of the parameters
-        self._last_stepped = []
+        self.steps = StepRecord()
+        self.extensions: list[RoundExtension] = []
+        self.tuning = Tuning(self.options) if self.options.bucket_cap_mb == AUTO else None
+        self.is_synchronizing = True
+        self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
+        # Raised where nobody could catch it; the next call raises it, when the round is over.
+        self.deferred: BaseException | None = None
+        self._handles: list[RemovableHandle] = []
+        self._tripwires = Tripwires(is_owned, weakref.WeakMethod(self.named_parameters))
+        self._hears_votes = hears_votes(self.comm, self.options)
         self._timeline: Timeline | None = None
-        self._tuning = Tuning(self._options, self.comm.world_size)
-        self.sharded_by = ShardedBy()
-        self.local_steps = LocalSteps()
-        self._weighting = Weighting()
-        self.data_exhausted = False  # see UnevenData
-        self._skipping = Skipping(self.comm, self._options)
+        if skip_nonfinite:
+            self.install(Skipping(self.comm, self.options))
 
-    __repr__ = describe
+    def __repr__(self) -> str:
+        return describe(self, None if self._model is None else self._model())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -205,32 +213,32 @@ class Reducer(UnevenData):
         )
         sparse: set[str] = set()
         if problem is None:
-            sparse = sparsity.find(source, named, self._options.sparse_parameters)
+            sparse = sparsity.find(source, named, self.options.sparse_parameters)
             problem = sparsity.find_problem(
-                sparse, named, self._options, self.sharded_by.sharding()
-            ) or self._options.find_problem(named)
+                sparse, named, self.options, self.sharding()
+            ) or self.options.find_problem(named)
         model = [] if problem else agreement.signature(named, buffers, sparse)
-        agreement.compare(self.comm, problem, self._options.described(), model)
+        agreement.compare(self.comm, problem, self.options.described(), model)
         agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         # Over NCCL nobody compares, and the host would wait for the device.
-        self._compares_steps = not self.comm.has_streams and agreement.is_arithmetic_alike(
-            self.comm
-        )
+        compares = not self.comm.has_streams and agreement.is_arithmetic_alike(self.comm)
         self.number = next_number(self.comm)
-        self._n_steps = self.record = 0
-        self._tuning.begin(self.n_rounds)
-        self._make_buckets(source)
+        self.steps = StepRecord(compares)
+        if self.tuning is not None:
+            self.tuning.begin(self.n_rounds, self.comm.world_size)
+        self.make_buckets(source)
 
-    def _make_buckets(self, source: Model) -> None:
-        """Of the size that the tuning has now. Collective."""
+    def make_buckets(self, source: Model) -> None:
+        """Make the buckets, of the size that the tuning has now, and hook the parameters.
+        Collective.
+        """
         named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        options = self._tuning.options
+        options = self.options if self.tuning is None else self.tuning.options
         sparse = sparsity.find(source, named, options.sparse_parameters)
         try:
-            sharding = self.sharded_by.sharding()
-            self._buckets = sparsity.make_buckets(
-                trainable, sparse, self.comm, options, self.number, self.n_rounds, sharding
+            self.buckets = sparsity.make_buckets(
+                trainable, sparse, self.comm, options, self.number, self.n_rounds, self.sharding()
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
@@ -238,10 +246,10 @@ class Reducer(UnevenData):
                 self.comm.abandon()
             note_abandoned(error)
             raise
-        self._last_stepped = []  # by the numbers of the buckets before
-        self._handles = take_over(self, self._buckets, self.comm.has_streams)
+        self.steps.last = []  # by the numbers of the buckets before
+        self._handles = take_over(self, self.buckets, self.comm.has_streams)
         if self._timeline is not None:
-            self._timeline.follow(self._buckets, source)
+            self._timeline.follow(self.buckets, source)
         self._remember(source)
         allow_steps(p for _, p in named)
         watch_steps(owner_of, attached_names)
@@ -253,7 +261,7 @@ class Reducer(UnevenData):
             raise
 
     def _remember(self, source: Model) -> None:
-        """The model, whose parameters without a reducer must get no gradient."""
+        """Guard the model's parameters without a reducer, which must get no gradient."""
         self._model = reference_to(source)
         self._tripwires.guard(source)
 
@@ -261,35 +269,38 @@ class Reducer(UnevenData):
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
         own. A ShardedOptimizer cannot step any more. Raises FastcommError inside a backward.
         """
-        self._refuse_inside_backward("detach()")
-        self.local_steps.end()
+        self.refuse_inside_backward("detach()")
+        self.end_local_steps()
         self._release()
-        self.sharded_by = ShardedBy()
+        sharded_by = self.find(ShardedBy)
+        if sharded_by is not None:
+            self.remove(sharded_by)
 
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self._timeline is not None:
             self._timeline.let_go()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.release()
-        let_go(self._buckets)
-        allow_steps(p for _, p in self._named_parameters())
+        let_go(self.buckets)
+        allow_steps(p for _, p in self.named_parameters())
         self._tripwires.remove()
-        self._handles, self._buckets, self._model = [], [], None
-        self._round, self._deferred = None, None
-        self._weighting.forget()
-        self._skipping.forget()
+        self._handles, self.buckets, self._model = [], [], None
+        self.round, self.deferred = None, None
+        for extension in self.extensions:
+            extension.released()
         watch_steps(owner_of, attached_names)
 
-    def _attached_model(self) -> Model:
+    def attached_model(self) -> Model:
+        """The model. Raises ValueError if there is none."""
         model = None if self._model is None else self._model()
         if model is None:
             raise ValueError("the reducer has no model (any more): attach(model) first")
         return model
 
-    def _named_parameters(self) -> list[tuple[str, Parameter]]:
-        """Of the model as it is now; none if it is gone."""
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Those of the model as it is now; none if it is gone."""
         model = None if self._model is None else self._model()
         return [] if model is None else named_parameters(model)
 
@@ -301,47 +312,92 @@ class Reducer(UnevenData):
         Raises as attach(); then every backward raises FastcommError, until refresh() was called
         again. Raises FastcommError inside a backward.
         """
-        self._refuse_inside_backward("refresh()")
-        self.local_steps.refuse("refresh()")
-        if self._weighting.of_round() is not None or self._skipping.vote is not None:
+        self.refuse_inside_backward("refresh()")
+        self._refuse_local_steps("refresh()")
+        if self.is_announced:
             raise FastcommError(
                 f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() whose "
                 "reduction has not come: call it before those"
             )
-        model = self._attached_model()
-        before = [pair for bucket in self._buckets for pair in bucket.named_parameters()]
-        now = self._named_parameters()
-        self.sharded_by.set_state_aside()
+        model = self.attached_model()
+        before = [pair for bucket in self.buckets for pair in bucket.named_parameters()]
+        now = self.named_parameters()
+        stepper = self.stepper()
+        if stepper is not None:
+            stepper.set_state_aside()
         self._release()
         refuse_replaced(before, now)
         try:
             self.attach(model)
-            self.sharded_by.take_buckets(self._buckets)
+            if stepper is not None:
+                stepper.take_buckets(self.buckets)
         except BaseException:
-            self._stand_still(model)
+            self.stand_still(model)
             raise
 
-    def _stand_still(self, model: Model, why: str = _FAILED_REFRESH) -> None:
-        """Refuses every backward and step until refresh(). After a refresh() that failed, for
+    def stand_still(self, model: Model, why: str = _FAILED_REFRESH) -> None:
+        """Refuse every backward and step until refresh(). After a refresh() that failed, for
         example: without hooks a loop that survives it would train on, each rank for itself.
         """
         self._release()  # whatever attach() has left
         self._remember(model)
         self._tripwires.refusal = why
-        for _, parameter in self._named_parameters():
+        for _, parameter in self.named_parameters():
             refuse_step(parameter, why)
 
-    def _refuse_inside_backward(self, what: str) -> None:
-        if self._round is not None and self._round.has_callback:
-            raise FastcommError(
-                f"{what} was called inside backward(), which reduces the gradients itself: call "
-                "it afterwards"
-            )
+    # -- features ----------------------------------------------------------------------------------
+
+    def install(self, extension: E) -> E:
+        """Let an extension take part in the rounds, from the one that is open on."""
+        self.extensions.append(extension)
+        if self.round is not None:
+            self.round.extensions.append(extension)
+        return extension
+
+    def remove(self, extension: RoundExtension) -> None:
+        """Let the extension take no part in the rounds to come."""
+        self.extensions = [one for one in self.extensions if one is not extension]
+
+    def find(self, kind: type[E]) -> E | None:
+        """The extension of this kind that is installed; or None."""
+        return next((one for one in self.extensions if isinstance(one, kind)), None)
+
+    def _skipping(self) -> Skipping:
+        return self.find(Skipping) or self.install(Skipping(self.comm, self.options))
+
+    def stepper(self) -> Stepper | None:
+        """The ShardedOptimizer that steps the model. Raises FastcommError if it is gone."""
+        sharded_by = self.find(ShardedBy)
+        return None if sharded_by is None else sharded_by.stepper()
+
+    def sharding(self) -> Sharding | None:
+        """How the model's buckets are shared out; None: not at all. Raises as stepper()."""
+        stepper = self.stepper()
+        return None if stepper is None else stepper.sharding
+
+    def end_local_steps(self) -> None:
+        """Let the ranks step together again, without a meeting."""
+        local_steps = self.find(LocalSteps)
+        if local_steps is not None:
+            self.remove(local_steps)
+            local_steps.let_go()
+
+    def _refuse_local_steps(self, what: str) -> None:
+        local_steps = self.find(LocalSteps)
+        if local_steps is not None:
+            local_steps.refuse(what)
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether set_weight() or skip_step() was called for a round that has not come."""
+        weighting, skipping = self.find(Weighting), self.find(Skipping)
+        has_weight = weighting is not None and weighting.is_set
+        return has_weight or (skipping is not None and skipping.vote is not None)
 
     # -- one round ---------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """The first gradient of a backward is ready: asks autograd to call back at the end."""
+    def begin_round(self) -> None:
+        """The first gradient of a backward is ready: ask autograd to call back at the end."""
         refuse_compiled_autograd()
         # A backward that ends with an exception drops the callback uncalled; then the round must be
         # ended all the same.
@@ -351,26 +407,40 @@ class Reducer(UnevenData):
 
     def _open(self) -> Round:
         self._raise_deferred()
-        if self._round is None:
-            self._tripwires.raise_refusal()
-            self.sharded_by.before_round(self._buckets)
-            observer = observer_of(self.recorder, self.number, self.op)
-            number, weighted = self.n_rounds + 1, in_join(self, self._weighting.of_round())
-            self._round = Round(
+        if self.round is None:
+            if self._tripwires.refusal is not None:
+                raise FastcommError(self._tripwires.refusal)
+            opened = Round(
                 self.comm,
-                self._buckets,
+                self.buckets,
                 self.op,
-                number,
-                steps_made(self._n_steps, self.record),
-                observer,
-                weighted,
-                self._skipping,
-                self._last_in_words,
+                self.n_rounds + 1,
+                self.steps.packed(),
+                extensions=self.extensions,
+                hears_votes=self._hears_votes,
+                when_over=self._close_round,
+                last_in_words=self._last_in_words,
             )
-        return self._round
+            # asked once for a round, as launches must cost nothing where nobody looks
+            if self.recorder is not None or _profiler_enabled() or IS_UNDER_NSIGHT:
+                opened.extensions.append(RoundObserver(self.recorder, self.number))
+            for extension in opened.extensions:
+                extension.before_round(opened)
+            self.round = opened
+        return self.round
+
+    def _close_round(self, over: Round) -> None:
+        if over.state is State.SKIPPED:
+            self._skipping()  # by which this rank tells why; it may be the first that hears of it
+        for extension in over.extensions:
+            extension.after_round(over)
+        if over.state is not State.DROPPED:
+            self.n_rounds = over.number
+        self.n_unsynced = 0
+        self.round = None
 
     def _end_of_backward(self) -> None:
-        ending = self._round
+        ending = self.round
         if ending is not None:  # else detached in this backward
             ending.has_callback = False
         is_inside, node = enclosing_backward()
@@ -381,8 +451,8 @@ class Reducer(UnevenData):
 
     def _go_on_with_outer(self) -> None:
         """The backward around the one that has ended gives gradients to the same round."""
-        if self._round is None or not self._round.has_callback:
-            self._begin()
+        if self.round is None or not self.round.has_callback:
+            self.begin_round()
 
     def synchronize(self) -> None:
         """Ends the round: launches what is left, waits, and leaves every gradient reduced. Does
@@ -402,38 +472,44 @@ class Reducer(UnevenData):
     def _synchronize(self, *, is_between_steps: bool) -> None:
         """is_between_steps: no other backward is under way, and no step of an optimizer."""
         self._raise_deferred()
-        if self._round is None and self._skipping.vote is not None:
+        if self.round is None and self._votes:
             self._open().count_all()  # no backward has taken this rank's part
-        ending = self._round
+        ending = self.round
         if ending is None:
             self.comm.check()
             return
         if ending.has_callback:
             raise FastcommError(
-                f"the gradient of parameter {self._buckets[0].names[0]} is not reduced yet: the "
+                f"the gradient of parameter {self.buckets[0].names[0]} is not reduced yet: the "
                 "reduction ends with backward(). Call synchronize(), and step the optimizer, after "
                 "backward() and not in a hook inside it"
             )
-        end(self, ending)
-        if not self._tuning.is_over:  # however the round has ended here: it has on all ranks
-            self._tuning.after_round(self, can_replan=is_between_steps and not self.skipped)
+        ending.finish()
+        if self.tuning is not None:  # however the round has ended here: it has on all ranks
+            self.tuning.after_round(self, can_replan=is_between_steps and not self.skipped)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next
         call raises what goes wrong here.
         """
         try:
-            if self._skipping.n_blocks and self._round is not None:
-                self._round.has_callback, self._round.was_dropped = False, True
-            else:
-                leave(self)
+            if self.round is not None:
+                self.round.fail()
         except BaseException as error:
-            self._deferred = error
+            self.deferred = error
 
     def _raise_deferred(self) -> None:
-        if self._deferred is not None:
-            error, self._deferred = self._deferred, None
+        if self.deferred is not None:
+            error, self.deferred = self.deferred, None
             raise error
+
+    def refuse_inside_backward(self, what: str) -> None:
+        """Raise FastcommError inside a backward. what: the call that it refuses."""
+        if self.round is not None and self.round.has_callback:
+            raise FastcommError(
+                f"{what} was called inside backward(), which reduces the gradients itself: call "
+                "it afterwards"
+            )
 
     def reduce(self) -> None:
         """Gathers and reduces what stands in .grad now. Collective: every rank calls it.
@@ -442,15 +518,14 @@ class Reducer(UnevenData):
         evolution strategies. A parameter without a gradient here counts as zero, and receives the
         mean if another rank has one. Raises as synchronize().
         """
-        self._attached_model()
-        self._refuse_inside_backward("reduce()")
-        self.local_steps.refuse("reduce()")
-        if self._round is not None:
+        self.attached_model()
+        self.refuse_inside_backward("reduce()")
+        self._refuse_local_steps("reduce()")
+        if self.round is not None:
             self.synchronize()
         stranger = self._tripwires.find_gradient()
         if stranger is not None:
-            self._open()
-            leave(self)  # the other ranks hear of it
+            self._open().abort()  # the other ranks hear of it
             raise FastcommError(unreduced(stranger))
         self._open().count_all()
         self._synchronize(is_between_steps=True)
@@ -460,11 +535,90 @@ class Reducer(UnevenData):
         """Backwards inside accumulate gradients on this rank only; the next one outside reduces the
         sum. Decided at backward. Use it on every rank alike.
         """
-        before, self._is_synchronizing = self._is_synchronizing, False
+        before, self.is_synchronizing = self.is_synchronizing, False
         try:
             yield
         finally:
-            self._is_synchronizing = before
+            self.is_synchronizing = before
+
+    # -- ranks with different data -----------------------------------------------------------------
+
+    def set_weight(self, weight: float | Tensor, *, of: Literal["mean", "sum"] = "mean") -> None:
+        """What this rank's gradients count in the next reduction, which becomes sum(w g) / sum(w)
+        over the ranks. If weights are numbers of tokens, and losses are means over tokens, these
+        are the gradients of one process on all ranks' data. Call it on every rank, or on none: else
+        MismatchError.
+
+        weight: a number, or a tensor of one, which is waited for. 0: a rank without data, whose
+            gradients count nothing, not even NaNs. If all are 0, gradients are None, or what an
+            earlier reduction has left.
+        of: "sum" if losses are sums over the data: sum(g) / sum(w).
+
+        Holds until the reduction is over: for one backward outside no_sync(), and for those inside
+        before it. After that ranks count alike until the next call. With several calls in one
+        reduction, each before the backwards of its data in no_sync(), weights add up and each batch
+        counts with its own; zero_grad() drops gradients and weights.
+
+        Gradients that an earlier reduction has left in .grad stay there, and the mean is added.
+        With several weights, or of="sum", the backward raises FastcommError, on every rank.
+
+        Raises before any rank is involved: ValueError for a negative or infinite number, NaN, and
+        reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;
+        FastcommError inside a backward, and for gradients accumulated without a weight.
+        """
+        model = self.attached_model()
+        self.refuse_inside_backward("set_weight()")
+        self._refuse_local_steps("set_weight()")
+        refuse_weights(self.options)
+        weighting = self.find(Weighting) or self.install(Weighting())
+        weighting.follow(model)
+        weighting.set(weight, of, self.buckets, self.n_unsynced)
+
+    @overload
+    def join(
+        self,
+        batches: None = None,
+        *,
+        strategy: Literal["wait", "stop"] = "wait",
+        state: Iterable[Stateful] = (),
+    ) -> Join[None]: ...
+    @overload
+    def join(
+        self,
+        batches: Iterable[T],
+        *,
+        strategy: Literal["wait", "stop"] = "wait",
+        state: Iterable[Stateful] = (),
+    ) -> Join[T]: ...
+    def join(
+        self,
+        batches: Iterable[T] | None = None,
+        *,
+        strategy: Literal["wait", "stop"] = "wait",
+        state: Iterable[Stateful] = (),
+    ) -> Join[Any]:
+        """For ranks with different numbers of batches: `with reducer.join():` around a loop, or
+        `for batch in reducer.join(batches):`. Every rank calls it. It is for all reducers of the
+        communicator.
+
+        strategy: "wait": a rank whose data has ended takes part in the others' reductions without
+            any, until all are done. Means are over the ranks with data. "stop": all end with the
+            first.
+        state: optimizers, schedulers and the like: ranks that ended earlier load the others'.
+
+        In the end all ranks have the parameters and buffers of a rank that went furthest; if some
+        have ended earlier, gradients are None. An exception that leaves the block aborts the
+        communicator.
+
+        Raises ValueError for reducers with a hook, error_feedback, another op than "mean", sparse
+        gradients, sizes still being tuned, a ShardedOptimizer, LocalSGD or DiLoCo; TypeError for a
+        state without state_dict() and load_state_dict(). At the end of the block or loop,
+        MismatchError if ranks give different states, and FastcommError for gradients accumulated
+        under no_sync() that nothing has reduced.
+        """
+        return Join(self, batches, strategy, state)
+
+    # -- steps that the ranks drop -----------------------------------------------------------------
 
     def skip_step(self) -> None:
         """This rank's step is no good (a bad batch, a loss that is NaN): all ranks drop it. Call it
@@ -477,12 +631,15 @@ class Reducer(UnevenData):
         Raises FastcommError if the reduction is over already, since other ranks may have stepped,
         and over NCCL without skip_nonfinite=True.
         """
-        self._attached_model()
-        self.local_steps.refuse("skip_step()")
+        self.attached_model()
+        self._refuse_local_steps("skip_step()")
         self._raise_deferred()
-        self._skipping.refuse_vote()
+        skipping = self._skipping()
+        skipping.refuse_vote()
         self._refuse_late_vote()
-        self._skipping.cast_vote("called skip_step()")
+        skipping.cast_vote("called skip_step()")
+        if self.round is not None:
+            self.round.votes_to_skip = True
 
     def skip_step_on(
         self, *exceptions: type[BaseException]
@@ -498,8 +655,164 @@ class Reducer(UnevenData):
         """
         if not exceptions:
             raise TypeError("skip_step_on() takes the types of exceptions; got none")
-        self._skipping.refuse_vote()
-        return skip_on(self, exceptions)
+        skipping = self._skipping()
+        skipping.refuse_vote()
+        return skipping.skip_on(exceptions, self.skip_step, self.synchronize)
+
+    @property
+    def _votes(self) -> bool:
+        skipping = self.find(Skipping)
+        return skipping is not None and skipping.vote is not None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers.
+        True from the verdict, or from this rank's vote, until the next reduction begins.
+        """
+        skipping = self.find(Skipping)
+        if skipping is None or self.steps_alone:
+            return False
+        return skipping.is_skipped or skipping.vote is not None
+
+    @property
+    def n_skipped(self) -> int:
+        """How many steps all ranks have dropped so far."""
+        skipping = self.find(Skipping)
+        return 0 if skipping is None else skipping.n_skipped
+
+    @property
+    def skipped_nonfinite(self) -> bool:
+        """See optimizer_steps.Steppable."""
+        skipping = self.find(Skipping)
+        return skipping is not None and skipping.found_nonfinite
+
+    def _refuse_late_vote(self) -> None:
+        """Raises FastcommError if other ranks may step already."""
+        if self.round is None:
+            # once there are steps, a parameter without any has no optimizer
+            is_late = any(bucket.has_unstepped(not self.steps.n) for bucket in self.buckets)
+        else:
+            is_late = self.round.is_committed
+        if is_late:
+            raise FastcommError(
+                f"skip_step() came too late on rank {self.comm.rank}: the gradients are reduced, "
+                "and other ranks may step with them. Call it before backward() ends; to drop what "
+                "is reduced, by a number that is equal on all ranks (grad_norm()), leave out the "
+                "optimizer's step on every rank, and call zero_grad(). If they are left from the "
+                "backward of another model's loss (a GAN's generator), call zero_grad() first, and "
+                "skip_step() then"
+            )
+
+    # -- reduced gradients -------------------------------------------------------------------------
+
+    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
+        """See optimizer_steps.Steppable."""
+        return shares_in(self.buckets, parameters)
+
+    def before_step(self, optimizer: Optimizer, shares: list[Share], since: int | None) -> None:
+        """See optimizer_steps.Steppable."""
+        for extension in self.extensions:
+            extension.before_step(optimizer)
+        self.synchronize()
+        if not self.skipped:
+            self._require_reduced(((self.buckets[n], slots) for n, slots in shares), since)
+        if self.recorder is not None:
+            self.recorder.begin_optimizer()
+
+    def after_step(self, shares: list[Share] | None) -> None:
+        """See optimizer_steps.Steppable."""
+        if self.recorder is not None:
+            self.recorder.end_optimizer()
+        if shares is None or self.skipped:
+            return  # nor does a rank count it that leaves out its optimizer's step
+        for extension in self.extensions:
+            extension.after_step(shares)
+        if self.steps_alone:
+            return
+        self.steps.note(shares, self.buckets)
+        compares = self.steps.compares and self.find(ShardedBy) is None
+        for number, slots in shares:
+            self.buckets[number].provenance.note_stepped(slots, self.n_rounds)
+            if compares and slots:
+                self.buckets[number].note_step(self.n_rounds)
+
+    def _last_in_words(self) -> str:
+        return self.steps.last_in_words(self.comm.rank, self.buckets)
+
+    def _require_reduced(
+        self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
+    ) -> None:
+        """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
+        the one place that decides it. Raises FastcommError naming one that is not.
+        """
+        self.synchronize()
+        if self.steps_alone:
+            return  # each rank uses its own
+        for bucket, slots in chosen:
+            bucket.refuse_unreduced(slots, since)
+
+    def _require_all_reduced(self) -> None:
+        self.attached_model()
+        if self._tripwires.refusal is not None:
+            raise FastcommError(self._tripwires.refusal)
+        self._require_reduced((bucket, None) for bucket in self.buckets)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all reduced gradients together, as they are now: a scalar tensor, equal on
+        all ranks. Of 16-bit gradients it is taken in float32, or wider. Raises FastcommError for
+        gradients that nothing has reduced.
+
+        Does not synchronise with the device: over NCCL it is one pass over each bucket, as
+        GradScaler and others change gradients unseen. Over shared memory, from the round after the
+        first call on, it comes out of the reduction, unless gradients were written since; writes
+        past torch (.data, NumPy) are noticed if they change all of a gradient.
+        """
+        self._require_all_reduced()
+        return norms.norm(self.buckets, self.comm)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
+        as torch.nn.utils.clip_grad_norm_. Raises as grad_norm().
+
+        Every rank calls it, with the same number, or none: where ranks differ, the next reduction
+        raises MismatchError, but for NCCL's.
+        """
+        if max_norm <= 0:
+            raise ValueError(f"max_norm must be positive; got {max_norm}")
+        self._require_all_reduced()
+        if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:
+            self.steps.record += zlib.crc32(f"clip {float(max_norm)}".encode())
+        return norms.clip_(self.buckets, max_norm, self.comm)
+
+    def nonfinite_count(self) -> Tensor:
+        """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
+        equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
+        """
+        self._require_all_reduced()
+        return norms.nonfinite_count(self.buckets, self.comm)
+
+    def sync_buffers(self, src: int = 0) -> None:
+        """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""
+        model = self.attached_model()
+        if isinstance(model, nn.Module):
+            agreement.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
+
+    def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's
+        state and options if it is given. Collective. Raises MismatchError, on every rank, naming
+        the first that differs and the ranks. Waits for the device.
+        """
+        local_steps, sharded_by = self.find(LocalSteps), self.find(ShardedBy)
+        if local_steps is not None:
+            local_steps.refuse_comparison(self.comm)
+        kind = type(optimizer).__qualname__
+        if sharded_by is not None:
+            kind = sharded_by.described(optimizer)
+        agreement.check_model_in_sync(self.comm, self.attached_model(), optimizer, kind)
+        if sharded_by is not None:
+            sharded_by.compare_state(optimizer)
+
+    # -- compiling and watching --------------------------------------------------------------------
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options), in pieces that end where this reducer's buckets are
@@ -525,7 +838,7 @@ class Reducer(UnevenData):
         if self._timeline is None:
             self._timeline = Timeline(self, 100 if steps is None else steps)
             if self._model is not None:
-                self._timeline.follow(self._buckets, self._model())
+                self._timeline.follow(self.buckets, self._model())
             self._timeline.start()
         self._timeline.must_keep(steps)
         return self._timeline

@@ -1,40 +1,66 @@
-"""Round: what one backward, or one reduce(), reduces. Holds the state from its first gradient until
-its end, and launches, finishes or drops all buckets together.
+"""Round: what one backward, or one reduce(), reduces, from its first gradient to its end.
 
-The reducer decides when a round begins, and how it ends: it is finished, or left and dropped. A
-signal handler may raise between any two statements, so the order of statements that change state
-matters here and in the reducer.
+Launches, settles or drops all buckets together. The reducer opens a round and hands it what
+autograd tells. Features take part as extensions; see extension.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fastcomm.comm.autograd_stack import running_backward
 from fastcomm.comm.collective import RECORD, SKIP, with_checksum
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator, Weight, note_abandoned
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
-from fastcomm.insight.observer import RoundObserver
 from fastcomm.reducer.autograd import call_at_end_of_backward
-from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.bucket import Bucket, Inspection
+from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
-from fastcomm.reducer.skipping import Skipping
-from fastcomm.reducer.weights import WeightedRound
+
+NOTE = (
+    "fastcomm: all ranks have the reduced gradients of this step, and so has this one. Make the "
+    "step here, too, or on no rank"
+)
+
+
+class State(enum.Enum):
+    """How far a round has come. See Round for what leads from one to the next."""
+
+    OPEN = "open"
+    LAUNCHING = "launching"
+    COMMITTED = "committed"
+    SETTLED = "settled"
+    SKIPPED = "skipped"
+    DROPPED = "dropped"
 
 
 class Round(RoundFlags):
-    """An open round.
+    """An open round of a reducer.
+
+        from        by                      to          which means
+        OPEN        launch_full_buckets()   LAUNCHING   some buckets are under way
+                    commit()                COMMITTED   all are: the other ranks count on this one
+        LAUNCHING   commit()                COMMITTED
+        COMMITTED   finish()                SETTLED     gradients are reduced
+                    finish()                SKIPPED     all ranks have dropped them together
+        any         abort()                 DROPPED     one rank could not go on
+
+    finish() commits first if need be, and ends in SETTLED or SKIPPED, or aborts. What is raised
+    before COMMITTED aborts; after it, only an error that all ranks get. What a signal handler
+    raises then is raised when the round has settled. A handler may raise between any two
+    statements, so the order of those that change state matters.
 
     buckets: all of the reducer's, in the order of the plan.
-    number: among the finished rounds of the reducer, counted from 1.
-    step: see collective.steps_made.
-    observer: for a timeline or a profiler; or None.
-    weighted: what this rank's gradients count; None: all ranks' count alike.
-    skipping: whether the ranks drop the round.
+    op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
+    number: among the settled rounds of the reducer, counted from 1.
+    step: of this rank's optimizers; see collective.steps_made.
+    hears_votes: a vote to skip the round reaches this rank with the buckets.
+    when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
     """
 
@@ -45,78 +71,88 @@ class Round(RoundFlags):
         op: str,
         number: int,
         step: int,
-        observer: RoundObserver | None,
-        weighted: WeightedRound | None,
-        skipping: Skipping,
+        *,
+        extensions: Iterable[RoundExtension] = (),
+        hears_votes: bool = False,
+        when_over: Callable[[Round], None] = lambda _: None,
         last_in_words: Callable[[], str] | None = None,
     ) -> None:
-        self.number = number
-        self._step, self._last_in_words = step, last_in_words
-        self._comm = comm
-        self._buckets = buckets
-        self._op = op if weighted is None else weighted.op
-        self._weighted = weighted
+        self.buckets, self.op, self.number = buckets, op, number
+        self.extensions = list(extensions)
+        self.weight: Weight | None = None  # of this rank; None: all ranks' gradients count alike
+        self.announced_as: int | None = None  # the reducer's number; see Communicator.share_weight
+        self.votes_to_skip = False  # from the next launch on no gradient of this rank takes part
+        self.inspect: Inspection | None = None  # sees this rank's gradients before their reduction
+        self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
+        self.is_by_hand = False  # it reduces what stands in .grad, without a backward
+        self._comm, self._step = comm, step
+        self._hears_votes = hears_votes
+        self._when_over, self._last_in_words = when_over, last_in_words
         self._shared_weight: Any = None  # see Communicator.share_weight
-        self._skipping = skipping
-        self.was_dropped = False  # its backward has ended with an exception, in skip_step_on()
-        self._observer = observer
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
-        self._is_settled = False  # every gradient is where it belongs
+        self._result: State | None = None  # the last state, once it is reached
+        self._is_closed = False
         self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
         comm.left_in_backward = None
-        skipping.begin_round()
-        if observer is not None:
-            observer.begin(number)
+
+    @property
+    def state(self) -> State:
+        """Derived, as only the transport knows whether an interrupted launch was posted."""
+        if self._result is not None:
+            return self._result
+        if self.buckets[-1].is_launched:
+            return State.COMMITTED
+        return State.LAUNCHING if self._n_launched else State.OPEN
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the other ranks count on this one's part, or have had it."""
+        return self._result is not None or self.buckets[-1].is_launched
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, and everybody who asked to know of it does."""
+        return self._is_closed
+
+    def weigh(self, op: str, weight: Weight) -> None:
+        """Let this rank's gradients count so much. op: one of collective.WEIGHTED_OPS."""
+        self.op, self.weight = op, weight
 
     # -- during backward ---------------------------------------------------------------------------
 
     def await_end_of_backward(self, callback: EndOfBackward) -> None:
-        """The running backward gives gradients to this round, and calls back when it is through."""
+        """Take gradients of the running backward, which calls back when it is through."""
         self._keeps_graph = torch.is_grad_enabled()
         self.has_callback = True
         call_at_end_of_backward(callback)
         self._share_weight()  # before the first bucket is full, so that it need not wait
 
     def count_all(self) -> None:
-        """Lets every gradient that exists take part: no backward tells which are ready."""
-        if self._observer is not None:
-            self._observer.reduce_by_hand()
-        for bucket in self._buckets:
+        """Let every gradient that exists take part: no backward tells which are ready."""
+        self.is_by_hand = True
+        for bucket in self.buckets:
             bucket.count_all()
 
     @property
     def is_full(self) -> bool:
         """Whether every gradient of every bucket is ready."""
-        return all(not bucket.n_pending for bucket in self._buckets)
+        return all(not bucket.n_pending for bucket in self.buckets)
 
     def launch_full_buckets(self) -> None:
-        """Launches in plan order, so that all ranks launch the same buckets in the same order.
+        """Launch in plan order, so that all ranks launch the same buckets in the same order.
 
         Leaves the last bucket to the end of backward. It is full only then anyway. So no rank gets
         its gradients before all ranks have come to the end, and an exception on one rank costs the
         step on all.
         """
         while (
-            self._n_launched < len(self._buckets) - 1
-            and not self._buckets[self._n_launched].n_pending
-            and not self._buckets[self._n_launched].waits_in_launch
+            self._n_launched < len(self.buckets) - 1
+            and not self.buckets[self._n_launched].n_pending
+            and not self.buckets[self._n_launched].waits_in_launch
         ):
             self._launch_next()
-            self._buckets[self._n_launched - 1].watch_gradients()
-
-    # -- how it ends -------------------------------------------------------------------------------
-
-    def launch_rest(self) -> None:
-        """Launches the other buckets. First raises FastcommError if a hook has changed a gradient
-        of a bucket under way: the other ranks cannot finish then.
-        """
-        if self._observer is not None:
-            self._observer.end_backward()
-        for bucket in self._buckets[: self._n_launched]:
-            bucket.refuse_changed_gradients()
-        while self._n_launched < len(self._buckets):
-            self._launch_next()
+            self.buckets[self._n_launched - 1].watch_gradients()
 
     def _launch_next(self) -> None:
         if self._comm.n_abandoned != self._n_abandoned:
@@ -124,79 +160,133 @@ class Round(RoundFlags):
             raise AbandonedError(
                 "this round was abandoned while its backward was running: skip this step"
             )
-        bucket = self._buckets[self._n_launched]
+        for extension in self.extensions:
+            extension.before_launch(self, self._n_launched)
         try:
-            self._launch(bucket)
+            self._launch(self.buckets[self._n_launched])
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
+        for extension in self.extensions:
+            extension.after_launch(self, self._n_launched)
+        self._n_launched += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        if self._observer is not None:
-            self._observer.begin_launch(self._n_launched)
         self._share_weight()
         step = with_checksum(self._step, bucket.stepped) if bucket.stepped else self._step
-        if self._skipping.vote is None:
+        if not self.votes_to_skip:
             bucket.launch(
-                self._op,
+                self.op,
                 step,
                 keeps_graph=self._keeps_graph,
                 weight=self._shared_weight,
-                own_weight=None if self._weighted is None else self._weighted.weight,
-                inspect=self._skipping.inspect if self._skipping.inspects else None,
+                own_weight=self.weight,
+                inspect=self.inspect,
             )
-        elif self._skipping.hears_votes:
+        elif self._hears_votes:
             bucket.launch_vote(SKIP, step, None, with_nan=False)
         else:
-            bucket.launch_vote(self._op, step, self._shared_weight, with_nan=True)
-        if self._observer is not None:
-            self._observer.end_launch(self._n_launched)
-        self._n_launched += 1
+            bucket.launch_vote(self.op, step, self._shared_weight, with_nan=True)
 
     def _share_weight(self) -> None:
-        if self._weighted is not None and self._shared_weight is None:
-            _, weight, reducer = self._weighted
-            self._shared_weight = self._comm.share_weight(weight, reducer)
+        if self.weight is not None and self._shared_weight is None:
+            self._shared_weight = self._comm.share_weight(self.weight, self.announced_as)
 
-    @property
-    def must_finish(self) -> bool:
-        """Whether all buckets are under way, so that the other ranks count on them, or settled."""
-        return self._is_settled or self._buckets[-1].is_launched
+    # -- how it ends -------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Launch the other buckets. First raise FastcommError if a hook has changed a gradient of
+        a bucket under way: the other ranks cannot finish then.
+        """
+        for extension in self.extensions:
+            extension.end_of_backward(self)
+        for bucket in self.buckets[: self._n_launched]:
+            bucket.refuse_changed_gradients()
+        while self._n_launched < len(self.buckets):
+            self._launch_next()
 
     def finish(self) -> None:
-        """Waits for the buckets, and brings every gradient to where it belongs, or drops all. May
-        be called again after a signal handler has raised in it.
+        """Commit, wait for the buckets, and bring every gradient to where it belongs, or drop all.
+        See Reducer.synchronize for what it raises.
         """
-        if not self._is_settled:
-            for i, bucket in enumerate(self._buckets):
-                self._finish_bucket(i, bucket)
-            is_skipped = self._skipping.judge(self._buckets)
-            for bucket in self._buckets:
-                if is_skipped:
-                    bucket.drop_gradients()
-                else:
-                    bucket.settle(self.number)
-            self._is_settled = True
-        if self._observer is not None:
-            self._observer.end()
-        self._reset_buckets()
-
-    def _finish_bucket(self, i: int, bucket: Bucket) -> None:
         try:
-            if self._observer is None:
-                bucket.finish()
-                return
-            self._observer.begin_wait(i)
-            self._observer.end_wait(i, bucket.finish())
+            self.commit()
+            self._settle()
+        except FastcommError as error:
+            # the other ranks have heard of it, or will when this one leaves
+            self.abort(error)
+            raise
+        except BaseException as error:
+            if self.is_committed:
+                self._settle_in_spite_of(error)
+            else:
+                self.fail(error)
+            raise
+
+    def _settle(self) -> None:
+        """May be called again after a signal handler has raised in it."""
+        if self._result is None:
+            for i in range(len(self.buckets)):
+                self._wait_for(i)
+            self._result = self._bring_home()
+        self._close()
+
+    def _wait_for(self, i: int) -> None:
+        for extension in self.extensions:
+            extension.before_wait(self, i)
+        try:
+            work = self.buckets[i].finish()
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
+        for extension in self.extensions:
+            extension.after_wait(self, i, work)
 
-    def _explained(self, error: MismatchError) -> MismatchError:
-        if RECORD in str(error) and self._last_in_words is not None:
-            error.args = (f"{error}; {self._last_in_words()}",)
-        return error
+    def _bring_home(self) -> State:
+        """Settle or drop the gradients of all buckets."""
+        if self._hears_votes:
+            self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
+        verdicts = [extension.verdict(self) for extension in self.extensions]
+        if self.was_voted_down or any(verdicts):
+            for bucket in self.buckets:
+                bucket.drop_gradients()
+            return State.SKIPPED
+        for bucket in self.buckets:
+            bucket.settle(self.number)
+        return State.SETTLED
 
-    def leave(self) -> None:
-        """Abandons the round, so that the other ranks learn of it. Call drop() next."""
+    def _settle_in_spite_of(self, interruption: BaseException) -> None:
+        """The round ends well on the other ranks; it must not end differently here."""
+        try:
+            self._settle()
+        except BaseException as trouble:
+            # once more: there is no way to go on in step with the others
+            self._comm.abort()
+            self._drop()
+            raise interruption from trouble
+        if hasattr(interruption, "add_note"):  # Python 3.11
+            interruption.add_note(NOTE)
+
+    def fail(self, error: BaseException | None = None) -> None:
+        """The backward has ended with an exception: abort, unless an extension ends the round
+        later. error: None where it is not known.
+        """
+        self.has_callback = False
+        if not any(extension.keeps_open(self) for extension in self.extensions):
+            self.abort(error)
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Drop the round on all ranks, which hear that this one cannot go on. Does nothing once
+        the round is over. error: the reason.
+        """
+        if not self._is_closed:
+            try:
+                self._leave()
+            finally:
+                self._drop()
+        if error is not None:
+            note_abandoned(error)
+
+    def _leave(self) -> None:
+        """Let the other ranks know."""
         self.has_callback = False
         if self._comm.n_abandoned != self._n_abandoned:
             return  # another rank or another reducer has abandoned it already
@@ -206,16 +296,22 @@ class Round(RoundFlags):
         if backward is not None:
             self._comm.left_in_backward = self._comm.n_abandoned, backward
 
-    def drop(self) -> None:
-        """Drops all gradients, which may be half reduced: an optimizer that steps all the same must
+    def _drop(self) -> None:
+        """Drop all gradients, which may be half reduced: an optimizer that steps all the same must
         not make the ranks differ.
         """
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.drop_gradients()
-        self._reset_buckets()
-        if self._observer is not None:
-            self._observer.drop()
+        self._result = State.DROPPED
+        self._close()
 
-    def _reset_buckets(self) -> None:
-        for bucket in self._buckets:
+    def _close(self) -> None:
+        for bucket in self.buckets:
             bucket.reset()
+        self._when_over(self)
+        self._is_closed = True
+
+    def _explained(self, error: MismatchError) -> MismatchError:
+        if RECORD in str(error) and self._last_in_words is not None:
+            error.args = (f"{error}; {self._last_in_words()}",)
+        return error

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.join import is_joining
+from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.reducer import Reducer
+from fastcomm.reducer.sharded_by import ShardedBy
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,17 @@ def require_reducer(kind: type, given: object) -> None:
 
 def refuse(reducer: Reducer, schedule: Schedule) -> None:
     """Raises TypeError or ValueError for what no meeting can be made of."""
-    reducer._attached_model()
+    reducer.attached_model()
     schedule.check()
-    _refuse_options(reducer._options)
+    _refuse_options(reducer.options)
     _refuse_companions(reducer)
     _refuse_moment(reducer)
-    if schedule.n_fragments > len(reducer._buckets):
+    if schedule.n_fragments > len(reducer.buckets):
         raise ValueError(
             f"{schedule.n_fragments} fragments need as many buckets, and the reducer has "
-            f"{len(reducer._buckets)}: choose a smaller bucket_cap_mb, or fewer fragments"
+            f"{len(reducer.buckets)}: choose a smaller bucket_cap_mb, or fewer fragments"
         )
-    for bucket in reducer._buckets:
+    for bucket in reducer.buckets:
         _refuse_bucket(bucket)
 
 
@@ -104,22 +106,20 @@ def _refuse_options(options: Options) -> None:
 
 def _refuse_companions(reducer: Reducer) -> None:
     """Raises ValueError beside what else decides about the reducer's steps."""
-    if reducer.sharded_by.is_taken:
+    sharded_by, local_steps = reducer.find(ShardedBy), reducer.find(LocalSteps)
+    if sharded_by is not None and not sharded_by.is_gone:
         raise ValueError(
             "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
             "rank's own use the plain optimizer"
         )
-    if reducer.local_steps.name is not None:
-        raise ValueError(
-            f"the reducer has a {reducer.local_steps.name} already: call its finish() first"
-        )
+    if local_steps is not None:
+        raise ValueError(f"the reducer has a {local_steps.name} already: call its finish() first")
 
 
 def _refuse_moment(reducer: Reducer) -> None:
     """Raises ValueError unless it is between two steps, and outside join()."""
-    is_between_steps = reducer._round is None and reducer._is_synchronizing
-    is_announced = reducer._weighting.of_round() is not None or reducer._skipping.vote is not None
-    if not is_between_steps or is_announced:
+    is_between_steps = reducer.round is None and reducer.is_synchronizing
+    if not is_between_steps or reducer.is_announced:
         raise ValueError(
             "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
             "not after a set_weight() or skip_step() whose reduction has not come"
@@ -147,8 +147,8 @@ def _refuse_bucket(bucket: Bucket) -> None:
 
 def refuse_rounding(reducer: Reducer) -> None:
     """Raises ValueError for a wire that rounds parameters."""
-    wire = reducer._options.wire_dtype
-    if any(wire not in (None, bucket.dtype) for bucket in reducer._buckets):
+    wire = reducer.options.wire_dtype
+    if any(wire not in (None, bucket.dtype) for bucket in reducer.buckets):
         raise ValueError(
             f"wire_dtype {wire} would round the parameters that LocalSGD averages: leave it out, "
             "or send differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"

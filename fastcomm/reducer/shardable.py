@@ -8,8 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from fastcomm.reducer import checkpoints, sparsity
+from fastcomm.reducer.local_steps import LocalSteps
 from fastcomm.reducer.options import AUTO
 from fastcomm.reducer.reducer import Reducer
+from fastcomm.reducer.sharded_by import ShardedBy
 from fastcomm.reducer.shares import Sharding
 
 # They look at each element by itself, so that a parameter may be cut.
@@ -56,20 +58,21 @@ def refuse(
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, refused):
             raise ValueError(why)
-    sparsity.refuse_sharding(reducer._buckets)
+    sparsity.refuse_sharding(reducer.buckets)
     if defaults.get("differentiable"):
         raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
-    if reducer.sharded_by.is_taken:
+    sharded_by, local_steps = reducer.find(ShardedBy), reducer.find(LocalSteps)
+    if sharded_by is not None and not sharded_by.is_gone:
         raise ValueError(
             "the reducer has a ShardedOptimizer already: give that one more groups, or call "
             "detach() and attach(model) first"
         )
-    if reducer.local_steps.name is not None:
+    if local_steps is not None:
         raise ValueError(
             f"a ShardedOptimizer needs reduced gradients, and the reducer's "
-            f"{reducer.local_steps.name} lets each rank step with its own: call its finish() first"
+            f"{local_steps.name} lets each rank step with its own: call its finish() first"
         )
-    if reducer._options.bucket_cap_mb == AUTO:
+    if reducer.options.bucket_cap_mb == AUTO:
         raise ValueError(
             'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
             "choose a number"

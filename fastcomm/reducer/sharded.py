@@ -29,10 +29,12 @@ from fastcomm.reducer import (
     torch_helpers,
 )
 from fastcomm.reducer.arrivals import Arrival, Arrivals
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.checkpoints import Part, options_of, pieces_of
 from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
-from fastcomm.reducer.shares import RankShare, ShardedBucket, ShardedBy, Sharding
+from fastcomm.reducer.sharded_by import ShardedBy
+from fastcomm.reducer.shares import RankShare, Sharding
 
 _MAKING = agreement.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
 _GROUPS = "parameter groups, which every rank must give in one order"
@@ -107,14 +109,17 @@ class ShardedOptimizer(Optimizer):
         # Adagrad makes some before the first step, of frozen ones, too.
         self._aside: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
-        self._buckets: Sequence[ShardedBucket] = []
+        self._buckets: Sequence[Bucket] = []
         self._barrier = shares.StepBarrier(reducer.comm)
         torch_helpers.watch(ShardedOptimizer, _is_held)
-        reducer.sharded_by = ShardedBy(self)
+        former = reducer.find(ShardedBy)
+        if former is not None:  # of an optimizer that is gone
+            reducer.remove(former)
+        sharded_by = reducer.install(ShardedBy(self))
         try:
             reducer.refresh()
         except BaseException:
-            reducer.sharded_by = ShardedBy()  # of nothing that is half made
+            reducer.remove(sharded_by)  # of what is half made
             raise
 
     def _make_plain(self, params: Iterable[Any] | None, overlap_gather: bool) -> Optimizer:
@@ -122,8 +127,8 @@ class ShardedOptimizer(Optimizer):
         rank what one of them refuses, and MismatchError where they differ.
         """
         reducer = self.reducer
-        model = reducer._attached_model()
-        named = {name: p for name, p in reducer._named_parameters() if p.requires_grad}
+        model = reducer.attached_model()
+        named = {name: p for name, p in reducer.named_parameters() if p.requires_grad}
         plain, problem = None, None
         try:
             shardable.refuse(self._class, self._defaults, reducer, self.sharding)
@@ -133,7 +138,7 @@ class ShardedOptimizer(Optimizer):
             plain = self._class(groups, **self._defaults)
             param_groups.refuse(plain.param_groups, named)
             buffers = model.named_buffers() if isinstance(model, Module) else ()
-            param_groups.refuse_shared_memory([*reducer._named_parameters(), *buffers])
+            param_groups.refuse_shared_memory([*reducer.named_parameters(), *buffers])
         except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
         described: dict[str, Any] = {
@@ -144,7 +149,7 @@ class ShardedOptimizer(Optimizer):
             "overlap_gather": overlap_gather,
         }
         if plain is not None:
-            described |= param_groups.places(plain.param_groups, reducer._named_parameters())
+            described |= param_groups.places(plain.param_groups, reducer.named_parameters())
             described |= param_groups.options(plain.param_groups)
         agreement.compare(reducer.comm, problem, described, [], _MAKING)
         assert plain is not None  # for the type checker: compare() has raised
@@ -201,7 +206,7 @@ class ShardedOptimizer(Optimizer):
     # -- the buckets -------------------------------------------------------------------------------
 
     def set_state_aside(self) -> None:
-        """See shares.Stepper."""
+        """See sharded_by.Stepper."""
         if self._buckets:
             self._agree_on_refresh()
         parameters = self._parameters()
@@ -217,7 +222,7 @@ class ShardedOptimizer(Optimizer):
     def _agree_on_refresh(self) -> None:
         problem = None
         try:
-            shares.refuse_refresh(self._buckets, any(self._inner.state.values()), self._is_mixed)
+            self._refuse_refresh()
         except FastcommError as error:
             problem = error
         # of those that have a state: new ones may lack a group, of which take_buckets() tells
@@ -228,8 +233,20 @@ class ShardedOptimizer(Optimizer):
         }
         agreement.compare(self.comm, problem, numbers, [], _REFRESH)
 
-    def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See shares.Stepper."""
+    def _refuse_refresh(self) -> None:
+        """Raises FastcommError for what refresh() would lose, or mix."""
+        has_state = any(self._inner.state.values())
+        if self._is_mixed and has_state:
+            raise FastcommError(
+                "a step of the ShardedOptimizer has failed on the way, and its state is of two "
+                "steps: load one whole state on every rank, or begin anew there by "
+                "optimizer.state = {}; then call refresh()"
+            )
+        for bucket in self._buckets:
+            _share_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
+
+    def take_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """See sharded_by.Stepper."""
         taken, problem = None, None
         try:
             parts = self._parts_in(buckets)
@@ -243,12 +260,12 @@ class ShardedOptimizer(Optimizer):
         self._parts, inner = taken
         self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
         self._use(inner)
-        model = self.reducer._attached_model()
+        model = self.reducer.attached_model()
         if self._overlaps and isinstance(model, Module):
             self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
         self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
 
-    def _parts_in(self, buckets: Sequence[ShardedBucket]) -> dict[Parameter, Part]:
+    def _parts_in(self, buckets: Sequence[Bucket]) -> dict[Parameter, Part]:
         known, parts = set(self._parameters()), {}
         for bucket in buckets:
             share = _share_of(bucket)
@@ -309,7 +326,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.reducer.sharded_by.stepper() is not self:
+        if self.reducer.stepper() is not self:
             raise FastcommError(
                 "the reducer was detached, and its ShardedOptimizer with it: make another one "
                 "after attach()"
@@ -423,7 +440,7 @@ class ShardedOptimizer(Optimizer):
         return [self._parts.get(p, Part("", p, {}, None)) for p in self._parameters()]
 
     def compare_state(self) -> None:
-        """See shares.Stepper."""
+        """See sharded_by.Stepper."""
         self._compare_places("check_in_sync()")
         checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
 
@@ -431,7 +448,7 @@ class ShardedOptimizer(Optimizer):
         agreement.compare(self.comm, None, self._places(), [], _REFRESH._replace(name=call))
 
     def _places(self) -> dict[str, Any]:
-        return param_groups.places(self.param_groups, self.reducer._named_parameters())
+        return param_groups.places(self.param_groups, self.reducer.named_parameters())
 
     def _aside_by_number(self) -> dict[int, checkpoints.State]:
         numbered = enumerate(self._parameters())
@@ -477,7 +494,7 @@ class ShardedOptimizer(Optimizer):
             fits = shardable.fitting(self._class, self.sharding)
             known = self._parts.values() if fits else ()
             checkpoints.refuse(saved, self._place(), known, fits or checkpoints.is_shaped_as)
-            names = {parameter: name for name, parameter in self.reducer._named_parameters()}
+            names = {parameter: name for name, parameter in self.reducer.named_parameters()}
             described = self._places() | checkpoints.described(saved, self._parts, names)
             loaded = self._loaded(saved)
         except Exception as error:  # the state may be anything, and the others are to hear of it
@@ -510,7 +527,7 @@ class ShardedOptimizer(Optimizer):
         return groups, inner, aside
 
 
-def _share_of(bucket: ShardedBucket) -> RankShare:
+def _share_of(bucket: Bucket) -> RankShare:
     assert bucket.share is not None  # for the type checker: its reducer has this optimizer
     return bucket.share
 
@@ -518,5 +535,5 @@ def _share_of(bucket: ShardedBucket) -> RankShare:
 def _is_held(parameter: Tensor) -> bool:
     """Whether a ShardedOptimizer takes the parameter's gradients."""
     reducer = owner_of(parameter)
-    sharding = reducer.sharded_by.sharding() if isinstance(reducer, Reducer) else None
+    sharding = reducer.sharding() if isinstance(reducer, Reducer) else None
     return sharding is not None and not sharding.keeps_gradients

@@ -1,5 +1,4 @@
-"""RankShare: what one rank steps of one bucket, when a ShardedOptimizer steps the model. Sharding
-and ShardedBy: what buckets and a reducer know of that optimizer.
+"""RankShare: what one rank steps of one bucket, when a ShardedOptimizer steps the model.
 
 The parameters of a bucket lie in a flat buffer, as their gradients do, and both are cut alike: rank
 r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
@@ -8,10 +7,9 @@ r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -289,136 +287,3 @@ def _are_alike(parameter: Tensor, view: Tensor) -> bool:
 
 def _shown(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-class Stepper(Protocol):
-    """A ShardedOptimizer, as the reducer sees it."""
-
-    sharding: Sharding
-    is_torn: bool  # a step has failed, and the ranks' parameters may differ
-
-    def set_state_aside(self) -> None:
-        """The buckets are about to go: gathers the optimizer's state. Collective. Raises on every
-        rank if one holds gradients that would be lost, or a state that would not fit.
-        """
-
-    def compare_state(self) -> None:
-        """For check_in_sync(). Collective. Raises MismatchError, on every rank, where ranks that
-        step one parameter have states of different steps.
-        """
-
-    def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """These are the buckets from now on: takes back the state. Collective. Raises ValueError
-        for a trainable parameter without a group, or of another shape than its state;
-        FastcommError on the other ranks.
-        """
-
-
-class ShardedBucket(Protocol):
-    """A bucket, as a ShardedOptimizer sees it."""
-
-    names: list[str]
-    views: list[Tensor]
-    share: RankShare | None
-
-    @property
-    def parameters(self) -> list[Parameter | None]: ...
-
-
-def refuse_refresh(buckets: Sequence[ShardedBucket], has_state: bool, is_mixed: bool) -> None:
-    """Raises FastcommError for what refresh() would lose, or mix. is_mixed: a step has failed on
-    the way.
-    """
-    if is_mixed and has_state:
-        raise FastcommError(
-            "a step of the ShardedOptimizer has failed on the way, and its state is of two steps: "
-            "load one whole state on every rank, or begin anew there by optimizer.state = {}; then "
-            "call refresh()"
-        )
-    for bucket in buckets:
-        if bucket.share is not None:
-            bucket.share.refuse_refresh(bucket.names, bucket.parameters, has_state)
-
-
-class ShardedBy:
-    """The ShardedOptimizer of a reducer's model, if it has one. That holds the reducer, and so is
-    not held here.
-    """
-
-    def __init__(self, stepper: Stepper | None = None) -> None:
-        self._reference = None if stepper is None else weakref.ref(stepper)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether there is one, and it is not gone."""
-        return self._reference is not None and self._reference() is not None
-
-    def stepper(self) -> Stepper | None:
-        """Raises FastcommError if the optimizer is gone."""
-        if self._reference is None:
-            return None
-        stepper = self._reference()
-        if stepper is None:
-            raise FastcommError(
-                "the ShardedOptimizer of this model is gone: keep it, or call detach() and "
-                "attach(model), on every rank, before you make another optimizer"
-            )
-        return stepper
-
-    def sharding(self) -> Sharding | None:
-        """How the model's buckets are shared out; None: not at all."""
-        stepper = self.stepper()
-        return None if stepper is None else stepper.sharding
-
-    def before_round(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Raises FastcommError where a round would overwrite gradients, or its gradients be of
-        different parameters.
-        """
-        stepper = self.stepper()
-        if stepper is None:
-            return
-        if stepper.is_torn:
-            raise FastcommError(
-                "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
-                "differ: call refresh() on every rank, which copies rank 0's"
-            )
-        for bucket in buckets:
-            if bucket.share is not None:
-                bucket.share.begin_round()
-
-    def before_step(self, optimizer: object) -> None:
-        """Raises FastcommError for another optimizer."""
-        stepper = self.stepper()
-        if stepper is not None and optimizer is not stepper:
-            raise FastcommError(
-                f"this {type(optimizer).__name__} has parameters that a ShardedOptimizer steps: "
-                "give each parameter to one optimizer"
-            )
-
-    def described(self, optimizer: object) -> str:
-        """As ranks compare it: compare_state() is collective for one of them alone."""
-        kind = type(optimizer).__qualname__
-        return f"this model's {kind}" if self._steps_by(optimizer) else kind
-
-    def _steps_by(self, optimizer: object) -> Stepper | None:
-        """The optimizer, if it is the one."""
-        stepper = None if self._reference is None else self._reference()
-        return stepper if stepper is optimizer else None
-
-    def compare_state(self, optimizer: object) -> None:
-        """See Stepper. Does nothing for another optimizer."""
-        stepper = self._steps_by(optimizer)
-        if stepper is not None:
-            stepper.compare_state()
-
-    def set_state_aside(self) -> None:
-        """See Stepper."""
-        stepper = self.stepper()
-        if stepper is not None:
-            stepper.set_state_aside()
-
-    def take_buckets(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See Stepper."""
-        stepper = self.stepper()
-        if stepper is not None:
-            stepper.take_buckets(buckets)

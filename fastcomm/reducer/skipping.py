@@ -10,8 +10,9 @@ tell each other why, and rank 0 logs it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import norms
-from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.join import is_joining
 from fastcomm.reducer.options import Options
+from fastcomm.reducer.round import Round, State
 from fastcomm.reducer.torch_helpers import watch_scalers
 
 _log = logging.getLogger("fastcomm")
@@ -43,72 +45,68 @@ class Cause(NamedTuple):
     found: dict[str, int]
 
 
-class Skipping:
-    """Of one reducer.
+class Skipping(RoundExtension):
+    """Keeps what one reducer's rank votes, and the verdict on the last round. Installed with the
+    first vote of this rank, or of another.
 
-    hears_votes: a vote travels with the buckets.
+    vote: why this rank wants to skip the current round, or the next if none is open; or None.
+    is_skipped: all ranks have dropped the last round.
+    found_nonfinite: they have because gradients were not finite.
+    n_skipped: rounds that were dropped.
     """
 
-    def __init__(self, comm: Communicator, options: Options | None = None) -> None:
-        """options: None where no rank votes, and nobody looks."""
-        self._on_nonfinite = options is not None and options.skip_nonfinite
-        # With hooks votes travel over NCCL, too, but hearing them waits for the device: that is
-        # done only where skip_nonfinite waits anyway.
-        has_hooks = options is not None and bool(options.hooks)
-        self.hears_votes = comm.carries_votes or (has_hooks and self._on_nonfinite)
-        self._comm, self._op = comm, "mean" if options is None else options.op
-        self.n_skipped = 0  # rounds that were dropped
-        self.n_blocks = 0  # of skip_on() around what runs now
-        self.forget()
+    def __init__(self, comm: Communicator, options: Options) -> None:
+        self._comm, self._options = comm, options
+        self.n_skipped = 0
+        self._n_blocks = 0  # of skip_on() around what runs now
+        self._failed: Round | None = None  # its backward has ended with an exception in a block
+        self.released()
 
-    def forget(self) -> None:
-        """The reducer has no model any more, and no round."""
-        # why this rank wants the round dropped that is open, or comes
+    def released(self) -> None:
+        """Forget the vote: the reducer has no model any more, and no round."""
         self.vote: str | None = None
         self._clear()
 
-    def begin_round(self) -> None:
-        """A round begins, or goes on after a signal handler has raised at its beginning."""
-        if self._on_nonfinite and self._comm.has_streams:
-            self._comm.refuse_capture("skip_nonfinite=True")
-        self._clear()
-
     def _clear(self) -> None:
-        self._is_judged, self._is_asking = False, False
+        self._is_talking = False
+        self._n_nonfinite: int | None = None  # in the reduced gradients; None: not counted yet
         # Of this rank's own gradients in this round, by name:
         self._kept: list[tuple[str, Tensor]] = []  # as autograd has made them
         self._largest: list[tuple[Sequence[str], Tensor]] = []  # their largest absolute values
         self._found: dict[str, int] = {}  # see Cause
-        self.is_skipped = False  # the last round was dropped,
-        self.found_nonfinite = False  # because gradients were not finite
+        self.is_skipped = self.found_nonfinite = False
 
     def refuse_vote(self) -> None:
-        """Raises FastcommError where a vote could not reach the other ranks."""
-        if self.hears_votes:
+        """Raise FastcommError where a vote could not reach the other ranks."""
+        if hears_votes(self._comm, self._options):
             return
-        if not self._on_nonfinite:
+        if not self._options.skip_nonfinite:
             raise FastcommError(
                 f"over {self._comm.backend} a vote to skip travels as a NaN, which nobody looks "
                 "for: make the reducer with skip_nonfinite=True, on every rank"
             )
-        if self._op not in ("sum", "mean"):
+        if self._options.op not in ("sum", "mean"):
             raise FastcommError(
-                f"over {self._comm.backend} a vote to skip travels as a NaN, which op {self._op} "
-                "may lose: use op sum or mean"
+                f"over {self._comm.backend} a vote to skip travels as a NaN, which op "
+                f"{self._options.op} may lose: use op sum or mean"
             )
 
     def cast_vote(self, why: str) -> None:
-        """This rank wants the round dropped that is open, or else the next one."""
+        """Vote to skip the current round, or the next if none is open."""
         watch_scalers()
         if self.vote is None:
             self.vote = why
 
-    # -- what a round asks -------------------------------------------------------------------------
+    # -- a round -----------------------------------------------------------------------------------
 
-    @property
-    def inspects(self) -> bool:
-        """Whether this rank's own gradients are to be seen before they are reduced."""
-        return self._on_nonfinite
+    def before_round(self, round: Round) -> None:
+        """Begin a round, or go on after a signal handler has raised at its beginning."""
+        self._clear()
+        round.votes_to_skip = self.vote is not None
+        if self._options.skip_nonfinite:
+            if self._comm.has_streams:
+                self._comm.refuse_capture("skip_nonfinite=True")
+            round.inspect = self.inspect
 
     def inspect(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Keeps of these gradients, which are about to be reduced, what will tell whether they were
@@ -128,26 +126,34 @@ class Skipping:
             elif not norms.screened(gradient).isfinite():
                 self._found |= _counted(name, gradient)
 
-    def judge(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether the round, whose buckets are reduced, is to be dropped: the same on all ranks. A
-        second call gives the same answer. Collective if the round is dropped.
-        """
-        if not self._is_judged:
-            if self._is_asking:  # a signal handler has raised while the ranks talked
-                raise RuntimeError("the ranks cannot tell each other why a round is dropped")
-            voted = self.hears_votes and any(bucket.is_skipped() for bucket in buckets)
-            self._is_asking = True
-            n_nonfinite = 0
-            if self._on_nonfinite and not voted:
-                n_nonfinite = norms.n_left_nonfinite(buckets, self._comm)
-            if voted or n_nonfinite:
-                self._conclude(n_nonfinite)
-            self.is_skipped, self._is_judged = voted or n_nonfinite > 0, True
-            self._kept, self._largest = [], []
-        return self.is_skipped
+    def verdict(self, round: Round) -> bool:
+        """Whether reduced gradients are not finite. Collective where ranks have their shares."""
+        if not self._options.skip_nonfinite or round.was_voted_down:
+            return False
+        if self._n_nonfinite is None:
+            with self._talking():
+                self._n_nonfinite = norms.n_left_nonfinite(round.buckets, self._comm)
+        return self._n_nonfinite > 0
+
+    def after_round(self, round: Round) -> None:
+        """Let the ranks tell each other why they have dropped it, if they have together."""
+        if round.state is State.SKIPPED and not self.is_skipped:
+            with self._talking():
+                self._conclude(self._n_nonfinite or 0)
+            self.is_skipped = True
+        self._kept, self._largest = [], []
+        self.vote = self._failed = None
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Raises RuntimeError where a signal handler has raised while the ranks talked."""
+        if self._is_talking:
+            raise RuntimeError("the ranks cannot tell each other why a round is dropped")
+        self._is_talking = True
+        yield
+        self._is_talking = False
 
     def _conclude(self, n_nonfinite: int) -> None:
-        """The round is dropped: lets the ranks tell each other why."""
         watch_scalers()
         self.n_skipped += 1
         if is_joining(self._comm):  # where a rank without data cannot gather objects: each logs
@@ -170,6 +176,54 @@ class Skipping:
                 name: 0 for name, good in zip(names, is_finite, strict=True) if not good
             }
         return Cause(self.vote, self._found)
+
+    # -- a block that votes on exceptions ----------------------------------------------------------
+
+    def keeps_open(self, round: Round) -> bool:
+        """Whether a block of skip_on() decides about the round."""
+        if self._n_blocks:
+            self._failed = round
+        return self._n_blocks > 0
+
+    @contextlib.contextmanager
+    def skip_on(
+        self,
+        exceptions: tuple[type[BaseException], ...],
+        skip_step: Callable[[], None],
+        synchronize: Callable[[], None],
+    ) -> Iterator[None]:
+        """See Reducer.skip_step_on. skip_step, synchronize: the reducer's."""
+        self._n_blocks += 1
+        try:
+            yield
+        except BaseException as error:
+            self._n_blocks -= 1
+            if not isinstance(error, exceptions) or isinstance(error, FastcommError):
+                self._abort_failed(error)
+                raise
+            try:
+                skip_step()
+            except FastcommError as late:
+                raise late from error
+            first_line = str(error).partition("\n")[0]
+            self.vote = f"met {type(error).__name__}: {first_line}"
+            if self._failed is not None:
+                synchronize()
+        else:
+            self._n_blocks -= 1
+            self._abort_failed(None)
+
+    def _abort_failed(self, error: BaseException | None) -> None:
+        """Abort a round whose backward has failed, unless an outer block decides."""
+        if self._failed is not None and not self._n_blocks:
+            self._failed.abort(error)
+
+
+def hears_votes(comm: Communicator, options: Options) -> bool:
+    """Whether votes travel with the buckets. With hooks they do over NCCL, too, but hearing them
+    waits for the device: that is done only where skip_nonfinite waits anyway.
+    """
+    return comm.carries_votes or (bool(options.hooks) and options.skip_nonfinite)
 
 
 def _counted(name: str, gradient: Tensor) -> dict[str, int]:

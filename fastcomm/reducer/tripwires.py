@@ -96,10 +96,6 @@ class Tripwires:
                 return name
         return None
 
-    def raise_refusal(self) -> None:
-        if self.refusal is not None:
-            raise FastcommError(self.refusal)
-
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -14,12 +14,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fastcomm.comm.communicator import Communicator, note_abandoned
+from fastcomm.comm.communicator import note_abandoned
 from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
@@ -29,11 +28,14 @@ from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
 from fastcomm.insight.steps import Step, read_steps
 from fastcomm.insight.transport import measure_costs
 from fastcomm.launching.runner import cores
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.geometry import kind_of
 from fastcomm.reducer.layout import plan_buckets
-from fastcomm.reducer.model import Model
-from fastcomm.reducer.options import AUTO, Options
+from fastcomm.reducer.options import Options
 from fastcomm.reducer.putting_off import putting_off_signals
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 WARM_UP_ROUNDS = 2  # with new buckets: memory is touched for the first time
 MEASURED_ROUNDS = 5
@@ -42,32 +44,6 @@ _LEAST_ROUNDS = 3  # that tell when gradients are ready; with fewer the default 
 # Of the step, on a GPU: the host does not see how long the device takes for the backward, which
 # takes about twice what the forward does.
 _BACKWARD_SHARE = 2 / 3
-
-
-class Bucket(Protocol):
-    """What tuning knows of a reducer's bucket: its gradients, by their index among the parameters
-    that the buckets are made of.
-    """
-
-    indices: list[int]
-    views: list[Tensor]
-    dtype: torch.dtype
-
-
-class Tunable(Protocol):
-    """A reducer, as its tuning sees it."""
-
-    comm: Communicator
-    n_rounds: int
-    recorder: Recorder | None
-    _overlap: bool
-
-    @property
-    def _buckets(self) -> Sequence[Bucket]: ...
-    def _attached_model(self) -> Model: ...
-    def _make_buckets(self, source: Model) -> None: ...
-    def _stand_still(self, model: Model) -> None: ...
-    def detach(self) -> None: ...
 
 
 class _Seen(NamedTuple):
@@ -85,23 +61,20 @@ class _Seen(NamedTuple):
 
 
 class Tuning:
-    """Of one reducer, from its attach() on.
+    """The tuning of one reducer with bucket_cap_mb="auto", from its attach() on.
 
     options: with a size in place of "auto": the one that the next buckets are made with.
     is_over: nothing is left to be found.
     """
 
-    def __init__(self, options: Options, world_size: int) -> None:
-        self._is_auto = options.bucket_cap_mb == AUTO
-        self._is_alone = world_size == 1
+    def __init__(self, options: Options) -> None:
         self.options = options
-        self.begin(0)
+        self.begin(0, 1)
 
-    def begin(self, n_rounds: int) -> None:
+    def begin(self, n_rounds: int, world_size: int) -> None:
         """A model is attached, when so many rounds have ended."""
-        if self._is_auto:
-            self.options = replace(self.options, bucket_cap_mb=DEFAULT_CAP_MB)
-        self.is_over = not self._is_auto or self._is_alone
+        self.options = replace(self.options, bucket_cap_mb=DEFAULT_CAP_MB)
+        self.is_over = world_size == 1
         self._began_at = n_rounds  # when the buckets of now were made
         self._ended_s = 0.0  # when the last round ended
         self._periods: list[float] = []
@@ -109,13 +82,11 @@ class Tuning:
         self._default_s: float | None = None  # what a step takes with the default, once it was left
 
     def described(self) -> str:
-        """For repr(): what was chosen, if there is a choice."""
-        if not self._is_auto:
-            return ""
+        """For repr(): what was chosen."""
         so_far = "" if self.is_over else " so far"
         return f", bucket_cap_mb auto: {self.options.bucket_cap_mb:g}{so_far}"
 
-    def after_round(self, reducer: Tunable, can_replan: bool) -> None:
+    def after_round(self, reducer: Reducer, can_replan: bool) -> None:
         """A round has ended. Collective in the rounds that decide; all ranks end the same rounds,
         one by a backward, another without, as after skip_step(). can_replan: no backward is under
         way, and no step of an optimizer.
@@ -132,7 +103,7 @@ class Tuning:
                 self._decide(reducer, can_replan, is_last=n_late >= _PATIENCE_ROUNDS)
         self._ended_s = time.perf_counter()
 
-    def _decide(self, reducer: Tunable, can_replan: bool, is_last: bool) -> None:
+    def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
         """is_last: it is put off no longer."""
         try:
             seen = gather_objects(reducer.comm, self._seen(reducer, can_replan), "backward()")
@@ -149,17 +120,17 @@ class Tuning:
             note_abandoned(error)
             raise
 
-    def _note_round(self, reducer: Tunable) -> None:
+    def _note_round(self, reducer: Reducer) -> None:
         now = time.perf_counter()
         n = reducer.n_rounds - self._began_at
         if n > WARM_UP_ROUNDS:
             self._periods.append(now - self._ended_s)
         elif n == WARM_UP_ROUNDS and reducer.recorder is None and self._default_s is None:
-            sizes = [len(bucket.indices) for bucket in reducer._buckets]
+            sizes = [len(bucket.indices) for bucket in reducer.buckets]
             self._recorder = Recorder(MEASURED_ROUNDS, sum(sizes), len(sizes))
             reducer.recorder = self._recorder
 
-    def _seen(self, reducer: Tunable, can_replan: bool) -> _Seen:
+    def _seen(self, reducer: Reducer, can_replan: bool) -> _Seen:
         period_s = statistics.median(self._periods) if self._periods else 0.0
         step = None
         if self._default_s is None and reducer.recorder is not None and period_s:
@@ -167,11 +138,11 @@ class Tuning:
             if len(steps) >= _LEAST_ROUNDS:
                 step = self._local_step(reducer, steps[-MEASURED_ROUNDS:], period_s)
         local_rank = reducer.comm.local_rank
-        return _Seen(period_s, step, cores(), local_rank, can_replan, reducer._overlap)
+        return _Seen(period_s, step, cores(), local_rank, can_replan, reducer.overlap)
 
-    def _local_step(self, reducer: Tunable, steps: Sequence[Step], period_s: float) -> LocalStep:
+    def _local_step(self, reducer: Reducer, steps: Sequence[Step], period_s: float) -> LocalStep:
         """What the steps would be without communication."""
-        indices = [i for bucket in reducer._buckets for i in bucket.indices]
+        indices = [i for bucket in reducer.buckets for i in bucket.indices]
         ready = dict(zip(indices, _median_ready(steps), strict=True))
         backward_s = statistics.median(_own_ns(s, s.backward_end) for s in steps) / 1e9
         exposed_s = statistics.median(s.exposed_ns for s in steps) / 1e9
@@ -182,7 +153,7 @@ class Tuning:
             ready = {i: seconds * stretch for i, seconds in ready.items()}
         gradients = [
             Gradient(numel * self._wire_nbytes(itemsize), ready[i])
-            for i, (numel, _, itemsize) in enumerate(_kinds(reducer._buckets))
+            for i, (numel, _, itemsize) in enumerate(_kinds(reducer.buckets))
         ]
         return LocalStep(tuple(gradients), backward_s, optimizer_s=rest_s)
 
@@ -190,13 +161,13 @@ class Tuning:
         wire = self.options.wire_dtype
         return itemsize if wire is None else wire.itemsize
 
-    def _propose(self, reducer: Tunable, seen: Sequence[_Seen]) -> None:
+    def _propose(self, reducer: Reducer, seen: Sequence[_Seen]) -> None:
         """Chooses by the model, and tries the choice if it is not the default."""
         steps = [one.step for one in seen if one.step is not None]
         if len(steps) < len(seen):
             self._stop(reducer)
             return
-        planner = planner_of(_kinds(reducer._buckets), self.options)
+        planner = planner_of(_kinds(reducer.buckets), self.options)
         costs = measure_costs(reducer.comm)
         local_ranks = 1 + max(one.local_rank for one in seen)
         delays = not reducer.comm.has_streams and (
@@ -210,30 +181,30 @@ class Tuning:
             self._replan(reducer, choice.cap_mb)
             self._default_s = max(one.period_s for one in seen)
 
-    def _judge(self, reducer: Tunable, seen: Sequence[_Seen]) -> None:
+    def _judge(self, reducer: Reducer, seen: Sequence[_Seen]) -> None:
         """Goes back to the default unless the steps take less than with it."""
         if self._default_s is not None and not pays([s.period_s for s in seen], self._default_s):
             self._replan(reducer, DEFAULT_CAP_MB)
         self._stop(reducer)
 
-    def _replan(self, reducer: Tunable, cap_mb: float) -> None:
+    def _replan(self, reducer: Reducer, cap_mb: float) -> None:
         self._drop_recorder(reducer)  # of other buckets
         self.options = replace(self.options, bucket_cap_mb=cap_mb)
-        model = reducer._attached_model()
+        model = reducer.attached_model()
         reducer.detach()
         try:
             with torch.inference_mode(False):
-                reducer._make_buckets(model)
+                reducer.make_buckets(model)
         except BaseException:
-            reducer._stand_still(model)
+            reducer.stand_still(model)
             raise
         self._began_at, self._periods = reducer.n_rounds, []
 
-    def _stop(self, reducer: Tunable) -> None:
+    def _stop(self, reducer: Reducer) -> None:
         self._drop_recorder(reducer)
         self.is_over = True
 
-    def _drop_recorder(self, reducer: Tunable) -> None:
+    def _drop_recorder(self, reducer: Reducer) -> None:
         if self._recorder is not None and reducer.recorder is self._recorder:
             reducer.recorder = None
         self._recorder = None

@@ -17,50 +17,30 @@ import math
 import weakref
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.collective import WEIGHTED_OPS
 from fastcomm.comm.communicator import Weight
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.gradient_hook import Untraced
 from fastcomm.reducer.model import Model
 from fastcomm.reducer.options import Options
-from fastcomm.reducer.provenance import Provenance
+from fastcomm.reducer.round import Round
 from fastcomm.reducer.sparse_rows import values_of
 
 # Sums and quotients of weights are far from the ends of float64.
 _LEAST, _GREATEST = 1e-30, 1e30
 
 
-class Bucket(Protocol):
-    """What is asked of a reducer's bucket here."""
-
-    provenance: Provenance
-
-    names: list[str]
-
-    @property
-    def parameters(self) -> list[Parameter | None]: ...
-
-
-class WeightedRound(NamedTuple):
-    """How a round with weights is reduced. op: one of collective.WEIGHTED_OPS. reducer: see
-    Communicator.share_weight.
-    """
-
-    op: str
-    weight: Weight
-    reducer: int | None = None
-
-
-class Weighting:
-    """Of one reducer. Without set(), and after the end of every round, there is no weight."""
+class Weighting(RoundExtension):
+    """Keeps the weights of one reducer. Without set(), and after every round, there is none."""
 
     def __init__(self) -> None:
         self._hooks: list[tuple[Node, RemovableHandle]] = []
@@ -123,12 +103,11 @@ class Weighting:
         self._refuse_added_to_earlier()
         self._before += self._now
 
-    def refuse_earlier(self) -> None:
-        """Raises FastcommError if the round would count gradients of an earlier reduction by the
+    def end_of_backward(self, round: Round) -> None:
+        """Raise FastcommError if the round would count gradients of an earlier reduction by the
         wrong weight.
         """
-        weighted = self.of_round()
-        if weighted is not None and weighted.weight.scale != weighted.weight.total:
+        if round.weight is not None and round.weight.scale != round.weight.total:
             self._refuse_added_to_earlier()
 
     def _refuse_added_to_earlier(self) -> None:
@@ -185,12 +164,25 @@ class Weighting:
                     node = get_gradient_edge(parameter).node
                     self._hooks.append((node, node.register_prehook(Untraced(scaled))))
 
-    def of_round(self) -> WeightedRound | None:
-        """For the round that begins now; None: it has no weights."""
-        if self._now is None:
-            return None
-        total = self._before + self._now
-        return WeightedRound(WEIGHTED_OPS[self._of], Weight(total, self._unit if total else 0.0))
+    @property
+    def is_set(self) -> bool:
+        """Whether the round that is open, or comes next, has a weight."""
+        return self._now is not None
+
+    def before_round(self, round: Round) -> None:
+        """Give the round the weights that were set since the last one."""
+        if self._now is not None:
+            total = self._before + self._now
+            scale = self._unit if total else 0.0
+            round.weigh(WEIGHTED_OPS[self._of], Weight(total, scale))
+
+    def after_round(self, round: Round) -> None:
+        """Forget the weights, which hold for one round."""
+        self.forget()
+
+    def released(self) -> None:
+        """Forget the weights, and the model."""
+        self.forget()
 
 
 def refuse_weights(options: Options) -> None:

@@ -85,7 +85,7 @@ MUTATIONS = (
         name="compiled: graphs are cut without overlap",
         file=COMPILED,
         within="Backend.__call__",
-        old="reducer is None or not reducer._overlap",
+        old="reducer is None or not reducer.overlap",
         new="reducer is None",
         tests=_test("test_a_graph_is_not_cut_for_one_bucket_or_without_overlap"),
     ),

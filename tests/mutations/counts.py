@@ -286,7 +286,7 @@ MUTATIONS = (
     Mutation(
         name="counts: gradients that were looked at are kept until the next round",
         file=SKIPPING,
-        within="Skipping.judge",
+        within="Skipping.after_round",
         old="self._kept, self._largest = [], []",
         new="",
         tests=_test("test_gradients_that_were_looked_at_are_let_go"),

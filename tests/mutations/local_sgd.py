@@ -10,7 +10,6 @@ MEETING = "fastcomm/reducer/meeting.py"
 SCHEDULE = "fastcomm/reducer/schedule.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 HOOK = "fastcomm/reducer/gradient_hook.pyx"
-REDUCED = "fastcomm/reducer/reduced.py"
 
 
 def _result(name: str) -> tuple[str, ...]:
@@ -59,24 +58,24 @@ MUTATIONS = (
         name="local sgd: backwards between meetings reduce",
         file=HOOK,
         within="GradientHook.__call__",
-        old="if self.reducer.steps_alone or not self.reducer._is_synchronizing:",
-        new="if not self.reducer._is_synchronizing:",
+        old="if self.reducer.steps_alone or not self.reducer.is_synchronizing:",
+        new="if not self.reducer.is_synchronizing:",
         tests=_BEFORE_AND_AFTER,
     ),
     Mutation(
         name="local sgd: gradients made by hand are refused between meetings",
-        file=REDUCED,
-        within="ReducedGradients._require_reduced",
+        file="fastcomm/reducer/reducer.py",
+        within="Reducer._require_reduced",
         old=("if self.steps_alone:\n    return"),
         new="",
         tests=_OWN,
     ),
     Mutation(
         name="local sgd: own steps count as the reducer's",
-        file=REDUCED,
-        within="ReducedGradients.after_step",
-        old=("self.local_steps.meetings.after_step(shares)\nreturn"),
-        new="self.local_steps.meetings.after_step(shares)",
+        file="fastcomm/reducer/reducer.py",
+        within="Reducer.after_step",
+        old="if self.steps_alone:\n    return",
+        new="",
         tests=_DIFFERENT,
     ),
     Mutation(
@@ -147,7 +146,7 @@ MUTATIONS = (
         name="local sgd: an interrupted launch is left though the others count on it",
         file=MEETING,
         within="Meeting.launch",
-        old="isinstance(error, FastcommError) or not opened.must_finish",
+        old="isinstance(error, FastcommError) or not self._round.is_committed",
         new="True",
         tests=_INTERRUPTED,
     ),

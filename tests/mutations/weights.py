@@ -6,7 +6,6 @@ from tests.mutations.mutation import Mutation
 
 WEIGHTS = "fastcomm/reducer/weights.py"
 BUCKET = "fastcomm/reducer/bucket.py"
-ENDING = "fastcomm/reducer/ending.py"
 TESTS = "tests/reducer/test_weights.py"
 
 
@@ -21,15 +20,15 @@ MUTATIONS = (
         name="weights: a refresh loses a weight or a vote",
         file="fastcomm/reducer/reducer.py",
         within="Reducer.refresh",
-        old="self._weighting.of_round() is not None or self._skipping.vote is not None",
+        old="self.is_announced",
         new="False",
         tests=_test("test_a_refresh_loses_neither_weight_nor_vote"),
     ),
     Mutation(
         name="weights: a weight that no backward has used keeps the model",
-        file="fastcomm/reducer/uneven_data.py",
-        within="UnevenData.set_weight",
-        old="self._weighting.follow(model)",
+        file="fastcomm/reducer/reducer.py",
+        within="Reducer.set_weight",
+        old="weighting.follow(model)",
         new="",
         tests=("tests/reducer/test_lifetimes.py::test_a_reducer_goes_with_its_model",),
     ),
@@ -99,9 +98,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: a weight holds for the next round, too",
-        file=ENDING,
-        within="_close",
-        old="reducer._weighting.forget()",
+        file="fastcomm/reducer/weights.py",
+        within="Weighting.after_round",
+        old="self.forget()",
         new="",
         tests=(
             *_test("test_a_weight_is_of_one_reduction"),
@@ -134,9 +133,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: sums are added to what an earlier reduction has left",
-        file=ENDING,
-        within="end",
-        old="reducer._weighting.refuse_earlier()",
+        file="fastcomm/reducer/weights.py",
+        within="Weighting.end_of_backward",
+        old="self._refuse_added_to_earlier()",
         new="",
         tests=_test("test_weights_of_sums_refuse_gradients_of_an_earlier_reduction"),
     ),

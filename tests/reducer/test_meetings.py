@@ -531,7 +531,7 @@ def interrupted(kind, method, after=False):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     "where",
-    [(Round, "launch_rest", True), (Meeting, "_difference"), (Bucket, "finish")],
+    [(Round, "commit", True), (Meeting, "_difference"), (Bucket, "finish")],
     ids=["launched", "comparing", "waiting"],
 )
 @on_ranks(2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.reducer import optimizer_steps
-from fastcomm.reducer.optimizer_steps import Share
+from fastcomm.reducer.optimizer_steps import Share, StepRecord
 
 
 class Reducer:
@@ -19,7 +19,7 @@ class Reducer:
 
     def __init__(self, number: int, order: int, steps: list[str]) -> None:
         self.number, self._order, self._steps = number, order, steps
-        self.n_rounds, self.record = 10 * number, 0
+        self.n_rounds, self.steps = 10 * number, StepRecord()
 
     def __hash__(self) -> int:
         return self._order

@@ -11,6 +11,7 @@ import torch
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer import skipping
+from fastcomm.reducer.skipping import Skipping
 from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
@@ -304,13 +305,13 @@ class Unlucky(Trainee):
             x, _ = batch(self.comm.rank, i)
             hidden = self.model[:2](x)
             if error is not None and where == "reduction":
-                self.reducer._skipping.inspect = lambda *_: _raise(error)
+                self.reducer.find(Skipping).inspect = lambda *_: _raise(error)
             elif error is not None:
                 hidden.register_hook(lambda _: _raise(error))
             self.model[2:](hidden).square().mean().backward()
-        vars(self.reducer._skipping).pop("inspect", None)
+        vars(self.reducer.find(Skipping) or self).pop("inspect", None)
         if error is not None and where != "forward" and caught:  # it has taken its part
-            assert self.reducer.skipped and self.reducer._round is None
+            assert self.reducer.skipped and self.reducer.round is None
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -114,12 +114,12 @@ def test_a_new_model_is_measured_anew(comm):
 def test_a_backward_inside_another_leaves_the_buckets_alone(comm):
     with _choosing(TINY_MB):
         _, (model, reducer) = _models(comm)
-        with mock.patch.object(reducer, "_tuning", reducer._tuning) as watched:
+        with mock.patch.object(reducer, "tuning", reducer.tuning) as watched:
             for step in range(ROUNDS // 2 - 1):
                 backward(model, comm.rank, step)
-            before = reducer._buckets
+            before = reducer.buckets
             watched.after_round(reducer, can_replan=False)
-            assert reducer._buckets is before
+            assert reducer.buckets is before
 
 
 @pytest.mark.parametrize("votes", [False, True], ids=["by hand", "vote"])

@@ -1,0 +1,68 @@
+"""RoundExtension: what a feature of a reducer may do beside its rounds and its optimizers' steps.
+
+A reducer asks the extensions that are installed, in the order in which they came, and nothing of
+features that nobody uses. Every method here does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from fastcomm.comm.communicator import BucketWork
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.bucket import Bucket
+    from fastcomm.reducer.optimizer_steps import Share
+    from fastcomm.reducer.round import Round
+
+
+class RoundExtension:
+    """Base class of features. What a method raises drops the round on all ranks, if one is open."""
+
+    def before_round(self, round: Round) -> None:
+        """A round is about to open. May set how it is reduced. No rank knows of it yet."""
+
+    def end_of_backward(self, round: Round) -> None:
+        """All gradients are there, and the buckets that are left are about to be launched."""
+
+    def before_launch(self, round: Round, number: int) -> None:
+        """The bucket of this number is about to be launched."""
+
+    def after_launch(self, round: Round, number: int) -> None:
+        """The bucket is under way."""
+
+    def before_wait(self, round: Round, number: int) -> None:
+        """The round is about to wait for the bucket. Called again after an interruption."""
+
+    def after_wait(self, round: Round, number: int, work: BucketWork) -> None:
+        """The bucket is reduced."""
+
+    def verdict(self, round: Round) -> bool:
+        """Decide, when all buckets are reduced, whether all ranks drop the round. The answer must
+        be the same on all ranks, and at each call.
+        """
+        return False
+
+    def keeps_open(self, round: Round) -> bool:
+        """Decide, when an exception has ended the backward, whether the extension ends the round
+        later. Else the round is aborted now.
+        """
+        return False
+
+    def after_round(self, round: Round) -> None:
+        """The round is over; round.state tells how. Called again after an interruption."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step parameters of the reducer. No gradient is reduced yet."""
+
+    def after_step(self, shares: list[Share]) -> None:
+        """An optimizer has stepped these parameters of the reducer."""
+
+    def attached(self, buckets: Sequence[Bucket], model: object) -> None:
+        """The reducer has made these buckets for the model."""
+
+    def released(self) -> None:
+        """The reducer has let go of its model and its buckets."""

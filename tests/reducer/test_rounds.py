@@ -1,0 +1,165 @@
+"""The states of a round: each way from one to the next, and a signal at each statement on the
+way.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import AbandonedError, MismatchError
+from fastcomm.comm.objects import gather_objects
+from fastcomm.reducer import round as round_module
+from fastcomm.reducer.round import Round, State
+from tests.support.models import SMALL_BUCKETS, assert_gradients, backward, mean_gradients, mlp
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+
+def _round(comm, n_steps: int = 0) -> tuple[torch.nn.Module, Round]:
+    """An open round of a model whose gradients are this rank's number plus 1."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, comm.rank + 1.0)
+    return model, Round(comm, reducer.buckets, "mean", 1, n_steps, hears_votes=comm.carries_votes)
+
+
+def _launch_some(opened: Round) -> None:
+    opened.buckets[0].count_all()
+    opened.launch_full_buckets()
+
+
+def _has_the_mean(model, comm) -> bool:
+    mean = (comm.world_size + 1) / 2
+    return all((parameter.grad == mean).all() for parameter in model.parameters())
+
+
+@pytest.mark.transports(*EVERY_TRANSPORT)
+@pytest.mark.parametrize("launches", [False, True], ids=["open", "launching"])
+@on_ranks(2)
+def test_a_round_commits_and_settles(comm, launches):
+    model, opened = _round(comm)
+    assert opened.state is State.OPEN
+    if launches:
+        _launch_some(opened)
+        assert opened.state is State.LAUNCHING
+    opened.count_all()
+    opened.commit()
+    assert opened.state is State.COMMITTED and not opened.is_over
+    opened.finish()
+    assert opened.state is State.SETTLED and opened.is_over
+    opened.abort()
+    assert opened.state is State.SETTLED and _has_the_mean(model, comm)
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
+@on_ranks(2)
+def test_all_ranks_skip_a_round_that_one_votes_to_skip(comm):
+    model, opened = _round(comm)
+    _launch_some(opened)
+    opened.count_all()
+    opened.votes_to_skip = comm.rank == 1
+    opened.finish()
+    assert opened.state is State.SKIPPED and opened.was_voted_down
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
+@pytest.mark.parametrize("state", [State.OPEN, State.LAUNCHING])
+@on_ranks(2)
+def test_a_round_that_one_rank_aborts_is_dropped_on_all(comm, state):
+    model, opened = _round(comm)
+    if comm.rank == 1:
+        if state is State.LAUNCHING:
+            _launch_some(opened)
+        assert opened.state is state
+        opened.abort()
+    else:
+        opened.count_all()
+        with pytest.raises(AbandonedError, match="rank 1"):
+            opened.finish()
+    assert opened.state is State.DROPPED and opened.is_over
+    assert all(parameter.grad is None for parameter in model.parameters())
+    comm.barrier()  # as good as new
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
+@on_ranks(2)
+def test_a_round_in_which_the_ranks_differ_is_dropped_on_all(comm):
+    model, opened = _round(comm, n_steps=comm.rank)
+    opened.count_all()
+    with pytest.raises(MismatchError, match="after 1 step"):
+        opened.finish()
+    assert opened.state is State.DROPPED
+    assert all(parameter.grad is None for parameter in model.parameters())
+    comm.barrier()
+
+
+# Where no callback of autograd is there yet, by which the reducer would hear of an exception.
+_BEFORE_THE_CALLBACK = ("__init__", "await_end_of_backward")
+
+
+class _Signal(Exception):
+    """What the handler raises."""
+
+
+class _SignalAt:
+    """Raises at the n-th statement of a round that this thread comes to."""
+
+    def __init__(self, n: int) -> None:
+        self._n_left = n
+        self.has_come = False
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        is_ours = code.co_filename == round_module.__file__
+        if not is_ours or code.co_name in _BEFORE_THE_CALLBACK:
+            return None
+        if event == "line" and not self.has_come:
+            self._n_left -= 1
+            if self._n_left < 0:
+                self.has_come = True
+                raise _Signal
+        return self
+
+
+def _step(model, comm, signal: _SignalAt) -> bool:
+    """Whether the backward has left this rank's gradients reduced."""
+    model.zero_grad()
+    try:
+        if comm.rank == 1:
+            sys.settrace(signal)
+        backward(model, comm.rank)
+    except (_Signal, AbandonedError):
+        pass
+    finally:
+        sys.settrace(None)
+    return model[0].weight.grad is not None
+
+
+@pytest.mark.transports("shm", "group")
+@on_ranks(2)
+def test_a_signal_between_any_two_statements_leaves_the_ranks_in_step(comm):
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    n, goes_on, outcomes = 0, True, set()
+    while goes_on:
+        signal = _SignalAt(n)
+        is_reduced = _step(model, comm, signal)
+        assert reducer.round is None
+        told = gather_objects(comm, (is_reduced, signal.has_come), "the test")
+        assert told[0][0] == told[1][0], f"at statement {n} the ranks have parted: {told}"
+        if is_reduced:
+            assert_gradients(model, expected)
+        outcomes.add(is_reduced)
+        goes_on, n = told[1][1], n + 1
+    assert outcomes == {False, True} and n > 50
