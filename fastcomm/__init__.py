@@ -23,10 +23,10 @@ from fastcomm.errors import (
 )
 from fastcomm.launching.rendezvous import init
 from fastcomm.launching.runner import launch
-from fastcomm.reducer.diloco import DiLoCo
-from fastcomm.reducer.local_sgd import LocalSGD
+from fastcomm.optim.diloco import DiLoCo
+from fastcomm.optim.local_sgd import LocalSGD
+from fastcomm.optim.sharded import ShardedOptimizer
 from fastcomm.reducer.reducer import Reducer
-from fastcomm.reducer.sharded import ShardedOptimizer
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
 from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
 

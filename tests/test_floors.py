@@ -20,7 +20,7 @@ FLOORS = (
     ("launching",),
     ("insight",),
     ("reducer",),
-    ("torch_backend",),
+    ("optim", "torch_backend"),
     ("__init__", "__main__"),
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

@@ -156,7 +156,8 @@ def steps_made(n_steps: int, record: int) -> int:
 
 def with_checksum(steps: int, checksum: int) -> int:
     """steps_made(), with what a bucket's parameters have become added to the record."""
-    return steps_made(count_of(steps), steps // _RECORDS + checksum)
+    record = steps // _RECORDS + checksum
+    return (record & 0x7FFFFFFF) * _RECORDS + steps % _RECORDS
 
 
 def count_of(steps: int) -> int:

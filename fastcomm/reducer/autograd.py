@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.autograd_stack import is_inside_backward
 from fastcomm.errors import FastcommError
-from fastcomm.reducer.gradient_hook import EndOfBackward
+from fastcomm.reducer.hooks import EndOfBackward
 
 
 def _n_names(parameter: torch.Tensor) -> int:

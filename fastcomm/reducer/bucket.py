@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,18 @@ from fastcomm.comm.collective import FEWER_BACKWARDS, OTHERS_GRADIENT
 from fastcomm.comm.communicator import BoundBucket, BucketWork, Communicator, Weight
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.errors import FastcommError, MismatchError
-from fastcomm.reducer.agreement import grad_dtype
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
-from fastcomm.reducer.geometry import strides_of, view_of
-from fastcomm.reducer.gradient_hook import Counter, GradientHook, displaced
-from fastcomm.reducer.hooked_bucket import BucketHooks, HookedBucket
-from fastcomm.reducer.layout import BucketLayout
-from fastcomm.reducer.misfit import misfit_in_slot
-from fastcomm.reducer.provenance import Provenance, checksum
+from fastcomm.reducer.gradient_state import GradientState, checksum
+from fastcomm.reducer.hooks import Counter, GradientHook, displaced
+from fastcomm.reducer.layout import BucketLayout, strides_of, view_of
 from fastcomm.reducer.sample import Sample
-from fastcomm.reducer.shares import RankShare, Sharding
+from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
 
+if TYPE_CHECKING:
+    from fastcomm.reducer.features.shards import RankShare
+
+# Gets a flat buffer, the gradients in it, and their offsets.
+Binding = Callable[[Tensor, list[Tensor], list[int]], BoundBucket]
 # Gets the names of parameters, and their gradients.
 Inspection = Callable[[Sequence[str], Sequence[Tensor]], None]
 _WHY_RANKS_DIFFER = (
@@ -46,20 +47,20 @@ class Bucket(Counter):
 
     def __init__(
         self,
-        label: int,
-        layout: BucketLayout,
-        parameters: list[Parameter],
-        names: list[str],
         comm: Communicator,
+        layout: BucketLayout,
+        parameters: Sequence[Parameter],
+        names: Sequence[str],
+        bind: Binding,
         *,
-        wire_dtype: torch.dtype | None,
-        error_feedback: bool,
-        lane: int,
-        hooks: BucketHooks | None,
+        numel: int,
+        is_copied: bool,
         n_rounds: int,
-        sharding: tuple[Sharding, tuple[int, ...]] | None,
-        skip_nonfinite: bool,
     ) -> None:
+        """parameters, names: of the model, among which the layout has chosen. bind: makes what
+        reduces the flat buffer. numel: of that, without what is behind the gradients. is_copied: a
+        copy travels, in another dtype. n_rounds: how many of the reducer's have ended.
+        """
         own = [parameters[slot.index] for slot in layout.slots]
         # The hooks on the parameters keep the reducer and its buckets alive. Python could not
         # collect a cycle through them.
@@ -68,44 +69,23 @@ class Bucket(Counter):
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
-        # behind the gradients, or the shares of them: their presence
-        numel = (layout.numel if sharding is None else sharding[1][-1]) + len(own)
-        if wire_dtype is None or wire_dtype == self.dtype:
-            self.flat = comm.empty(numel, dtype=self.dtype).zero_()
-        else:  # the gradients keep their dtype; a copy in the wire dtype travels
+        numel += len(own)  # behind the gradients: their presence
+        if is_copied:
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
+        else:
+            self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         offsets = [slot.offset for slot in layout.slots]
-        self._geometries = [
+        self.geometries = [
             (offset, p.size(), strides_of(p)) for offset, p in zip(offsets, own, strict=True)
         ]
         self._dtypes = [grad_dtype(p) for p in own]
         self.views = [self._view(i) for i in range(len(own))]
         self._addresses = [view.data_ptr() for view in self.views]
-        self.provenance = Provenance(self._references, self.views, self._addresses, n_rounds)
-        # of a model that a ShardedOptimizer steps
-        self.share: RankShare | None = None
-        bounds = None
-        if sharding is not None:
-            self.share = RankShare(comm, *sharding, self.flat, own, self._geometries, label)
-            bounds = None if self.share.keeps_gradients else sharding[1]
-        self._bound: BoundBucket
-        if hooks is None:
-            self._bound = comm.bind_bucket(
-                self.flat,
-                self.views,
-                offsets,
-                wire_dtype=wire_dtype,
-                label=label,
-                lane=lane,
-                bounds=bounds,
-                error_feedback=error_feedback,
-            )
-        else:
-            self._bound = HookedBucket(comm, hooks, self.flat, self.views, offsets)
+        self.gradient_state = GradientState(self._references, self.views, self._addresses, n_rounds)
+        self.share: RankShare | None = None  # of a model that a ShardedOptimizer steps
+        self._bound = bind(self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
         self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
-        if skip_nonfinite:
-            self._bound.count_results(False)
         self._sample = Sample(self.flat, offsets, self.views)
         self._is_gathered = False  # in this round
         self._is_vote = False  # launch_vote() has launched it in this round
@@ -123,7 +103,7 @@ class Bucket(Counter):
         self.count_anew(len(layout.slots))
 
     def _view(self, i: int) -> Tensor:
-        return view_of(self.flat, *self._geometries[i], self._dtypes[i])
+        return view_of(self.flat, *self.geometries[i], self._dtypes[i])
 
     @property
     def parameters(self) -> list[Parameter | None]:
@@ -134,6 +114,10 @@ class Bucket(Counter):
         """The names and parameters of those that are not gone."""
         pairs = zip(self.names, self.parameters, strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
+
+    def count_nonfinite(self) -> None:
+        """Let the reduction count, where it can, for n_left_nonfinite()."""
+        self._bound.count_results(False)
 
     def note_step(self, n_rounds: int) -> None:
         """An optimizer has stepped parameters of this bucket, which all ranks are to have made
@@ -166,10 +150,12 @@ class Bucket(Counter):
         reduced.
         """
         is_empty = own_weight is not None and not own_weight.total
-        self._bring_views_home()
+        moved = displaced(self.views, self._addresses)
+        if moved:
+            self._bring_home(moved)
         taking_part = self.parameters
         if self.n_pending:
-            taking_part = self.provenance.taking_part(taking_part, self.ready)
+            taking_part = self.gradient_state.taking_part(taking_part, self.ready)
         self._note_staying()
         if is_empty:
             taking_part = self._leave_out(taking_part, keeps_graph)
@@ -191,9 +177,9 @@ class Bucket(Counter):
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error
 
-    def _bring_views_home(self) -> None:
-        """After parameter.grad.data = ... the view is on the user's memory."""
-        for i in displaced(self.views, self._addresses):
+    def _bring_home(self, slots: Sequence[int]) -> None:
+        """After parameter.grad.data = ... these views are on the user's memory."""
+        for i in slots:
             self.views[i] = self._view(i)
 
     def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
@@ -223,7 +209,7 @@ class Bucket(Counter):
                     "(create_graph=True), and this rank has weight 0: use a weight above 0"
                 )
             gradient = parameter.grad
-            if gradient is not None and self.provenance.holds_earlier(i):
+            if gradient is not None and self.gradient_state.holds_earlier(i):
                 self._emptied[i] = self._kept(gradient)
             parameter.grad = None
         return [None] * len(taking_part)
@@ -324,10 +310,7 @@ class Bucket(Counter):
 
     def watch_gradients(self) -> None:
         """The bucket is under way while backward goes on: from here on nobody may write to it."""
-        self._n_writes = self._count_writes()
-
-    def _count_writes(self) -> list[int]:
-        return [view._version for view in self.views]
+        self._n_writes = [view._version for view in self.views]
 
     def refuse_changed_gradients(self) -> None:
         """Called at the end of backward, when the bucket is under way. Raises FastcommError if a
@@ -336,11 +319,11 @@ class Bucket(Counter):
         """
         if self._is_vote or not self._n_writes:  # else it was launched by no hook
             return
-        writes = zip(self.parameters, self._n_writes, self._count_writes(), strict=True)
-        for i, (parameter, before, now) in enumerate(writes):
+        writes = zip(self.parameters, self.views, self._n_writes, strict=True)
+        for i, (parameter, view, n_writes) in enumerate(writes):
             if parameter is None or i in self._untouched:
                 continue
-            if parameter.grad is not self.views[i] or before != now:
+            if parameter.grad is not view or view._version != n_writes:
                 raise FastcommError(
                     f"the gradient of parameter {self.names[i]} was changed by a hook while it was "
                     "reduced: change gradients after backward(), or in a hook of the parameter "
@@ -410,14 +393,14 @@ class Bucket(Counter):
         """
         work = self._bound.posted
         left = self._settle_missing(work) if work is not None and self._untouched else []
-        self.provenance.note_round(number, left)
+        self.gradient_state.note_round(number, left)
         for i, gradient in self._staying.items():
             parameter = self._references[i]()
             if parameter is not None and i not in left:
                 # not seen by autograd: the graph is that of this rank's gradient
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
-                self.provenance.note_kept(i)
+                self.gradient_state.note_kept(i)
                 self._taken.discard(i)
 
     def _settle_missing(self, work: BucketWork) -> list[int]:
@@ -437,15 +420,15 @@ class Bucket(Counter):
                 before, parameter.grad = self._emptied[i], self._staying.get(i, self.views[i])
             if before is not None and parameter.grad is self.views[i]:
                 self.views[i].copy_(before)
-            self.provenance.note_left(i)
+            self.gradient_state.note_left(i)
             left.append(i)
         return left
 
     def refuse_unreduced(self, slots: list[int] | None, since: int | None) -> None:
         """Raises FastcommError naming a parameter whose gradient is neither reduced nor accumulated
-        under no_sync(). See Provenance.find_unreduced.
+        under no_sync(). See GradientState.find_unreduced.
         """
-        i = self.provenance.find_unreduced(slots, since)
+        i = self.gradient_state.find_unreduced(slots, since)
         if i >= 0:
             raise FastcommError(
                 f"the gradient of parameter {self.names[i]} was made without a backward() that "
@@ -458,7 +441,7 @@ class Bucket(Counter):
         counts_unclaimed: also of parameters that no optimizer has ever stepped.
         """
         is_pending = self.share is not None and self.share.is_pending
-        return is_pending or self.provenance.has_unstepped(counts_unclaimed)
+        return is_pending or self.gradient_state.has_unstepped(counts_unclaimed)
 
     def square_sum(self) -> Tensor | None:
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch
@@ -501,12 +484,12 @@ class Bucket(Counter):
         self._untouched.clear()
         self._emptied.clear()
         self._staying.clear()
-        self.provenance.begin_period()
+        self.gradient_state.begin_period()
         self.count_anew(len(self.views))
 
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
-        self.provenance.forget_rounds()
+        self.gradient_state.forget_rounds()
         self._taken.update(self._held or ())
         for parameter in self.parameters:
             if parameter is not None:
@@ -517,7 +500,7 @@ class Bucket(Counter):
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter is not None and parameter.grad is view:
                 parameter.grad = view.clone()
-        self._bring_views_home()
+        self._bring_home(displaced(self.views, self._addresses))
 
     def take_views(self) -> None:
         """Makes the views the gradients: what they hold is reduced next."""
@@ -538,7 +521,7 @@ class Bucket(Counter):
                 continue
             if gradient is view:
                 gradient = view.clone()
-            self.provenance.hand_over(i, gradient)
+            self.gradient_state.hand_over(i, gradient)
             parameter.grad = gradient
         if self.share is not None:
             self.share.release(self.parameters)

@@ -15,7 +15,7 @@ from fastcomm.comm.communicator import BucketWork
 
 if TYPE_CHECKING:
     from fastcomm.reducer.bucket import Bucket
-    from fastcomm.reducer.optimizer_steps import Share
+    from fastcomm.reducer.optimizer_hooks import Share
     from fastcomm.reducer.round import Round
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastcomm.comm.collective import complex_refusal, refuse_error_feedback
 from fastcomm.comm.communicator import Communicator
-from fastcomm.reducer.hooked_bucket import Hook, HookCalls
+from fastcomm.reducer.features.ddp_hooks import Hook, HookCalls
 
 _MB = 1024 * 1024
 AUTO = "auto"  # a bucket_cap_mb: see tuning.py

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastcomm.comm.communicator import Communicator
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.gradient_hook import GradientHook, ReducerFlags
-from fastcomm.reducer.optimizer_steps import Steppable
+from fastcomm.reducer.hooks import GradientHook, ReducerFlags
+from fastcomm.reducer.optimizer_hooks import Steppable
 
 # By parameter: two reducers would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()

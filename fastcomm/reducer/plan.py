@@ -1,69 +1,115 @@
-"""Plan: makes the buckets in which a model's gradients are reduced, as its options ask."""
+"""Plan: makes the buckets in which a model's gradients are reduced, as options and features ask."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import bucket_label
-from fastcomm.comm.communicator import Communicator
-from fastcomm.reducer.agreement import grad_dtype
-from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.geometry import kind_of
-from fastcomm.reducer.hooked_bucket import BucketHooks
-from fastcomm.reducer.layout import plan_buckets
+from fastcomm.comm.communicator import BoundBucket, Communicator
+from fastcomm.reducer.bucket import Binding, Bucket
+from fastcomm.reducer.features.ddp_hooks import BucketHooks, HookedBucket
+from fastcomm.reducer.features.shards import RankShare, Sharding
+from fastcomm.reducer.features.sparse_bucket import SparseBucket
+from fastcomm.reducer.layout import kind_of, plan_buckets
 from fastcomm.reducer.options import Options
-from fastcomm.reducer.shares import Sharding
+from fastcomm.reducer.validation import grad_dtype
+
+Named = Sequence[tuple[str, Parameter]]
 
 
 def make_buckets(
-    named: Sequence[tuple[str, Parameter]],
+    named: Named,
+    sparse: set[str],
     comm: Communicator,
     options: Options,
     number: int,
     n_rounds: int,
     sharding: Sharding | None,
 ) -> list[Bucket]:
-    """Makes the buckets for these parameters' gradients, in the order in which they will be full.
-    number: of the reducer, among those of the communicator. n_rounds: see Reducer.
+    """Make the buckets for these parameters' gradients, in the order in which they will be full.
+    The one of sparse gradients is the last but one, since the launch of the last one must not wait.
+
+    sparse: names of parameters with sparse gradients. number: of the reducer, among those of the
+    communicator. n_rounds: see Reducer.
     """
+    dense = [pair for pair in named if pair[0] not in sparse]
+    buckets: list[Bucket] = _dense_buckets(dense, comm, options, number, n_rounds, sharding)
+    if sparse:
+        own = [pair for pair in named if pair[0] in sparse]
+        label = bucket_label(number, len(buckets))
+        one = SparseBucket(label, own, comm, options.wire_dtype, n_rounds)
+        buckets.insert(max(len(buckets) - 1, 0), one)
+    for before, bucket in itertools.pairwise(buckets):
+        bucket.first = before.first + len(before.names)
+    return buckets
+
+
+def _dense_buckets(
+    named: Named,
+    comm: Communicator,
+    options: Options,
+    number: int,
+    n_rounds: int,
+    sharding: Sharding | None,
+) -> list[Bucket]:
     names, parameters = [name for name, _ in named], [p for _, p in named]
     layouts = plan_buckets(
         [kind_of(p, grad_dtype(p)) for p in parameters],
         cap_bytes=options.cap_bytes,
         first_cap_bytes=options.first_cap_bytes,
     )
-    shares: list[tuple[Sharding, tuple[int, ...]] | None] = [None] * len(layouts)
-    if sharding is not None:
-        shares = [(sharding, bounds) for bounds in sharding.bounds(layouts, comm.world_size)]
-    last = len(layouts) - 1
     options.hook_calls.begin(comm)
-    buckets = [
-        Bucket(
-            bucket_label(number, i),
+    all_bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
+    buckets = []
+    for i, layout in enumerate(layouts):
+        label = bucket_label(number, i)
+        bounds = None if all_bounds is None else all_bounds[i]
+        needs_all = sharding is None or sharding.keeps_gradients
+        bucket = Bucket(
+            comm,
             layout,
             parameters,
             names,
-            comm,
-            wire_dtype=options.wire_dtype,
-            error_feedback=options.error_feedback,
-            lane=i % options.streams,
-            hooks=BucketHooks(options.hooks, options.hook_calls, i, i == last)
-            if options.hooks
-            else None,
+            _binding(comm, options, i, len(layouts), label, None if needs_all else bounds),
+            numel=layout.numel if bounds is None else bounds[-1],
+            is_copied=options.wire_dtype not in (None, layout.dtype),
             n_rounds=n_rounds,
-            sharding=shares[i],
-            skip_nonfinite=options.skip_nonfinite,
         )
-        for i, layout in enumerate(layouts)
-    ]
-    number_gradients(buckets)
+        if options.skip_nonfinite:
+            bucket.count_nonfinite()
+        if sharding is not None and bounds is not None:
+            bucket.share = RankShare(comm, sharding, bounds, bucket, label)
+        buckets.append(bucket)
     return buckets
 
 
-def number_gradients(buckets: Sequence[Bucket]) -> None:
-    """In the order of the buckets, for those who note what happens to each gradient."""
-    for before, bucket in itertools.pairwise(buckets):
-        bucket.first = before.first + len(before.names)
+def _binding(
+    comm: Communicator,
+    options: Options,
+    i: int,
+    n: int,
+    label: int,
+    bounds: tuple[int, ...] | None,
+) -> Binding:
+    """How the i-th of n flat buffers is reduced: by the communicator, or by hooks."""
+
+    def bind(flat: Tensor, views: list[Tensor], offsets: list[int]) -> BoundBucket:
+        if options.hooks:
+            hooks = BucketHooks(options.hooks, options.hook_calls, i, i == n - 1)
+            return HookedBucket(comm, hooks, flat, views, offsets)
+        return comm.bind_bucket(
+            flat,
+            views,
+            offsets,
+            wire_dtype=options.wire_dtype,
+            label=label,
+            lane=i % options.streams,
+            bounds=bounds,
+            error_feedback=options.error_feedback,
+        )
+
+    return bind

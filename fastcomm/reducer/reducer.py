@@ -15,7 +15,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,29 +30,29 @@ from fastcomm.comm.communicator import Communicator, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
-from fastcomm.reducer import agreement, norms, sparsity
+from fastcomm.reducer import statistics, validation
 from fastcomm.reducer.autograd import (
     call_when_outer_goes_on,
     free_failed_backwards,
     refuse_compiled_autograd,
 )
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.compiled import Compiled
 from fastcomm.reducer.extension import RoundExtension
-from fastcomm.reducer.gradient_hook import EndOfBackward, ReducerFlags
-from fastcomm.reducer.hooked_bucket import Hook, hooks_of
-from fastcomm.reducer.join import Join, T
-from fastcomm.reducer.local_steps import LocalSteps
-from fastcomm.reducer.model import (
-    Model,
-    model_of,
-    named_parameters,
-    reference_to,
-    renormalised_embedding,
-    unsynced_batch_norm,
-)
-from fastcomm.reducer.observer import IS_UNDER_NSIGHT, RoundObserver
-from fastcomm.reducer.optimizer_steps import (
+from fastcomm.reducer.features import sparsity
+from fastcomm.reducer.features.autotune import Tuning
+from fastcomm.reducer.features.compiled import Compiled
+from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
+from fastcomm.reducer.features.join import Join, T
+from fastcomm.reducer.features.local_steps import LocalSteps
+from fastcomm.reducer.features.observer import IS_UNDER_NSIGHT, RoundObserver
+from fastcomm.reducer.features.progress import Stateful
+from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
+from fastcomm.reducer.features.shards import Sharding
+from fastcomm.reducer.features.skip import Skipping, hears_votes
+from fastcomm.reducer.features.weights import Weighting, refuse_weights
+from fastcomm.reducer.guards import Guards
+from fastcomm.reducer.hooks import EndOfBackward, ReducerFlags
+from fastcomm.reducer.optimizer_hooks import (
     Share,
     StepRecord,
     allow_steps,
@@ -71,14 +71,16 @@ from fastcomm.reducer.owners import (
     owner_of,
     take_over,
 )
-from fastcomm.reducer.progress import Stateful
+from fastcomm.reducer.plan import make_buckets
 from fastcomm.reducer.round import Round, State
-from fastcomm.reducer.sharded_by import ShardedBy, Stepper
-from fastcomm.reducer.shares import Sharding
-from fastcomm.reducer.skipping import Skipping, hears_votes
-from fastcomm.reducer.tripwires import Tripwires
-from fastcomm.reducer.tuning import Tuning
-from fastcomm.reducer.weights import Weighting, refuse_weights
+from fastcomm.reducer.validation import (
+    Model,
+    model_of,
+    named_parameters,
+    reference_to,
+    renormalised_embedding,
+    unsynced_batch_norm,
+)
 
 E = TypeVar("E", bound=RoundExtension)
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
@@ -164,7 +166,7 @@ class Reducer(ReducerFlags):
         # Raised where nobody could catch it; the next call raises it, when the round is over.
         self.deferred: BaseException | None = None
         self._handles: list[RemovableHandle] = []
-        self._tripwires = Tripwires(is_owned, weakref.WeakMethod(self.named_parameters))
+        self._guards = Guards(is_owned, weakref.WeakMethod(self.named_parameters))
         self._hears_votes = hears_votes(self.comm, self.options)
         self._timeline: Timeline | None = None
         if skip_nonfinite:
@@ -205,7 +207,7 @@ class Reducer(ReducerFlags):
         named = named_parameters(source)
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = (
-            agreement.find_problem(
+            validation.find_problem(
                 self._model is not None, named, buffers, self.comm.device, is_owned
             )
             or unsynced_batch_norm(source, self.comm.world_size)
@@ -217,11 +219,11 @@ class Reducer(ReducerFlags):
             problem = sparsity.find_problem(
                 sparse, named, self.options, self.sharding()
             ) or self.options.find_problem(named)
-        model = [] if problem else agreement.signature(named, buffers, sparse)
-        agreement.compare(self.comm, problem, self.options.described(), model)
-        agreement.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
+        model = [] if problem else validation.signature(named, buffers, sparse)
+        validation.compare(self.comm, problem, self.options.described(), model)
+        validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         # Over NCCL nobody compares, and the host would wait for the device.
-        compares = not self.comm.has_streams and agreement.is_arithmetic_alike(self.comm)
+        compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
         self.number = next_number(self.comm)
         self.steps = StepRecord(compares)
         if self.tuning is not None:
@@ -237,7 +239,7 @@ class Reducer(ReducerFlags):
         options = self.options if self.tuning is None else self.tuning.options
         sparse = sparsity.find(source, named, options.sparse_parameters)
         try:
-            self.buckets = sparsity.make_buckets(
+            self.buckets = make_buckets(
                 trainable, sparse, self.comm, options, self.number, self.n_rounds, self.sharding()
             )
         except BaseException as error:
@@ -263,7 +265,7 @@ class Reducer(ReducerFlags):
     def _remember(self, source: Model) -> None:
         """Guard the model's parameters without a reducer, which must get no gradient."""
         self._model = reference_to(source)
-        self._tripwires.guard(source)
+        self._guards.guard(source)
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
@@ -285,7 +287,7 @@ class Reducer(ReducerFlags):
             bucket.release()
         let_go(self.buckets)
         allow_steps(p for _, p in self.named_parameters())
-        self._tripwires.remove()
+        self._guards.remove()
         self._handles, self.buckets, self._model = [], [], None
         self.round, self.deferred = None, None
         for extension in self.extensions:
@@ -341,7 +343,7 @@ class Reducer(ReducerFlags):
         """
         self._release()  # whatever attach() has left
         self._remember(model)
-        self._tripwires.refusal = why
+        self._guards.refusal = why
         for _, parameter in self.named_parameters():
             refuse_step(parameter, why)
 
@@ -360,7 +362,10 @@ class Reducer(ReducerFlags):
 
     def find(self, kind: type[E]) -> E | None:
         """The extension of this kind that is installed; or None."""
-        return next((one for one in self.extensions if isinstance(one, kind)), None)
+        for extension in self.extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None
 
     def _skipping(self) -> Skipping:
         return self.find(Skipping) or self.install(Skipping(self.comm, self.options))
@@ -406,10 +411,11 @@ class Reducer(ReducerFlags):
         )
 
     def _open(self) -> Round:
-        self._raise_deferred()
+        if self.deferred is not None:
+            self._raise_deferred()
         if self.round is None:
-            if self._tripwires.refusal is not None:
-                raise FastcommError(self._tripwires.refusal)
+            if self._guards.refusal is not None:
+                raise FastcommError(self._guards.refusal)
             opened = Round(
                 self.comm,
                 self.buckets,
@@ -471,7 +477,8 @@ class Reducer(ReducerFlags):
 
     def _synchronize(self, *, is_between_steps: bool) -> None:
         """is_between_steps: no other backward is under way, and no step of an optimizer."""
-        self._raise_deferred()
+        if self.deferred is not None:
+            self._raise_deferred()
         if self.round is None and self._votes:
             self._open().count_all()  # no backward has taken this rank's part
         ending = self.round
@@ -498,10 +505,10 @@ class Reducer(ReducerFlags):
         except BaseException as error:
             self.deferred = error
 
-    def _raise_deferred(self) -> None:
-        if self.deferred is not None:
-            error, self.deferred = self.deferred, None
-            raise error
+    def _raise_deferred(self) -> NoReturn:
+        error, self.deferred = self.deferred, None
+        assert error is not None  # for the type checker
+        raise error
 
     def refuse_inside_backward(self, what: str) -> None:
         """Raise FastcommError inside a backward. what: the call that it refuses."""
@@ -523,7 +530,7 @@ class Reducer(ReducerFlags):
         self._refuse_local_steps("reduce()")
         if self.round is not None:
             self.synchronize()
-        stranger = self._tripwires.find_gradient()
+        stranger = self._guards.find_gradient()
         if stranger is not None:
             self._open().abort()  # the other ranks hear of it
             raise FastcommError(unreduced(stranger))
@@ -633,7 +640,8 @@ class Reducer(ReducerFlags):
         """
         self.attached_model()
         self._refuse_local_steps("skip_step()")
-        self._raise_deferred()
+        if self.deferred is not None:
+            self._raise_deferred()
         skipping = self._skipping()
         skipping.refuse_vote()
         self._refuse_late_vote()
@@ -732,7 +740,7 @@ class Reducer(ReducerFlags):
         self.steps.note(shares, self.buckets)
         compares = self.steps.compares and self.find(ShardedBy) is None
         for number, slots in shares:
-            self.buckets[number].provenance.note_stepped(slots, self.n_rounds)
+            self.buckets[number].gradient_state.note_stepped(slots, self.n_rounds)
             if compares and slots:
                 self.buckets[number].note_step(self.n_rounds)
 
@@ -753,8 +761,8 @@ class Reducer(ReducerFlags):
 
     def _require_all_reduced(self) -> None:
         self.attached_model()
-        if self._tripwires.refusal is not None:
-            raise FastcommError(self._tripwires.refusal)
+        if self._guards.refusal is not None:
+            raise FastcommError(self._guards.refusal)
         self._require_reduced((bucket, None) for bucket in self.buckets)
 
     def grad_norm(self) -> Tensor:
@@ -768,7 +776,7 @@ class Reducer(ReducerFlags):
         past torch (.data, NumPy) are noticed if they change all of a gradient.
         """
         self._require_all_reduced()
-        return norms.norm(self.buckets, self.comm)
+        return statistics.norm(self.buckets, self.comm)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
@@ -782,20 +790,20 @@ class Reducer(ReducerFlags):
         self._require_all_reduced()
         if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:
             self.steps.record += zlib.crc32(f"clip {float(max_norm)}".encode())
-        return norms.clip_(self.buckets, max_norm, self.comm)
+        return statistics.clip_(self.buckets, max_norm, self.comm)
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
         """
         self._require_all_reduced()
-        return norms.nonfinite_count(self.buckets, self.comm)
+        return statistics.nonfinite_count(self.buckets, self.comm)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""
         model = self.attached_model()
         if isinstance(model, nn.Module):
-            agreement.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
+            validation.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
 
     def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's
@@ -808,7 +816,7 @@ class Reducer(ReducerFlags):
         kind = type(optimizer).__qualname__
         if sharded_by is not None:
             kind = sharded_by.described(optimizer)
-        agreement.check_model_in_sync(self.comm, self.attached_model(), optimizer, kind)
+        validation.check_model_in_sync(self.comm, self.attached_model(), optimizer, kind)
         if sharded_by is not None:
             sharded_by.compare_state(optimizer)
 

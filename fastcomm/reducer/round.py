@@ -20,7 +20,7 @@ from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.extension import RoundExtension
-from fastcomm.reducer.gradient_hook import EndOfBackward, RoundFlags
+from fastcomm.reducer.hooks import EndOfBackward, RoundFlags
 
 NOTE = (
     "fastcomm: all ranks have the reduced gradients of this step, and so has this one. Make the "
@@ -126,7 +126,8 @@ class Round(RoundFlags):
         self._keeps_graph = torch.is_grad_enabled()
         self.has_callback = True
         call_at_end_of_backward(callback)
-        self._share_weight()  # before the first bucket is full, so that it need not wait
+        if self.weight is not None:  # before the first bucket is full, so that it need not wait
+            self._share_weight(self.weight)
 
     def count_all(self) -> None:
         """Let every gradient that exists take part: no backward tells which are ready."""
@@ -162,34 +163,37 @@ class Round(RoundFlags):
             )
         for extension in self.extensions:
             extension.before_launch(self, self._n_launched)
+        if self.weight is not None:
+            self._share_weight(self.weight)
+        bucket = self.buckets[self._n_launched]
+        step = with_checksum(self._step, bucket.stepped) if bucket.stepped else self._step
         try:
-            self._launch(self.buckets[self._n_launched])
+            if self.votes_to_skip:
+                self._launch_vote(bucket, step)
+            else:
+                bucket.launch(
+                    self.op,
+                    step,
+                    keeps_graph=self._keeps_graph,
+                    weight=self._shared_weight,
+                    own_weight=self.weight,
+                    inspect=self.inspect,
+                )
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
         for extension in self.extensions:
             extension.after_launch(self, self._n_launched)
         self._n_launched += 1
 
-    def _launch(self, bucket: Bucket) -> None:
-        self._share_weight()
-        step = with_checksum(self._step, bucket.stepped) if bucket.stepped else self._step
-        if not self.votes_to_skip:
-            bucket.launch(
-                self.op,
-                step,
-                keeps_graph=self._keeps_graph,
-                weight=self._shared_weight,
-                own_weight=self.weight,
-                inspect=self.inspect,
-            )
-        elif self._hears_votes:
+    def _launch_vote(self, bucket: Bucket, step: int) -> None:
+        if self._hears_votes:
             bucket.launch_vote(SKIP, step, None, with_nan=False)
         else:
             bucket.launch_vote(self.op, step, self._shared_weight, with_nan=True)
 
-    def _share_weight(self) -> None:
-        if self.weight is not None and self._shared_weight is None:
-            self._shared_weight = self._comm.share_weight(self.weight, self.announced_as)
+    def _share_weight(self, weight: Weight) -> None:
+        if self._shared_weight is None:
+            self._shared_weight = self._comm.share_weight(weight, self.announced_as)
 
     # -- how it ends -------------------------------------------------------------------------------
 

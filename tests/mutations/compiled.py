@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SPLIT = "fastcomm/reducer/graph_split.py"
-COMPILED = "fastcomm/reducer/compiled.py"
+SPLIT = "fastcomm/reducer/features/graph_split.py"
+COMPILED = "fastcomm/reducer/features/compiled.py"
 TESTS = "tests/reducer/test_compiled.py"
 SHOWING = "tests/insight/test_showing.py"
 

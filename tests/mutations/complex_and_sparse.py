@@ -8,8 +8,8 @@ COLLECTIVE = "fastcomm/comm/collective.py"
 COMPLEX = "tests/reducer/test_complex.py"
 SPARSE = "tests/reducer/test_sparse.py"
 CONTRACT = "tests/contract"
-BUCKET = "fastcomm/reducer/sparse_bucket.py"
-ROWS = "fastcomm/reducer/sparse_rows.py"
+BUCKET = "fastcomm/reducer/features/sparse_bucket.py"
+ROWS = "fastcomm/reducer/features/sparse_rows.py"
 
 
 def _complex(name: str) -> tuple[str, ...]:
@@ -26,7 +26,7 @@ _RESOLVED = "test_conjugated_and_transposed_gradients_are_resolved"
 MUTATIONS = (
     Mutation(
         name="complex: a view begins at an offset counted in real numbers",
-        file="fastcomm/reducer/geometry.py",
+        file="fastcomm/reducer/layout.py",
         within="view_of",
         old="offset //= 2",
         new="pass",
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: a slot is as long as the elements, not as the pairs",
-        file="fastcomm/reducer/geometry.py",
+        file="fastcomm/reducer/layout.py",
         within="kind_of",
         old="2 * parameter.numel()",
         new="parameter.numel()",
@@ -74,7 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="complex: nonfinite_count counts elements, over some transports",
-        file="fastcomm/reducer/norms.py",
+        file="fastcomm/reducer/statistics.py",
         within="_count_nonfinite",
         old="as_pairs(gradient)",
         new="gradient",
@@ -218,7 +218,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sparse: a row that comes twice counts twice in a norm",
-        file=ROWS,
+        file="fastcomm/reducer/layout.py",
         within="values_of",
         old="gradient.coalesce().values",
         new="gradient._values",
@@ -226,7 +226,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sparse: rows are not clipped, over some transports",
-        file="fastcomm/reducer/norms.py",
+        file="fastcomm/reducer/statistics.py",
         within="clip_",
         old="scale_(p.grad, factor)",
         new="pass",
@@ -234,7 +234,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sparse: what is sparse is not compared",
-        file="fastcomm/reducer/agreement.py",
+        file="fastcomm/reducer/validation.py",
         within="signature",
         old="name in sparse",
         new="False",
@@ -242,7 +242,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sparse: a changed gradient of an earlier round counts as reduced",
-        file="fastcomm/reducer/provenance.pyx",
+        file="fastcomm/reducer/gradient_state.pyx",
         within="values_of",
         old="return gradient if is_dense(gradient) else gradient._values()",
         new="return gradient if is_dense(gradient) else gradient._values()[:0]",
@@ -266,7 +266,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sparse: the last bucket is one that waits in its launch",
-        file="fastcomm/reducer/sparsity.py",
+        file="fastcomm/reducer/plan.py",
         within="make_buckets",
         old="buckets.insert(max(len(buckets) - 1, 0), one)",
         new="buckets.append(one)",
@@ -274,9 +274,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="sparse: gradients have the numbers of others in a timeline",
-        file="fastcomm/reducer/sparsity.py",
+        file="fastcomm/reducer/plan.py",
         within="make_buckets",
-        old="plan.number_gradients(buckets)",
+        old="bucket.first = before.first + len(before.names)",
         new="",
         tests=_sparse("test_rows_are_asked_for_at_the_end_of_backward"),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SKIPPING = "fastcomm/reducer/skipping.py"
+SKIPPING = "fastcomm/reducer/features/skip.py"
 SAMPLE = "fastcomm/reducer/sample.py"
 TALLY = "kernels/shm/tally.c"
 PROTOCOL = "kernels/shm/protocol.c"
@@ -277,7 +277,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts: what some buckets have counted is lost where others have not",
-        file="fastcomm/reducer/norms.py",
+        file="fastcomm/reducer/statistics.py",
         within="n_left_nonfinite",
         old="total + here",
         new="here",

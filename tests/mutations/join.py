@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-JOIN = "fastcomm/reducer/join.py"
-PROGRESS = "fastcomm/reducer/progress.py"
+JOIN = "fastcomm/reducer/features/join.py"
+PROGRESS = "fastcomm/reducer/features/progress.py"
 CALL = "fastcomm/transports/group/call.py"
 TESTS = "tests/reducer/test_join.py"
 ENDS = "tests/reducer/test_join_ends.py"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-LOCAL_SGD = "fastcomm/reducer/local_sgd.py"
-DILOCO = "fastcomm/reducer/diloco.py"
-MEETING = "fastcomm/reducer/meeting.py"
-SCHEDULE = "fastcomm/reducer/schedule.py"
+LOCAL_SGD = "fastcomm/optim/local_sgd.py"
+DILOCO = "fastcomm/optim/diloco.py"
+MEETING = "fastcomm/optim/meeting.py"
+SCHEDULE = "fastcomm/optim/schedule.py"
 BUCKET = "fastcomm/reducer/bucket.py"
-HOOK = "fastcomm/reducer/gradient_hook.pyx"
+HOOK = "fastcomm/reducer/hooks.pyx"
 
 
 def _result(name: str) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ _OWN = _meeting("norms_and_clipping_are_of_own_gradients_of_any_origin")
 MUTATIONS = (
     Mutation(
         name="local: an exception that leaves the block leaves it on",
-        file="fastcomm/reducer/local_sgd.py",
+        file="fastcomm/optim/local_sgd.py",
         within="LocalSGD.__exit__",
         old="self.is_on",
         new="False",
@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="local: parameters loaded after DiLoCo() are pulled back",
-        file="fastcomm/reducer/diloco.py",
+        file="fastcomm/optim/diloco.py",
         within="DiLoCo.before_step",
         old="is_written_to and not torch.equal(parameter, self._outer[name])",
         new="False",
@@ -50,7 +50,7 @@ MUTATIONS = (
         name="local SGD: what was made alone counts as accumulated afterwards",
         file=LOCAL_SGD,
         within="LocalSGD._forget_own_gradients",
-        old="bucket.provenance.begin_period()",
+        old="bucket.gradient_state.begin_period()",
         new="pass",
         tests=_meeting("what_was_made_alone_is_no_accumulation_afterwards"),
     ),
@@ -294,7 +294,7 @@ MUTATIONS = (
         name="local sgd: what was averaged counts as reduced gradients",
         file=MEETING,
         within="Meeting.finish",
-        old="bucket.provenance.forget_rounds()",
+        old="bucket.gradient_state.forget_rounds()",
         new="pass",
         tests=_meeting("gradients_of_a_ranks_own_are_not_stepped_after_the_last_meeting"),
     ),

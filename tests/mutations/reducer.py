@@ -8,12 +8,12 @@ REDUCER = "fastcomm/reducer/reducer.py"
 ROUND = "fastcomm/reducer/round.py"
 OWNERS = "fastcomm/reducer/owners.py"
 BUCKET = "fastcomm/reducer/bucket.py"
-HOOKED = "fastcomm/reducer/hooked_bucket.py"
-PROVENANCE = "fastcomm/reducer/provenance.pyx"
+HOOKED = "fastcomm/reducer/features/ddp_hooks.py"
+PROVENANCE = "fastcomm/reducer/gradient_state.pyx"
 LAYOUT = "fastcomm/reducer/layout.py"
-STEPS = "fastcomm/reducer/optimizer_steps.py"
-NORMS = "fastcomm/reducer/norms.py"
-TRIPWIRES = "fastcomm/reducer/tripwires.py"
+STEPS = "fastcomm/reducer/optimizer_hooks.py"
+NORMS = "fastcomm/reducer/statistics.py"
+TRIPWIRES = "fastcomm/reducer/guards.py"
 
 STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
 STRANGERS = "tests/reducer/test_strangers.py"
@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="steps: those within a step are recorded, too",
-        file="fastcomm/reducer/optimizer_steps.py",
+        file="fastcomm/reducer/optimizer_hooks.py",
         within="_after_step",
         old="reducer.steps.record = record",
         new="pass",
@@ -103,14 +103,14 @@ MUTATIONS = (
     Mutation(
         name="reducer: zeros are unknown after a refresh",
         file=PROVENANCE,
-        within="Provenance.hand_over",
+        within="GradientState.hand_over",
         old="setattr(gradient, MARK, (ACCEPTED, NO_VERSION))",
         new="pass",
         tests=(f"{RECORD_TESTS}::test_zeros_that_a_refresh_has_kept_may_be_stepped",),
     ),
     Mutation(
         name="steps: which parameters were stepped is not compared",
-        file="fastcomm/reducer/optimizer_steps.py",
+        file="fastcomm/reducer/optimizer_hooks.py",
         within="StepRecord.note",
         old="sum([len(slots) for _, slots in shares]) != n_all",
         new="False",
@@ -128,7 +128,7 @@ MUTATIONS = (
         name="reducer: what no_sync() has made is so for ever",
         file=BUCKET,
         within="Bucket.reset",
-        old="self.provenance.begin_period()",
+        old="self.gradient_state.begin_period()",
         new="",
         tests=("tests/reducer/test_unreduced.py::test_what_no_sync_has_made_is_reduced_once",),
     ),
@@ -295,7 +295,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: a gradient that no_sync() made is fresh",
         file=PROVENANCE,
-        within="Provenance.note_unsynced",
+        within="GradientState.note_unsynced",
         old="self.reduced_by[i] = NEVER",
         new="",
         tests=(
@@ -306,7 +306,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: a gradient is fresh as long as the last step saw it",
         file=PROVENANCE,
-        within="Provenance._is_fresh",
+        within="GradientState._is_fresh",
         old="return self.reduced_by[i] > (self.stepped_at[i]",
         new="return self.reduced_by[i] >= (self.stepped_at[i]",
         tests=UNREDUCED_TESTS,
@@ -314,7 +314,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: gradients are as they were though somebody has written to them",
         file=PROVENANCE,
-        within="Provenance._is_accepted",
+        within="GradientState._is_accepted",
         old="return is_there and self.views[i]._version == self.versions[i]",
         new="return is_there",
         tests=UNREDUCED_TESTS,
@@ -323,7 +323,7 @@ MUTATIONS = (
         name="reducer: clipped gradients may not be stepped again",
         file=NORMS,
         within="clip_",
-        old="bucket.provenance.note_scaled()",
+        old="bucket.gradient_state.note_scaled()",
         new="pass",
         tests=UNREDUCED_TESTS,
     ),
@@ -346,11 +346,11 @@ MUTATIONS = (
         tests=("tests/reducer/test_layout.py", "tests/reducer/test_buckets.py"),
     ),
     Mutation(
-        name="reducer: modules that come later have no tripwires",
+        name="reducer: modules that come later have no guards",
         file=TRIPWIRES,
         within="_on_module",
-        old="tripwires is not None",
-        new="tripwires is None",
+        old="guards is not None",
+        new="guards is None",
         tests=("tests/reducer/test_refusals.py",),
     ),
     Mutation(
@@ -373,14 +373,14 @@ MUTATIONS = (
     Mutation(
         name="reducer: reduce() leaves out gradients that no bucket holds",
         file=TRIPWIRES,
-        within="Tripwires.find_gradient",
+        within="Guards.find_gradient",
         old="parameter.grad",
         new="None",
         tests=(f"{STRANGERS}::test_the_other_ranks_hear_of_a_reduce_that_one_rank_refuses",),
     ),
     Mutation(
         name="reducer: a bucket is launched before the hooks of the parameter that fills it",
-        file="fastcomm/reducer/gradient_hook.pyx",
+        file="fastcomm/reducer/hooks.pyx",
         within="GradientHook.__call__",
         old="and self.reducer.overlap and self._runs_last(parameter):",
         new="and self.reducer.overlap:",
@@ -390,8 +390,8 @@ MUTATIONS = (
         name="reducer: writes to a gradient that is being reduced go unseen",
         file=BUCKET,
         within="Bucket.refuse_changed_gradients",
-        old="parameter.grad is not self.views[i] or before != now",
-        new="parameter.grad is not self.views[i]",
+        old="parameter.grad is not view or view._version != n_writes",
+        new="parameter.grad is not view",
         tests=(
             f"{UNREDUCED}::test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error",
         ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SHARES = "fastcomm/reducer/shares.py"
-SHARDED = "fastcomm/reducer/sharded.py"
-GROUPS = "fastcomm/reducer/param_groups.py"
-CHECKPOINTS = "fastcomm/reducer/checkpoints.py"
-NORMS = "fastcomm/reducer/norms.py"
+SHARES = "fastcomm/reducer/features/shards.py"
+SHARDED = "fastcomm/optim/sharded.py"
+GROUPS = "fastcomm/optim/param_groups.py"
+CHECKPOINTS = "fastcomm/optim/checkpoints.py"
+NORMS = "fastcomm/reducer/statistics.py"
 LAYOUT = "fastcomm/reducer/layout.py"
-HELPERS = "fastcomm/reducer/torch_helpers.py"
+HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 
 TESTS = ("tests/reducer/test_sharded.py",)
 STATE_TESTS = ("tests/reducer/test_sharded_state.py", "tests/reducer/test_sharded_failures.py")
@@ -154,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sharded: groups of as many parameters are taken for those they were",
-        file="fastcomm/reducer/param_groups.py",
+        file="fastcomm/optim/param_groups.py",
         within="have",
         old='len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))',
         new='len(group["params"]) == len(own)',
@@ -186,7 +186,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sharded: a step that has mixed the state is forgotten by refresh()",
-        file="fastcomm/reducer/sharded.py",
+        file="fastcomm/optim/sharded.py",
         within="ShardedOptimizer._refuse_refresh",
         old="self._is_mixed and has_state",
         new="False",
@@ -228,7 +228,7 @@ MUTATIONS = (
         name="sharded: a rank alone does not take the new buckets",
         file=SHARDED,
         within="ShardedOptimizer.take_buckets",
-        old="agreement.compare(self.comm, problem, self._places(), [], _TAKING)",
+        old="validation.compare(self.comm, problem, self._places(), [], _TAKING)",
         new="if problem: raise problem",
         tests=STATE_TESTS,
     ),
@@ -362,7 +362,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="sharded: check_in_sync() of another optimizer on one rank leaves the others waiting",
-        file="fastcomm/reducer/sharded_by.py",
+        file="fastcomm/reducer/features/sharded_by.py",
         within="ShardedBy.described",
         old='f"this model\'s {kind}" if self._reference() is optimizer else kind',
         new='""',

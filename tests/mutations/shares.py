@@ -7,9 +7,9 @@ from tests.mutations.mutation import Mutation
 CALLS = "fastcomm/transports/nccl/calls.pyx"
 BUCKET = "fastcomm/transports/nccl/bucket.pyx"
 COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
-SHARES = "fastcomm/reducer/shares.py"
-SHARDED = "fastcomm/reducer/sharded.py"
-ARRIVALS = "fastcomm/reducer/arrivals.py"
+SHARES = "fastcomm/reducer/features/shards.py"
+SHARDED = "fastcomm/optim/sharded.py"
+ARRIVALS = "fastcomm/reducer/features/arrivals.py"
 
 FILE = "tests/nccl/test_shares.py"
 EQUAL = f"{FILE}::test_equal_shares_are_reduce_scattered_and_gathered"

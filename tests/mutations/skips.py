@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SKIPPING = "fastcomm/reducer/skipping.py"
-STEPS = "fastcomm/reducer/optimizer_steps.py"
-HELPERS = "fastcomm/reducer/torch_helpers.py"
+SKIPPING = "fastcomm/reducer/features/skip.py"
+STEPS = "fastcomm/reducer/optimizer_hooks.py"
+HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 TESTS = "tests/reducer/test_skips.py"
 OPTIMIZER_TESTS = "tests/reducer/test_skipped_optimizers.py"
 
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a vote does not reach ranks with hooks",
-        file="fastcomm/reducer/hooked_bucket.py",
+        file="fastcomm/reducer/features/ddp_hooks.py",
         within="HookedBucket.launch",
         old="presence[-1] = op == SKIP",
         new="presence[-1] = 0",
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a vote counts for all rounds to come",
-        file="fastcomm/reducer/skipping.py",
+        file="fastcomm/reducer/features/skip.py",
         within="Skipping.after_round",
         old="self.vote = self._failed = None",
         new="self._failed = None",
@@ -109,8 +109,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: gradients of a step that was made count as reduced and not stepped",
-        file="fastcomm/reducer/provenance.pyx",
-        within="Provenance.has_unstepped",
+        file="fastcomm/reducer/gradient_state.pyx",
+        within="GradientState.has_unstepped",
         old="if gradient is not None and self._is_fresh(i, None) and self._is_known(i, gradient):",
         new="if gradient is not None and self._is_known(i, gradient):",
         tests=_test("test_a_vote_comes_too_late_once_gradients_are_reduced"),
@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: an exception in a block abandons the round",
-        file="fastcomm/reducer/skipping.py",
+        file="fastcomm/reducer/features/skip.py",
         within="Skipping.keeps_open",
         old="self._n_blocks > 0",
         new="False",
@@ -149,7 +149,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a round stays open after another exception in a block",
-        file="fastcomm/reducer/skipping.py",
+        file="fastcomm/reducer/features/skip.py",
         within="Skipping._abort_failed",
         old="self._failed is not None and not self._n_blocks",
         new="False",
@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a block takes errors of fastcomm for exceptions of this rank",
-        file="fastcomm/reducer/skipping.py",
+        file="fastcomm/reducer/features/skip.py",
         within="Skipping.skip_on",
         old="not isinstance(error, exceptions) or isinstance(error, FastcommError)",
         new="not isinstance(error, exceptions)",
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a ShardedOptimizer steps what is dropped",
-        file="fastcomm/reducer/sharded.py",
+        file="fastcomm/optim/sharded.py",
         within="ShardedOptimizer.step",
         old="self.reducer.skipped",
         new="False",
@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: each rank looks at its own share of the result",
-        file="fastcomm/reducer/norms.py",
+        file="fastcomm/reducer/statistics.py",
         within="n_left_nonfinite",
         old=("if _in_shares(buckets) is not None:\n    comm.all_reduce(here)"),
         new="",
@@ -303,13 +303,13 @@ MUTATIONS = (
         name="skips: a vote may come after the reduction of shares",
         file="fastcomm/reducer/bucket.py",
         within="Bucket.has_unstepped",
-        old="is_pending or self.provenance.has_unstepped(counts_unclaimed)",
-        new="self.provenance.has_unstepped(counts_unclaimed)",
+        old="is_pending or self.gradient_state.has_unstepped(counts_unclaimed)",
+        new="self.gradient_state.has_unstepped(counts_unclaimed)",
         tests=_of_optimizers("test_a_sharded_optimizer_skips"),
     ),
     Mutation(
         name="skips: hooks reduce what is left of an earlier round",
-        file="fastcomm/reducer/hooked_bucket.py",
+        file="fastcomm/reducer/features/ddp_hooks.py",
         within="HookedBucket.launch",
         old="buffer.zero_()",
         new="pass",
@@ -317,7 +317,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: a bucket with hooks keeps its model alive",
-        file="fastcomm/reducer/hooked_bucket.py",
+        file="fastcomm/reducer/features/ddp_hooks.py",
         within="HookedBucket.gather",
         old="weakref.ref(one)",
         new="lambda one=one: one",
@@ -333,7 +333,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skips: after an exception this rank's part waits for the optimizer's step",
-        file="fastcomm/reducer/skipping.py",
+        file="fastcomm/reducer/features/skip.py",
         within="Skipping.skip_on",
         old="if self._failed is not None:\n    synchronize()",
         new="",

@@ -116,7 +116,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="auto: each rank predicts by its own overlap",
-        file="fastcomm/reducer/tuning.py",
+        file="fastcomm/reducer/features/autotune.py",
         within="Tuning._propose",
         old="all(one.overlap for one in seen)",
         new="reducer._overlap",
@@ -124,15 +124,15 @@ MUTATIONS = (
     ),
     Mutation(
         name="auto: a signal ends a decision that the other ranks make",
-        file="fastcomm/reducer/tuning.py",
+        file="fastcomm/reducer/features/autotune.py",
         within="Tuning.after_round",
-        old="putting_off_signals",
+        old="defer_signals",
         new="contextlib.nullcontext",
         tests=(f"{TUNING}::{INTERRUPTED}",),
     ),
     Mutation(
         name="auto: the others wait for a rank that has left a decision",
-        file="fastcomm/reducer/tuning.py",
+        file="fastcomm/reducer/features/autotune.py",
         within="Tuning._decide",
         old="reducer.comm.abandon()",
         new="pass",
@@ -140,11 +140,11 @@ MUTATIONS = (
     ),
     Mutation(
         name="auto: what a late handler raises hides behind the error",
-        file="fastcomm/reducer/putting_off.py",
+        file="fastcomm/reducer/features/defer_signals.py",
         within="_handle",
         old="raise late from error",
         new="pass",
-        tests=("tests/reducer/test_putting_off.py",),
+        tests=("tests/reducer/test_defer_signals.py",),
     ),
     Mutation(
         name="timeline: a step begins with a forward that has raised",

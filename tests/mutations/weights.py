@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-WEIGHTS = "fastcomm/reducer/weights.py"
+WEIGHTS = "fastcomm/reducer/features/weights.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 TESTS = "tests/reducer/test_weights.py"
 
@@ -84,7 +84,7 @@ MUTATIONS = (
         name="weights: those of gradients that zero_grad() has dropped count on",
         file=WEIGHTS,
         within="Weighting.set",
-        old="not n_unsynced or not any(b.provenance.unsynced_slots() for b in buckets)",
+        old="not n_unsynced or not any(b.gradient_state.unsynced_slots() for b in buckets)",
         new="not n_unsynced",
         tests=_test("test_zero_grad_drops_the_weights_of_an_accumulation"),
     ),
@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: a weight holds for the next round, too",
-        file="fastcomm/reducer/weights.py",
+        file="fastcomm/reducer/features/weights.py",
         within="Weighting.after_round",
         old="self.forget()",
         new="",
@@ -125,15 +125,15 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: a rank without data drops what it has kept over a refresh",
-        file="fastcomm/reducer/provenance.pyx",
-        within="Provenance.holds_earlier",
+        file="fastcomm/reducer/gradient_state.pyx",
+        within="GradientState.holds_earlier",
         old="return self._is_known(i, gradient) and bool(values_of(gradient).any())",
         new="return False",
         tests=_test("test_after_a_refresh_earlier_gradients_stay_on_a_rank_without_data"),
     ),
     Mutation(
         name="weights: sums are added to what an earlier reduction has left",
-        file="fastcomm/reducer/weights.py",
+        file="fastcomm/reducer/features/weights.py",
         within="Weighting.end_of_backward",
         old="self._refuse_added_to_earlier()",
         new="",

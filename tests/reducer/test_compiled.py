@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastcomm
 from fastcomm import FastcommError
-from fastcomm.reducer.compiled import Backend
-from fastcomm.reducer.graph_split import full_at
+from fastcomm.reducer.features.compiled import Backend
+from fastcomm.reducer.features.graph_split import full_at
 from tests.support.models import (
     SMALL_BUCKETS,
     Transformer,
@@ -355,8 +355,8 @@ def test_a_torch_that_cannot_cut_is_an_error_with_advice(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     with pytest.MonkeyPatch.context() as changed:
-        changed.delattr("fastcomm.reducer.graph_split")
-        changed.setitem(sys.modules, "fastcomm.reducer.graph_split", None)
+        changed.delattr("fastcomm.reducer.features.graph_split")
+        changed.setitem(sys.modules, "fastcomm.reducer.features.graph_split", None)
         with pytest.raises(FastcommError, match="does not work with torch .* one by one"):
             reducer.compile(model)
     cut = "torch._dynamo.backends.distributed.DDPOptimizer.compile_fn"

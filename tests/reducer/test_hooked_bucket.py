@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastcomm.reducer.hooked_bucket import GradBucket
+from fastcomm.reducer.features.ddp_hooks import GradBucket
 
 
 def test_gradients_lie_in_the_buffer_that_was_set_wherever_that_begins():

@@ -14,10 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
+from fastcomm.optim.meeting import Meeting
+from fastcomm.optim.schedule import fragments_of
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.meeting import Meeting
 from fastcomm.reducer.round import Round
-from fastcomm.reducer.schedule import fragments_of
 from tests.support.models import (
     SMALL_BUCKETS,
     Heads,

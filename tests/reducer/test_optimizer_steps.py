@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastcomm.reducer import optimizer_steps
-from fastcomm.reducer.optimizer_steps import Share, StepRecord
+from fastcomm.reducer import optimizer_hooks
+from fastcomm.reducer.optimizer_hooks import Share, StepRecord
 
 
 class Reducer:
@@ -50,9 +50,9 @@ def reducers(steps: list[str]) -> Iterator[list[Reducer]]:
         one.parameter = torch.nn.Parameter(torch.zeros(1))
         one.parameter.grad = torch.ones(1)
         owners[id(one.parameter)] = one
-    optimizer_steps.watch_steps(lambda p: owners.get(id(p)), dict)
+    optimizer_hooks.watch_steps(lambda p: owners.get(id(p)), dict)
     yield reducers
-    optimizer_steps.watch_steps(lambda p: None, dict)
+    optimizer_hooks.watch_steps(lambda p: None, dict)
 
 
 def sgd(*reducers: Reducer) -> torch.optim.SGD:
@@ -88,7 +88,7 @@ def test_another_optimizer_has_made_no_step(reducers, steps):
 def test_a_step_remembers_its_rounds_when_another_model_comes(reducers, steps):
     optimizer = sgd(reducers[1])
     optimizer.step()
-    optimizer_steps.watch_steps(optimizer_steps._owner_of, optimizer_steps._attached_names)
+    optimizer_hooks.watch_steps(optimizer_hooks._owner_of, optimizer_hooks._attached_names)
     optimizer.step()
     assert steps[2] == "before 1, since 10"
 

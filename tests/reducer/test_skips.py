@@ -10,8 +10,8 @@ import torch
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
-from fastcomm.reducer import skipping
-from fastcomm.reducer.skipping import Skipping
+from fastcomm.reducer.features import skip
+from fastcomm.reducer.features.skip import Skipping
 from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
@@ -289,7 +289,7 @@ def _interrupt_the_talk(comm):
         raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(skipping, "gather_objects", interrupted)
+        patch.setattr(skip, "gather_objects", interrupted)
         trainee.train(0, spoil, rank=0)
     comm.barrier()
 

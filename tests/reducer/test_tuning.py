@@ -15,14 +15,14 @@ import fastcomm
 from fastcomm.insight.advice import DEFAULT_CAP_MB
 from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.step_model import Gradient, LocalStep
-from fastcomm.reducer import tuning
+from fastcomm.reducer.features import autotune
 from fastcomm.reducer.options import Options
 from tests.support.models import backward, mlp, seed
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")
 
-ROUNDS = 2 * (tuning.WARM_UP_ROUNDS + tuning.MEASURED_ROUNDS)
+ROUNDS = 2 * (autotune.WARM_UP_ROUNDS + autotune.MEASURED_ROUNDS)
 TINY_MB = 0.0002
 
 
@@ -42,8 +42,8 @@ def _choosing(cap_mb, pays=True):
     """The model promises much of this size, and its steps keep the promise or not."""
     promise = {DEFAULT_CAP_MB: 1.0, cap_mb: 0.5}
     with (
-        mock.patch.object(tuning, "predict_caps", lambda *_: promise),
-        mock.patch.object(tuning, "pays", lambda *_: pays),
+        mock.patch.object(autotune, "predict_caps", lambda *_: promise),
+        mock.patch.object(autotune, "pays", lambda *_: pays),
     ):
         yield
 
@@ -148,7 +148,7 @@ def test_a_rank_without_a_backward_takes_part_in_what_the_round_decides(comm, vo
 def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
     with _choosing(TINY_MB):
         _, (model, reducer) = _models(comm, skip_nonfinite=True)
-        with mock.patch.object(tuning, "_PATIENCE_ROUNDS", 1):
+        with mock.patch.object(autotune, "_PATIENCE_ROUNDS", 1):
             for step in range(ROUNDS // 2 + 1):
                 assert "auto: 25 so far" in repr(reducer)
                 reducer.skip_step()
@@ -172,9 +172,9 @@ def _interrupted_while_measuring(times):
             os.kill(os.getpid(), signal.SIGUSR2)
         return measure_costs(comm)
 
-    measure_costs, before = tuning.measure_costs, signal.signal(signal.SIGUSR2, handle)
+    measure_costs, before = autotune.measure_costs, signal.signal(signal.SIGUSR2, handle)
     try:
-        with mock.patch.object(tuning, "measure_costs", measure):
+        with mock.patch.object(autotune, "measure_costs", measure):
             yield
     finally:
         assert signal.signal(signal.SIGUSR2, before) is handle
@@ -212,7 +212,7 @@ def test_ranks_with_another_overlap_come_to_one_choice(comm):
 
     model = mlp()
     reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", overlap=comm.rank == 0).attach(model)
-    with mock.patch.object(tuning, "predict_caps", promise):
+    with mock.patch.object(autotune, "predict_caps", promise):
         for step in range(ROUNDS // 2 + 1):
             backward(model, comm.rank, step)
     assert "auto: 25;" in repr(reducer)
@@ -257,9 +257,9 @@ def _predicted(latency_s, bytes_per_s, delays):
     kinds = [(MIB, torch.float32, 4)] * 64
     gradients = tuple(Gradient(4 * MIB, (64 - i) / 64) for i in range(64))
     points = [(n, Cost(latency_s + n / bytes_per_s, n / bytes_per_s)) for n in (1, 1 << 30)]
-    planner = tuning.planner_of(kinds, Options(25, 1, "mean", None, 1, ()))
+    planner = autotune.planner_of(kinds, Options(25, 1, "mean", None, 1, ()))
     step = LocalStep(gradients, 1.0)
-    return tuning.predict_caps(step, planner, MeasuredCosts(points), delays, overlap=True)
+    return autotune.predict_caps(step, planner, MeasuredCosts(points), delays, overlap=True)
 
 
 def test_a_long_latency_asks_for_large_buckets():
@@ -278,8 +278,8 @@ def test_where_communication_takes_the_core_the_size_hardly_matters():
 
 
 def test_a_trial_must_be_quicker():
-    assert tuning.pays([0.9, 0.8], 1.0) and not tuning.pays([0.9, 1.0], 1.0)
+    assert autotune.pays([0.9, 0.8], 1.0) and not autotune.pays([0.9, 1.0], 1.0)
 
 
 def test_a_trial_must_be_quicker_by_more_than_noise():
-    assert not tuning.pays([0.985], 1.0)
+    assert not autotune.pays([0.985], 1.0)

@@ -1,0 +1,1 @@
+"""Optimizers that use a reducer in other ways: sharded steps, and steps without communication."""

@@ -1,0 +1,468 @@
+"""LocalSGD: each rank steps by itself, and every so many steps the ranks meet and average their
+parameters (arXiv 1805.09767). Base class of DiLoCo, which averages otherwise.
+
+Between meetings the reducer that they are given reduces nothing: a step uses this rank's own
+gradients, and ranks differ on purpose. Steps are counted by the hooks on all torch.optim
+optimizers; the meeting is a part of the step() that makes it due. What is averaged lies in the
+flat buffers of the reducer's buckets, which hold no gradients meanwhile. See meeting.py for what
+travels, and for what ends a meeting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastcomm.comm.communicator import Communicator
+from fastcomm.errors import FastcommError
+from fastcomm.optim.meeting import ALL, Meeting, Standing
+from fastcomm.optim.schedule import (
+    Schedule,
+    fragments_of,
+    refuse,
+    refuse_rounding,
+    require_reducer,
+)
+from fastcomm.reducer import validation
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.local_steps import LocalSteps
+from fastcomm.reducer.optimizer_hooks import Share
+from fastcomm.reducer.reducer import Reducer
+
+_OWN_PART = 0.5  # of the parameters, where compute went on: as in arXiv 2501.18512
+
+
+class LocalSGD(LocalSteps):
+    """Lets each rank of a reducer step with its own gradients, and averages the parameters over all
+    ranks every `every` steps.
+
+        reducer = fastcomm.Reducer().attach(model)
+        with fastcomm.LocalSGD(reducer, every=8):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss_of(model(x), y).backward()
+                optimizer.step()              # every eighth one averages
+
+    Making it is collective, and so is every meeting: the step() that makes it due, meet() and
+    finish(). A step is counted when optimizers of torch.optim that together hold all trainable
+    parameters of the model have stepped, each once. Optimizers' states and buffers stay each
+    rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again. An
+    exception that leaves the block ends it without a meeting: every backward is an error then,
+    until reducer.refresh() has made the ranks equal.
+
+    reducer: attached, with op "mean"; without a hook, wire_dtype, skip_nonfinite, sparse gradients
+        or a ShardedOptimizer.
+    every: how many steps there are from one meeting to the next: an int, at least 1.
+
+    Between meetings reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
+    grad_norm(), clip_grad_norm_() and nonfinite_count() are of this rank's own gradients;
+    check_in_sync() raises FastcommError unless all ranks have just met.
+
+    Raises ValueError or TypeError for a reducer or numbers that it cannot take, and FastcommError
+    on the other ranks then; MismatchError, on every rank, for options that differ.
+
+    A meeting raises, on every rank, MismatchError if the ranks have made different numbers of
+    steps; PeerLostError, TimeoutError or AbandonedError. Then no parameter was changed, and the
+    next meeting makes up for it.
+    """
+
+    def __init__(self, reducer: Reducer, *, every: int) -> None:
+        require_reducer(type(self), reducer)
+        schedule = Schedule(every)
+        problem = None
+        try:
+            refuse(reducer, schedule)
+            refuse_rounding(reducer)
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._begin(reducer, schedule, problem, {})
+
+    def _begin(
+        self,
+        reducer: Reducer,
+        schedule: Schedule,
+        problem: Exception | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Compares the ranks' options, and lets this rank step alone. Collective."""
+        name = type(self).__name__
+        making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
+        described = {"every": schedule.every, "fragments": schedule.n_fragments}
+        described |= {"delay": schedule.delay, **options}
+        validation.compare(reducer.comm, problem, described, [], making)
+        for bucket in reducer.buckets:
+            bucket.stepped = 0  # parameters may differ between the ranks from here on
+        self.reducer = reducer
+        self.n_steps = 0  # of this rank, that were counted
+        self.n_meetings = 0  # that are over
+        self._schedule = schedule
+        self._fragments = fragments_of(reducer.buckets, schedule.n_fragments)
+        self._met_at = [0] * schedule.n_fragments  # after how many steps all ranks had equal ones
+        self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
+        self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
+        self._under_way: Meeting | None = None
+        self._is_torn = False  # this rank alone has not applied a meeting
+        reducer.install(self)
+        reducer.steps_alone = True
+
+    def __repr__(self) -> str:
+        schedule = self._schedule
+        streaming = f", {schedule.n_fragments} fragments, delay {schedule.delay}"
+        return (
+            f"<{type(self).__name__}: every {schedule.every} steps"
+            f"{streaming if schedule != Schedule(schedule.every) else ''}; {self.n_steps} steps, "
+            f"{self.n_meetings} meetings{'' if self.is_on else ', finished'}>"
+        )
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """finish(), unless an exception ends the block: then other ranks may not come, and the
+        reducer reduces nothing until refresh().
+        """
+        if kind is None:
+            self.finish()
+        elif self.is_on:
+            try:
+                self.reducer.end_local_steps()
+            finally:
+                self._forget_own_gradients()
+                self.reducer.stand_still(
+                    self.reducer.attached_model(),
+                    f"a block of {type(self).__name__} was left by an exception, without a "
+                    "meeting, and the ranks' parameters differ: call refresh() on every rank, "
+                    "which copies rank 0's",
+                )
+
+    @property
+    def comm(self) -> Communicator:
+        """The reducer's."""
+        return self.reducer.comm
+
+    @property
+    def is_on(self) -> bool:
+        """Whether ranks step by themselves: until finish(), or until the reducer was detached."""
+        return self.reducer.find(LocalSteps) is self
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all parameters are equal on all ranks: no step since a meeting of all of them."""
+        return all(n_steps == self.n_steps for n_steps in self._met_at) and not self._stepped
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def after_step(self, shares: list[Share]) -> None:
+        """Count the step once all trainable parameters have been stepped."""
+        slots = {(bucket, slot) for bucket, held in shares for slot in held}
+        if self._stepped & slots:
+            raise FastcommError(
+                f"parameter {self._left_out()} was not stepped between two steps of others: its "
+                f"optimizer steps less often, or it has none. {type(self).__name__} counts one "
+                "step when every trainable parameter has been stepped: call count_step() after "
+                "each where an optimizer is left out, or freeze the parameter before attach(). To "
+                "freeze one midway, call finish(), freeze it, call refresh() and make another "
+                f"{type(self).__name__}, on every rank"
+            )
+        self._stepped |= slots
+        if len(self._stepped) == self._n_parameters:
+            self.count_step()
+
+    def _left_out(self) -> str:
+        """The name of a parameter that was not stepped since the last step was counted."""
+        return next(
+            name
+            for number, bucket in enumerate(self.reducer.buckets)
+            for slot, name in enumerate(bucket.names)
+            if (number, slot) not in self._stepped
+        )
+
+    def count_step(self) -> None:
+        """Counts a step that no optimizer of torch.optim has made on this rank: one that GradScaler
+        or you have left out, so that all ranks count alike, or one made by hand. Meets if the step
+        makes a meeting due, and raises as a meeting.
+        """
+        self._refuse_torn()
+        self._stepped.clear()
+        self.n_steps += 1
+        if self._under_way is not None:
+            if self.n_steps - self._under_way.standing.n_steps >= self._schedule.delay:
+                self._finish_meeting()
+            else:
+                self._under_way.advance()
+        fragment = self._schedule.fragment_at(self.n_steps)
+        if fragment is not None:
+            self._launch(fragment, self._fragments[fragment])
+
+    def _refuse_ended(self) -> None:
+        if not self.is_on:
+            raise FastcommError(
+                f"this {type(self).__name__} has ended, by finish() or with detach(): make another"
+            )
+
+    def _refuse_torn(self) -> None:
+        self._refuse_ended()
+        if self._is_torn:
+            raise FastcommError(
+                "what a meeting has agreed on was not applied on this rank, because an exception "
+                "came in between, and the ranks differ: load a checkpoint, or call detach() and "
+                "attach(model), on every rank"
+            )
+
+    # -- meetings ----------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Agrees on all parameters now: they are equal on all ranks when it returns. Collective.
+        Fragments that have met at this very step do not meet again. Does not move the meetings to
+        come. Raises as a meeting, and FastcommError after finish().
+        """
+        self._refuse_torn()
+        if self._under_way is not None:
+            self._finish_meeting()
+        left = [i for i, n_steps in enumerate(self._met_at) if n_steps != self.n_steps]
+        self._launch(ALL, [bucket for i in left for bucket in self._fragments[i]])
+
+    def finish(self) -> None:
+        """Agrees on all parameters and buffers, as meet() and average_buffers(), and lets the
+        reducer reduce gradients again. Collective. Does nothing when called again.
+        """
+        if not self.is_on:
+            return
+        self.meet()
+        self.average_buffers()
+        self.reducer.remove(self)
+        self.reducer.steps_alone = False
+        self._forget_own_gradients()
+
+    def _forget_own_gradients(self) -> None:
+        """Lets no optimizer step with what this rank has made by itself: it is no accumulation."""
+        self.reducer.n_unsynced = 0
+        for bucket in self.reducer.buckets:
+            bucket.gradient_state.begin_period()
+
+    def let_go(self) -> None:
+        """See LocalSteps."""
+        meeting, self._under_way = self._under_way, None
+        self.reducer.steps_alone = False
+        interruption = None
+        if meeting is not None and self.comm.failure is None:
+            with contextlib.suppress(FastcommError):
+                interruption = meeting.finish()
+        if interruption is not None:
+            raise interruption
+
+    def _launch(self, fragment: int, buckets: list[Bucket]) -> None:
+        """Launches a meeting of these buckets. Waits for it, unless a delay lets compute go on."""
+        standing = Standing(self.n_steps, self.n_meetings, fragment)
+        meeting = self._under_way = Meeting(self.comm, buckets, standing)
+        is_awaited = fragment == ALL or not self._schedule.delay
+        try:
+            meeting.launch(self._fill, is_awaited=is_awaited)
+        except BaseException as error:
+            if meeting.is_over:
+                self._under_way = None
+            elif is_awaited:
+                self._finish_meeting(error)
+            raise
+        if is_awaited:
+            self._finish_meeting()
+
+    def _finish_meeting(self, interruption: BaseException | None = None) -> None:
+        """Waits for the meeting under way, and applies it. Raises the interruption afterwards."""
+        meeting = self._under_way
+        assert meeting is not None  # for the type checker
+        interruption = self._wait_for(meeting) or interruption
+        self._under_way = None
+        self._is_torn = True
+        self._take(meeting)
+        self._is_torn = False
+        if interruption is not None:
+            raise interruption
+
+    def _wait_for(self, meeting: Meeting) -> BaseException | None:
+        """See Meeting.finish(). One that fails is under way no more."""
+        try:
+            return meeting.finish()
+        except BaseException:
+            self._under_way = None
+            raise
+
+    def _take(self, meeting: Meeting) -> None:
+        """Gives this rank's parameters what a meeting that is over has agreed on."""
+        standing = meeting.standing
+        if not meeting.buckets:
+            return
+        is_now = standing.n_steps == self.n_steps
+        with torch.no_grad():
+            self._apply(meeting.buckets, 0.0 if is_now else _OWN_PART)
+        self.n_meetings += 1
+        if is_now:
+            for i in range(len(self._met_at)):
+                if standing.fragment in (i, ALL):
+                    self._met_at[i] = self.n_steps
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Writes what is averaged into the bucket's views."""
+        with torch.no_grad():
+            views, parameters = views_and_parameters(bucket)
+            torch._foreach_copy_(views, parameters)
+
+    def _apply(self, buckets: Sequence[Bucket], own_part: float) -> None:
+        """Makes the parameters what the mean in the views asks for. own_part: the share of this
+        rank's own parameters in the result, from 0 to 1.
+        """
+        for bucket in buckets:
+            views, parameters = views_and_parameters(bucket)
+            torch._foreach_copy_(parameters, views)
+
+    def average_buffers(self) -> None:
+        """Averages the model's floating-point buffers (batch-norm statistics) over all ranks, and
+        copies rank 0's others: before an evaluation, say. finish() does it, too; a meeting does
+        not. Collective.
+        """
+        model = self.reducer.attached_model()
+        buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
+        numbers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        if numbers:
+            # in float64 the mean of equal numbers has their bits
+            flat = torch.cat([buffer.detach().double().reshape(-1) for buffer in numbers])
+            self.comm.all_reduce(flat, "mean")
+            for buffer, mean in zip(numbers, flat.split([b.numel() for b in numbers]), strict=True):
+                buffer.data.copy_(mean.view(buffer.shape))
+        validation.broadcast(self.comm, others, 0)
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, and the mean of a meeting under way, for which it waits: collective. Equal
+        on all ranks. Training goes on as if nothing had happened with this, every rank's optimizers
+        and every rank's model, or one rank's model if all ranks have just met.
+        """
+        state: dict[str, Any] = {
+            "n_steps": self.n_steps,
+            "n_meetings": self.n_meetings,
+            "met_at": list(self._met_at),
+            "under_way": None,
+        }
+        meeting = self._under_way
+        if meeting is not None:
+            interruption = self._wait_for(meeting)
+            if interruption is not None:
+                raise interruption
+            state["under_way"] = {
+                "standing": tuple(meeting.standing),
+                "mean": {name: view.clone() for name, view in _named_views(meeting.buckets)},
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() has given. Collective: every rank loads the same. Raises
+        ValueError if it was saved with other fragments, or of another model, and FastcommError on
+        the other ranks; MismatchError, on all, naming what differs. Nothing is loaded then.
+        """
+        self._refuse_ended()
+        described, problem = {}, None
+        try:
+            described = self._described(state_dict)
+        except Exception as error:  # the state may be anything, and the others are to hear of it
+            problem = error
+        call = f"load_state_dict() of {type(self).__name__}"
+        loading = validation.Call(call, "states to load", "cannot load its state")
+        validation.compare(self.comm, problem, described, [], loading)
+        self._load(state_dict)
+
+    def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
+        """The state, as the ranks compare it. Raises ValueError for one that does not fit."""
+        if len(state_dict["met_at"]) != len(self._fragments):
+            raise ValueError(
+                f"the state was saved with {len(state_dict['met_at'])} fragments, and there are "
+                f"{len(self._fragments)}"
+            )
+        numbers = ("n_steps", "n_meetings", "met_at")
+        values = [(key, validation.shown(state_dict[key])) for key in numbers]
+        saved, tensors = state_dict["under_way"], []
+        values.append(("the meeting under way", "none" if saved is None else "one"))
+        if saved is not None:
+            standing = Standing(*saved["standing"])
+            values.append(("the standing of the meeting under way", validation.shown(standing)))
+            views = dict(_named_views(self._fragments[standing.fragment]))
+            refuse_other_model(saved["mean"], views, "this fragment")
+            tensors = [
+                (f"the mean of parameter {name}", mean) for name, mean in saved["mean"].items()
+            ]
+        return validation.contents_in_words(tensors, values)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """What _described() has let pass."""
+        under_way = None
+        saved = state_dict["under_way"]
+        if saved is not None:
+            standing = Standing(*saved["standing"])
+            buckets = self._fragments[standing.fragment]
+            for bucket in buckets:
+                bucket.vacate()
+            for name, view in _named_views(buckets):
+                view.copy_(saved["mean"][name])
+            under_way = Meeting.of_checkpoint(self.comm, buckets, standing)
+        self._under_way = under_way
+        self.n_steps, self.n_meetings = state_dict["n_steps"], state_dict["n_meetings"]
+        self._met_at = list(state_dict["met_at"])
+        self._stepped.clear()
+        self._is_torn = False
+
+
+def refuse_other_model(saved: dict[str, Tensor], present: dict[str, Tensor], what: str) -> None:
+    """Raises ValueError, naming a parameter, unless both have the same names and shapes. what: of
+    which `present` are the parameters.
+    """
+    for name in [*present, *saved]:
+        if name not in saved or name not in present:
+            where = "the state" if name not in saved else what
+            raise ValueError(
+                f"{where} has no parameter {name}: load the state of the same model, with the same "
+                "frozen parameters, buckets and fragments"
+            )
+        if saved[name].shape != present[name].shape:
+            raise ValueError(
+                f"parameter {name} was saved with shape {tuple(saved[name].shape)}, and has "
+                f"{tuple(present[name].shape)}"
+            )
+
+
+def _named_views(buckets: Sequence[Bucket]) -> list[tuple[str, Tensor]]:
+    return [pair for b in buckets for pair in zip(b.names, b.views, strict=True)]
+
+
+def views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    """The views of a bucket, and the parameters that belong to them; those that are gone are left
+    out. Raises FastcommError naming a parameter that does not fit its view any more.
+    """
+    views: list[Tensor] = []
+    parameters: list[Tensor] = []
+    for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
+        if parameter is None:
+            continue
+        if (parameter.shape, parameter.dtype, parameter.device) != (
+            view.shape,
+            view.dtype,
+            view.device,
+        ):
+            raise FastcommError(
+                f"parameter {name} is {parameter.dtype} {list(parameter.shape)} on "
+                f"{parameter.device}, and was {view.dtype} {list(view.shape)} on {view.device} at "
+                "attach(): change the model before attach(), or after finish()"
+            )
+        views.append(view)
+        parameters.append(parameter)
+    return views, parameters

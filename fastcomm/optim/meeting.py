@@ -1,0 +1,234 @@
+"""Meeting: buckets of a reducer that are averaged over the ranks while each rank steps by itself.
+
+A meeting is a Round on the buckets' own views, which hold no gradients meanwhile, so it travels as
+gradients do: in the reducer's wire dtype, over any transport, abandoned and interrupted alike. It
+also compares how many steps the ranks have made. Changes no parameter: what is done with the mean
+is local_sgd.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.round import NOTE, Round, State
+
+ALL = -1  # in place of a fragment's number: every fragment that has not met at this step
+
+
+class Standing(NamedTuple):
+    """What must be equal on all ranks that meet. n_meetings: how many are over. fragment: its
+    number, or ALL.
+    """
+
+    n_steps: int
+    n_meetings: int
+    fragment: int
+
+    def __str__(self) -> str:
+        what = "all fragments" if self.fragment == ALL else f"fragment {self.fragment}"
+        return f"{what} after {self.n_steps} steps and {self.n_meetings} meetings"
+
+
+class Meeting:
+    """One meeting, from its launch until the mean lies in the buckets' views. It may be launched
+    at one step and waited for at another.
+
+    buckets: may be none; then ranks only compare their standings, in a launch that is awaited.
+    """
+
+    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], standing: Standing) -> None:
+        self.buckets, self.standing = buckets, standing
+        self._comm = comm
+        self._round = Round(comm, buckets, "mean", 1, standing.n_steps)
+        self._is_agreed: bool | None = None  # without a round: whether the views hold the mean
+        n_rows, n_columns = comm.world_size, len(standing)
+        self._own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
+        self._all = torch.empty(n_rows * n_columns, dtype=torch.int64, device=comm.device)
+        self._comparing: Work | None = None
+
+    @classmethod
+    def of_checkpoint(
+        cls, comm: Communicator, buckets: Sequence[Bucket], standing: Standing
+    ) -> Meeting:
+        """One whose mean lies in the views already."""
+        meeting = cls(comm, buckets, standing)
+        meeting._is_agreed = True
+        return meeting
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was reduced, or has failed."""
+        return self._is_agreed is not None or self._round.is_over
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the views hold the mean."""
+        return self._is_agreed or self._round.state is State.SETTLED
+
+    def launch(self, fill: Callable[[Bucket], None], *, is_awaited: bool) -> None:
+        """Writes what is averaged into the views of all buckets, by `fill`, and launches them.
+
+        is_awaited: finish() follows at once, so the ranks may as well compare their standings
+            before anything is launched.
+
+        Raises what ends the meeting; the other ranks hear of it. What a signal handler raises does
+        not end it once the other ranks count on this one.
+        """
+        if is_awaited:
+            self._compare_at_once()
+        if self.is_over:
+            return
+        try:
+            with _gradients_aside(self.buckets):
+                if not is_awaited:
+                    self._comparing = self._gather(async_op=True)
+                for bucket in self.buckets:
+                    fill(bucket)
+                    bucket.take_views()
+                self._round.count_all()
+                self._round.commit()
+        except MismatchError as error:
+            found = self._difference_if_known()
+            self._leave(error)
+            raise (error if found is None else found) from error
+        except BaseException as error:
+            if isinstance(error, FastcommError) or not self._round.is_committed:
+                self._leave(error)
+            raise
+
+    def _gather(self, *, async_op: bool) -> Work | None:
+        return self._comm.all_gather_single(self._all, self._own, async_op=async_op)
+
+    def _compare_at_once(self) -> None:
+        """Raises MismatchError on all ranks alike, so that none has to tell the others."""
+        try:
+            self._gather(async_op=False)
+            found = self._difference()
+        except FastcommError:
+            self._is_agreed = False
+            raise
+        except BaseException as error:
+            self._leave(error)
+            raise
+        if found is not None or not self.buckets:
+            self._is_agreed = found is None
+        if found is not None:
+            raise found
+
+    def _leave(self, error: BaseException) -> None:
+        with _gradients_aside(self.buckets):
+            self._round.abort(error)
+
+    def advance(self) -> None:
+        """Moves the reduction forward as far as that takes no waiting, for transports that do
+        nothing by themselves.
+        """
+        if self.is_over:
+            return
+        for bucket in self.buckets:
+            if not bucket.advance():
+                return
+
+    def finish(self) -> BaseException | None:
+        """Waits until the views hold the mean. Returns what a signal handler has raised meanwhile,
+        since the other ranks have the mean, too. May be called again.
+
+        Raises MismatchError if the ranks have made different numbers of steps, and what else ends
+        the meeting: FastcommError.
+        """
+        if self.is_over:
+            return None
+        interruption = self._compare()
+        try:
+            with _gradients_aside(self.buckets):
+                self._round.finish()
+        except BaseException as error:
+            if not self.is_reduced:
+                raise
+            interruption = error
+            _note(error)
+        for bucket in self.buckets:
+            bucket.gradient_state.forget_rounds()
+        return interruption
+
+    def _compare(self) -> BaseException | None:
+        """Raises as finish(); returns what a signal handler has raised. Does nothing where the
+        ranks have compared their standings before.
+        """
+        if self._comparing is None:
+            return None
+        interruption = None
+        for _ in range(2):
+            try:
+                self._comparing.wait()
+                found = self._difference()
+            except FastcommError as error:
+                self._leave(error)
+                raise
+            except BaseException as error:
+                interruption = error
+                continue
+            if found is not None:
+                self._leave(found)
+                raise found
+            return interruption
+        self._comm.abort()  # interrupted twice: as in a collective
+        assert interruption is not None  # for the type checker
+        self._leave(interruption)
+        raise interruption
+
+    def _difference_if_known(self) -> MismatchError | None:
+        """After a launch that has failed."""
+        if self._comparing is None:
+            return None
+        with contextlib.suppress(FastcommError):
+            self._comparing.wait()
+            return self._difference()
+        return None
+
+    def _difference(self) -> MismatchError | None:
+        """How the ranks' standings differ; None if they do not. Waits for the device."""
+        rows = self._all.view(self._comm.world_size, -1).tolist()
+        self._comm.check()  # over NCCL the numbers may not have come
+        if all(row == rows[0] for row in rows):
+            return None
+        places = "; ".join(f"rank {rank}: {Standing(*row)}" for rank, row in enumerate(rows))
+        return MismatchError(
+            f"the ranks do not meet at the same step: {places}. Let all ranks make as many steps; "
+            "count_step() counts one that a rank leaves out. No parameter was changed"
+        )
+
+
+def _note(interruption: BaseException) -> None:
+    """Says of a meeting what round.NOTE says of a backward that was interrupted."""
+    notes: list[str] = getattr(interruption, "__notes__", [])
+    if NOTE in notes:
+        notes[notes.index(NOTE)] = (
+            "fastcomm: the ranks have met; this one takes what they have agreed on, as the others"
+        )
+
+
+@contextlib.contextmanager
+def _gradients_aside(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Gives all parameters their gradients back at the end, whatever becomes of .grad inside the
+    block. Gradients that lie in the buckets' views are moved out of them first.
+    """
+    kept: list[tuple[Tensor, Tensor | None]] = []
+    for bucket in buckets:
+        bucket.vacate()
+        kept += [(parameter, parameter.grad) for _, parameter in bucket.named_parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            # torch refuses one that does not fit its parameter any more
+            with contextlib.suppress(RuntimeError):
+                parameter.grad = gradient

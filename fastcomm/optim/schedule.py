@@ -1,0 +1,155 @@
+"""Schedule: after how many steps ranks that step by themselves meet, and which buckets do. Also
+which reducers and numbers LocalSGD and DiLoCo cannot take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.join import is_joining
+from fastcomm.reducer.features.local_steps import LocalSteps
+from fastcomm.reducer.features.sharded_by import ShardedBy
+from fastcomm.reducer.options import Options
+from fastcomm.reducer.reducer import Reducer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When which fragment meets.
+
+    every: each fragment meets once in so many steps; the fragments take turns, at equal distances.
+    delay: how many steps after its launch a meeting is waited for.
+    """
+
+    every: int
+    n_fragments: int = 1
+    delay: int = 0
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError."""
+        for name, value in (("every", self.every), ("fragments", self.n_fragments)):
+            if not isinstance(value, int):
+                raise TypeError(f"{name} must be an int; got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if self.every % self.n_fragments:
+            raise ValueError(
+                "every must be a multiple of fragments, which meet at equal distances; got "
+                f"{self.every} and {self.n_fragments}"
+            )
+        if not isinstance(self.delay, int):
+            raise TypeError(f"delay must be an int; got {self.delay!r}")
+        if not 0 <= self.delay < self._distance:
+            raise ValueError(
+                "delay must be less than every / fragments, so that one meeting is over before the "
+                f"next: from 0 to {self._distance - 1}; got {self.delay}"
+            )
+
+    @property
+    def _distance(self) -> int:
+        """In steps, from one meeting to the next."""
+        return self.every // self.n_fragments
+
+    def fragment_at(self, n_steps: int) -> int | None:
+        """Which fragment is launched after so many steps."""
+        number, rest = divmod(n_steps, self._distance)
+        return None if rest else (number - 1) % self.n_fragments
+
+
+def fragments_of(buckets: list[Bucket], n: int) -> list[list[Bucket]]:
+    """The buckets in n parts of about one size: each goes, the largest first, to the part that is
+    smallest so far.
+    """
+    fragments: list[list[int]] = [[] for _ in range(n)]
+    loads = [0] * n
+    for i in sorted(range(len(buckets)), key=lambda i: -buckets[i].flat.nbytes):
+        lightest = loads.index(min(loads))
+        fragments[lightest].append(i)
+        loads[lightest] += buckets[i].flat.nbytes
+    return [[buckets[i] for i in sorted(fragment)] for fragment in fragments]
+
+
+def require_reducer(kind: type, given: object) -> None:
+    """Raises TypeError for anything but a reducer."""
+    if not isinstance(given, Reducer):
+        raise TypeError(f"{kind.__name__}() takes a Reducer; got {type(given).__name__}")
+
+
+def refuse(reducer: Reducer, schedule: Schedule) -> None:
+    """Raises TypeError or ValueError for what no meeting can be made of."""
+    reducer.attached_model()
+    schedule.check()
+    _refuse_options(reducer.options)
+    _refuse_companions(reducer)
+    _refuse_moment(reducer)
+    if schedule.n_fragments > len(reducer.buckets):
+        raise ValueError(
+            f"{schedule.n_fragments} fragments need as many buckets, and the reducer has "
+            f"{len(reducer.buckets)}: choose a smaller bucket_cap_mb, or fewer fragments"
+        )
+    for bucket in reducer.buckets:
+        _refuse_bucket(bucket)
+
+
+def _refuse_options(options: Options) -> None:
+    if options.op != "mean":
+        raise ValueError(f"meetings average over the ranks: use op mean; got {options.op}")
+    if options.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
+            "meetings: leave it out"
+        )
+    if options.hooks:
+        raise ValueError("a hook reduces gradients, and ranks meet without: leave the hook out")
+
+
+def _refuse_companions(reducer: Reducer) -> None:
+    """Raises ValueError beside what else decides about the reducer's steps."""
+    sharded_by, local_steps = reducer.find(ShardedBy), reducer.find(LocalSteps)
+    if sharded_by is not None and not sharded_by.is_gone:
+        raise ValueError(
+            "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
+            "rank's own use the plain optimizer"
+        )
+    if local_steps is not None:
+        raise ValueError(f"the reducer has a {local_steps.name} already: call its finish() first")
+
+
+def _refuse_moment(reducer: Reducer) -> None:
+    """Raises ValueError unless it is between two steps, and outside join()."""
+    is_between_steps = reducer.round is None and reducer.is_synchronizing
+    if not is_between_steps or reducer.is_announced:
+        raise ValueError(
+            "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
+            "not after a set_weight() or skip_step() whose reduction has not come"
+        )
+    if is_joining(reducer.comm):
+        raise ValueError(
+            "join() ends with the parameters of one rank on all: let ranks step alone outside of it"
+        )
+
+
+def _refuse_bucket(bucket: Bucket) -> None:
+    """Raises ValueError if the bucket's views cannot hold its parameters."""
+    if bucket.waits_in_launch:
+        raise ValueError(
+            f"the gradient of parameter {bucket.names[0]} is sparse, and meetings average whole "
+            "parameters: use sparse=False"
+        )
+    for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
+        if parameter is not None and parameter.dtype != view.dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: meetings "
+                "take gradients of the parameters' dtype"
+            )
+
+
+def refuse_rounding(reducer: Reducer) -> None:
+    """Raises ValueError for a wire that rounds parameters."""
+    wire = reducer.options.wire_dtype
+    if any(wire not in (None, bucket.dtype) for bucket in reducer.buckets):
+        raise ValueError(
+            f"wire_dtype {wire} would round the parameters that LocalSGD averages: leave it out, "
+            "or send differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
+        )

@@ -1,0 +1,533 @@
+"""ShardedOptimizer: each rank steps its share of every bucket, and the parameters come back to all.
+
+The method is ZeRO's (arXiv 1910.02054, stage 2): gradients are reduced into the rank that steps
+them, and only that rank has their optimizer state. An optimizer of the user's class steps the
+rank's pieces; this one holds the parameter groups that users and schedulers see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from fastcomm.comm.communicator import Communicator, Work, note_abandoned
+from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.optim import checkpoints, param_groups, shardable
+from fastcomm.optim.checkpoints import Part, options_of, pieces_of
+from fastcomm.reducer import validation
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features import arrivals, shards, torch_helpers
+from fastcomm.reducer.features.arrivals import Arrival, Arrivals
+from fastcomm.reducer.features.sharded_by import ShardedBy
+from fastcomm.reducer.features.shards import RankShare, Sharding
+from fastcomm.reducer.owners import owner_of
+from fastcomm.reducer.reducer import Reducer
+
+_MAKING = validation.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
+_GROUPS = "parameter groups, which every rank must give in one order"
+_REFRESH = validation.Call("refresh()", _GROUPS, "cannot refresh its ShardedOptimizer")
+_TAKING = validation.Call("ShardedOptimizer() or refresh()", _GROUPS, "cannot take buckets")
+_LOADING = validation.Call(
+    "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
+)
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps the model of a reducer, each rank its share of every bucket: as optimizer_class would
+    on every rank, in 1/world_size of the time and with 1/world_size of the optimizer's state.
+
+        reducer = fastcomm.Reducer().attach(model)
+        optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
+
+    Making it is collective. The parameters that it gives are those of the plain optimizer: the same
+    bits where every element is stepped by itself and gradients are not clipped.
+
+    reducer: attached to the model; reduces its gradients for this optimizer alone.
+    optimizer_class: of torch.optim, or any class that steps each parameter by itself. LBFGS and
+        SparseAdam are refused.
+    params: parameter groups, as optimizer_class takes them, that hold every trainable parameter of
+        the model. None: one group.
+    keep_gradients: every rank gets all reduced gradients, in .grad, which costs what the reduction
+        of shares saves. Else .grad is None after a backward: use reducer.grad_norm(),
+        reducer.clip_grad_norm_() and reducer.nonfinite_count(), which every rank must call then.
+        torch's clip_grad_norm_ raises FastcommError.
+    elementwise: whether a parameter may be cut between ranks, because optimizer_class looks at each
+        element by itself. None: known for the classes of torch.optim, no for others.
+    share_parameters: over shared memory all ranks have one copy of the parameters: what one writes
+        between two steps, the others see. Saves their memory, and the copying after a step.
+    overlap_gather: over NCCL step() does not wait for the other ranks' parameters: a module does,
+        before its forward, and so does what else uses a parameter through torch. Code in C++ that
+        is handed a parameter outside its module's forward does not: call wait_for_parameters()
+        before it. No effect elsewhere.
+    defaults: for optimizer_class.
+
+    Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
+    a class or option that cannot be sharded; TypeError for anything but a class of optimizers;
+    MismatchError if ranks give different options. After reducer.refresh() the state is where it
+    was; after reducer.detach() step() raises FastcommError.
+    """
+
+    skips_itself = True  # see optimizer_steps.py: step() leaves out what the ranks drop
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        optimizer_class: type[Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        keep_gradients: bool = False,
+        elementwise: bool | None = None,
+        share_parameters: bool = False,
+        overlap_gather: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if not isinstance(reducer, Reducer):
+            raise shardable.misuse(reducer)
+        self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
+        cuts = shardable.is_elementwise(optimizer_class) if elementwise is None else elementwise
+        self.sharding = Sharding(keep_gradients, cuts, share_parameters)
+        plain = self._make_plain(params, overlap_gather)
+        super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
+        self._inner = plain  # of this rank's pieces, once there are some
+        self.is_torn = self._is_mixed = False  # the ranks' parameters, the state
+        self._overlaps = overlap_gather and reducer.comm.has_streams
+        self._arrivals: Arrivals | None = None
+        # whole, on every rank: of parameters that no bucket has, because they are frozen now.
+        # Adagrad makes some before the first step, of frozen ones, too.
+        self._aside: dict[Any, checkpoints.State] = dict(plain.state)
+        self._parts: dict[Parameter, Part] = {}
+        self._buckets: Sequence[Bucket] = []
+        self._barrier = shards.StepBarrier(reducer.comm)
+        torch_helpers.watch(ShardedOptimizer, _is_held)
+        former = reducer.find(ShardedBy)
+        if former is not None:  # of an optimizer that is gone
+            reducer.remove(former)
+        sharded_by = reducer.install(ShardedBy(self))
+        try:
+            reducer.refresh()
+        except BaseException:
+            reducer.remove(sharded_by)  # of what is half made
+            raise
+
+    def _make_plain(self, params: Iterable[Any] | None, overlap_gather: bool) -> Optimizer:
+        """The plain optimizer, for its parameter groups and defaults. Collective: raises on every
+        rank what one of them refuses, and MismatchError where they differ.
+        """
+        reducer = self.reducer
+        model = reducer.attached_model()
+        named = {name: p for name, p in reducer.named_parameters() if p.requires_grad}
+        plain, problem = None, None
+        try:
+            shardable.refuse(self._class, self._defaults, reducer, self.sharding)
+            if overlap_gather:
+                arrivals.refuse(model)
+            groups = list(named.values()) if params is None else param_groups.listed(params)
+            plain = self._class(groups, **self._defaults)
+            param_groups.refuse(plain.param_groups, named)
+            buffers = model.named_buffers() if isinstance(model, Module) else ()
+            param_groups.refuse_shared_memory([*reducer.named_parameters(), *buffers])
+        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
+            problem = error
+        described: dict[str, Any] = {
+            "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
+            "keep_gradients": self.sharding.keeps_gradients,
+            "elementwise": self.sharding.cuts,
+            "share_parameters": self.sharding.shares_parameters,
+            "overlap_gather": overlap_gather,
+        }
+        if plain is not None:
+            described |= param_groups.places(plain.param_groups, reducer.named_parameters())
+            described |= param_groups.options(plain.param_groups)
+        validation.compare(reducer.comm, problem, described, [], _MAKING)
+        assert plain is not None  # for the type checker: compare() has raised
+        return plain
+
+    def __repr__(self) -> str:
+        own = type(self).__name__
+        return super().__repr__().replace(own, f"{own} of {self._class.__name__}", 1)
+
+    def _refuse_hook(self, *_: Any, **__: Any) -> Any:
+        """Raises FastcommError: a hook would see the pieces of one rank."""
+        raise FastcommError(
+            "a ShardedOptimizer calls no hooks when its state is saved or loaded: change what "
+            "full_state_dict() returns, or what load_full_state_dict() gets"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy would have neither the reducer nor the other ranks' state."""
+        raise TypeError(
+            "a ShardedOptimizer cannot be copied or pickled: save its full_state_dict(), and load "
+            "that into one made by the same call"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Parameters that the reducer does not know yet are stepped after
+        reducer.refresh().
+        """
+        super().add_param_group(param_group)
+        if hasattr(self, "_inner"):
+            self._remake_inner()
+
+    @property
+    def state(self) -> Any:
+        """This rank's pieces of it: see full_state_dict(). An empty one may be assigned: the
+        optimizer begins anew. Raises FastcommError for another.
+        """
+        torch_helpers.refuse_checkpoint()
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not hasattr(self, "_inner"):
+            return  # of Optimizer.__init__()
+        if state:
+            raise FastcommError(
+                "the state of a ShardedOptimizer is of this rank's pieces: give the whole one to "
+                "load_full_state_dict()"
+            )
+        self._inner.state, self._aside, self._is_mixed = state, {}, False
+
+    # -- the buckets -------------------------------------------------------------------------------
+
+    def set_state_aside(self) -> None:
+        """See sharded_by.Stepper."""
+        if self._buckets:
+            self._agree_on_refresh()
+        parameters = self._parameters()
+        whole = self._gather_state("refresh()") if self._buckets else {}
+        self._aside |= {parameters[i]: state for i, state in whole.items()}
+        if self._arrivals is not None:
+            self._arrivals.end()
+        self._buckets, self._parts = [], {}
+        for group in self._inner.param_groups:
+            group["params"] = []  # whose memory goes with the buckets
+        self._inner.state.clear()
+
+    def _agree_on_refresh(self) -> None:
+        problem = None
+        try:
+            self._refuse_refresh()
+        except FastcommError as error:
+            problem = error
+        # of those that have a state: new ones may lack a group, of which take_buckets() tells
+        numbers = {
+            f"the place of parameter {self._parts[parameter].name}": i
+            for i, parameter in enumerate(self._parameters())
+            if parameter in self._parts
+        }
+        validation.compare(self.comm, problem, numbers, [], _REFRESH)
+
+    def _refuse_refresh(self) -> None:
+        """Raises FastcommError for what refresh() would lose, or mix."""
+        has_state = any(self._inner.state.values())
+        if self._is_mixed and has_state:
+            raise FastcommError(
+                "a step of the ShardedOptimizer has failed on the way, and its state is of two "
+                "steps: load one whole state on every rank, or begin anew there by "
+                "optimizer.state = {}; then call refresh()"
+            )
+        for bucket in self._buckets:
+            _share_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
+
+    def take_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """See sharded_by.Stepper."""
+        taken, problem = None, None
+        try:
+            parts = self._parts_in(buckets)
+            states = checkpoints.cut_all(self._aside, parts)
+            taken = parts, self._inner_of(self.param_groups, parts, states)
+        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
+            problem = error
+        validation.compare(self.comm, problem, self._places(), [], _TAKING)
+        assert taken is not None  # for the type checker: compare() has raised
+        self._buckets, self.is_torn = buckets, False
+        self._parts, inner = taken
+        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
+        self._use(inner)
+        model = self.reducer.attached_model()
+        if self._overlaps and isinstance(model, Module):
+            self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
+        self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
+
+    def _parts_in(self, buckets: Sequence[Bucket]) -> dict[Parameter, Part]:
+        known, parts = set(self._parameters()), {}
+        for bucket in buckets:
+            share = _share_of(bucket)
+            for i, (name, parameter) in enumerate(
+                zip(bucket.names, bucket.parameters, strict=True)
+            ):
+                if parameter not in known:
+                    raise ValueError(
+                        f"parameter {name} is in no group of the ShardedOptimizer: call its "
+                        "add_param_group() before refresh()"
+                    )
+                if self.sharding.cuts:
+                    checkpoints.refuse_misfit(name, parameter, self._aside.get(parameter, {}))
+                parts[parameter] = Part(name, parameter, share.spans(i), share.pieces[i])
+        return parts
+
+    def _inner_of(
+        self,
+        groups: Sequence[dict[str, Any]],
+        parts: dict[Parameter, Part],
+        states: dict[Tensor, checkpoints.State],
+    ) -> Optimizer:
+        """An optimizer of this rank's pieces of the groups' parameters."""
+        pieces = [pieces_of(parts, group["params"]).values() for group in groups]
+        own = [
+            {**options_of(group), "params": [piece.parameter for piece in those]}
+            for group, those in zip(groups, pieces, strict=True)
+        ]
+        inner = self._class(own, **self._defaults)
+        inner.state.update(states)
+        return inner
+
+    def _use(self, inner: Optimizer) -> None:
+        """inner: of the groups as they are now."""
+        self._inner = inner
+        self._members = param_groups.members(self.param_groups)
+        self._strangers = [p for p in self._parameters() if p not in self._parts]
+
+    def _remake_inner(self) -> None:
+        """The groups have changed."""
+        self._use(self._inner_of(self.param_groups, self._parts, dict(self._inner.state)))
+
+    def _parameters(self) -> list[Parameter]:
+        """In the order of a state_dict()."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps this rank's share, and returns when all ranks' parameters are here, or on their way
+        with overlap_gather=True. Collective.
+
+        closure: evaluated once, before the step; its value is returned. Raises FastcommError for
+        gradients that no backward has reduced, naming the parameter, and after detach().
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.reducer.stepper() is not self:
+            raise FastcommError(
+                "the reducer was detached, and its ShardedOptimizer with it: make another one "
+                "after attach()"
+            )
+        self.reducer.synchronize()
+        if self.reducer.skipped:
+            return loss
+        try:
+            if not param_groups.have(self.param_groups, self._members):  # edited by hand
+                self._remake_inner()
+            param_groups.refuse_unreduced(self._strangers)
+            for bucket in self._buckets:
+                _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
+            if not self.comm.has_streams:
+                self._barrier.wait()  # no rank reads parameters, and none has dropped the step
+            self.is_torn = self._is_mixed = True
+            self._step_pieces()
+            self._spread()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self.is_torn = self._is_mixed = False
+        return loss
+
+    def _leave(self, error: BaseException) -> None:
+        """It has ended a step, in which the other ranks may wait for this one's share."""
+        if self.is_torn:
+            self._drop()
+        elif isinstance(error, MismatchError):
+            return  # they have all heard of it
+        with contextlib.suppress(FastcommError):
+            self.comm.abandon()
+        note_abandoned(error)
+
+    def _step_pieces(self) -> None:
+        pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))
+        for group, inner in pairs:  # what schedulers have changed
+            inner.update(options_of(group))
+        self._inner.step()
+        for group, inner in pairs:  # what the optimizer has changed
+            group.update(options_of(inner))
+
+    def _spread(self) -> None:
+        under_way: dict[int, Work] = {}
+        for i, bucket in reversed(list(enumerate(self._buckets))):  # as the next forward uses them
+            _share_of(bucket).drop()
+            work = _share_of(bucket).spread()
+            if work is not None:
+                under_way[i] = work
+        if self._arrivals is not None:
+            self._let_arrive(self._arrivals, under_way)
+            return
+        for work in under_way.values():
+            work.wait()
+        if self.sharding.shares_parameters:
+            self._barrier.wait()  # all of them are new
+
+    def _let_arrive(self, arrivals: Arrivals, under_way: dict[int, Work]) -> None:
+        started = {
+            i: Arrival(work, self._buckets[i].parameters, self) for i, work in under_way.items()
+        }
+        for i, arrival in started.items():
+            _share_of(self._buckets[i]).arrival = arrival
+        arrivals.begin(started)
+
+    def wait_for_parameters(self) -> None:
+        """Orders the current stream after the last step's gathers. There is something to wait for
+        with overlap_gather=True alone. Raises the error that has ended a gather.
+        """
+        for bucket in self._buckets:
+            _share_of(bucket).arrive()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; drops the reduced gradients that this rank holds, too."""
+        super().zero_grad(set_to_none)
+        self._drop()
+
+    def _drop(self) -> None:
+        for bucket in self._buckets:
+            _share_of(bucket).drop()
+
+    def held(self) -> list[Tensor] | None:
+        """See torch_helpers.Holder."""
+        if self.sharding.keeps_gradients:
+            return None
+        return [piece.parameter for piece in pieces_of(self._parts, self._parameters()).values()]
+
+    @property
+    def comm(self) -> Communicator:
+        """The reducer's."""
+        return self.reducer.comm
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole state, on every rank, in the format of the plain optimizer, whose
+        load_state_dict() takes it. Collective.
+        """
+        self._compare_places("full_state_dict()")
+        return {
+            "state": self._gather_state("full_state_dict()"),
+            "param_groups": checkpoints.numbered(self.param_groups),
+        }
+
+    def _gather_state(self, call: str) -> dict[int, checkpoints.State]:
+        whole = checkpoints.gather(self.comm, self._all_parts(), self._inner.state, call)
+        return whole | self._aside_by_number()
+
+    def _all_parts(self) -> list[Part]:
+        """By number; without spans for a parameter that no rank steps."""
+        return [self._parts.get(p, Part("", p, {}, None)) for p in self._parameters()]
+
+    def compare_state(self) -> None:
+        """See sharded_by.Stepper."""
+        self._compare_places("check_in_sync()")
+        checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
+
+    def _compare_places(self, call: str) -> None:
+        validation.compare(self.comm, None, self._places(), [], _REFRESH._replace(name=call))
+
+    def _places(self) -> dict[str, Any]:
+        return param_groups.places(self.param_groups, self.reducer.named_parameters())
+
+    def _aside_by_number(self) -> dict[int, checkpoints.State]:
+        numbered = enumerate(self._parameters())
+        return {i: dict(self._aside[p]) for i, p in numbered if p in self._aside}
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of full_state_dict(), from any number of ranks, or of the plain
+        optimizer. Collective: every rank gives the same one. Raises TypeError for what is no state,
+        ValueError for other groups than these, and naming a parameter whose state has another
+        shape; FastcommError on the other ranks; MismatchError, on all, naming what differs between
+        them. Nothing is loaded then.
+        """
+        self.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, for this rank of as many: save one for each rank, or use
+        full_state_dict(). Raises FastcommError inside torch.distributed.checkpoint.
+        """
+        torch_helpers.refuse_checkpoint()
+        number_of = {parameter: i for i, parameter in enumerate(self._parameters())}
+        states = {
+            number_of[parameter]: self._inner.state.get(piece.parameter)
+            for parameter, piece in pieces_of(self._parts, number_of).items()
+        }
+        return {
+            "state": {i: dict(state) for i, state in states.items() if state}
+            | self._aside_by_number(),
+            "param_groups": checkpoints.numbered(self.param_groups),
+            checkpoints.PLACE: self._place(),
+        }
+
+    def _place(self) -> tuple[int, int, list[int]]:
+        pieces = pieces_of(self._parts, self._parameters()).values()
+        return self.comm.rank, self.comm.world_size, [piece.parameter.numel() for piece in pieces]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() has saved on this rank of as many ranks, or a whole state.
+        Collective, and raises, as load_full_state_dict(); ValueError for another rank's part.
+        """
+        loaded, described, problem = None, {}, None
+        try:
+            saved = checkpoints.read(state_dict, self.param_groups)
+            fits = shardable.fitting(self._class, self.sharding)
+            known = self._parts.values() if fits else ()
+            checkpoints.refuse(saved, self._place(), known, fits or checkpoints.is_shaped_as)
+            names = {parameter: name for name, parameter in self.reducer.named_parameters()}
+            described = self._places() | checkpoints.described(saved, self._parts, names)
+            loaded = self._loaded(saved)
+        except Exception as error:  # the state may be anything, and the others are to hear of it
+            problem = error
+        validation.compare(self.comm, problem, described, [], _LOADING)
+        assert loaded is not None  # for the type checker: compare() has raised
+        groups, inner, aside = loaded
+        checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)
+        self._aside, self._is_mixed = aside, False
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update(options_of(theirs))
+        self._use(inner)
+
+    def _loaded(
+        self, saved: checkpoints.Saved
+    ) -> tuple[list[dict[str, Any]], Optimizer, dict[Parameter, checkpoints.State]]:
+        """The groups, the optimizer of this rank's pieces, and the state that is put aside, as they
+        are to be when the ranks have agreed.
+        """
+        groups = [
+            {**group, **copy.deepcopy(options_of(theirs))}  # a tensor would be `saved`'s, too
+            for group, theirs in zip(self.param_groups, saved.groups, strict=True)
+        ]
+        checkpoints.refuse_missing_options(self._inner_of(groups, self._parts, {}), saved)
+        inner = self._inner_of(groups, self._parts, {})
+        mine = checkpoints.own_states(saved, pieces_of(self._parts, self._parameters()))
+        packed = checkpoints.numbered(inner.param_groups)
+        inner.load_state_dict({"state": mine, "param_groups": packed})
+        aside = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
+        return groups, inner, aside
+
+
+def _share_of(bucket: Bucket) -> RankShare:
+    assert bucket.share is not None  # for the type checker: its reducer has this optimizer
+    return bucket.share
+
+
+def _is_held(parameter: Tensor) -> bool:
+    """Whether a ShardedOptimizer takes the parameter's gradients."""
+    reducer = owner_of(parameter)
+    sharding = reducer.sharding() if isinstance(reducer, Reducer) else None
+    return sharding is not None and not sharding.keeps_gradients

@@ -1,0 +1,437 @@
+"""Join: a block, or a loop, that ranks with different numbers of batches leave together.
+
+A rank whose data has ended takes part in what the others reduce, with nothing of its own
+(Communicator.shadow), until no rank has data any more. Then all ranks are made equal: they get the
+parameters, the buffers and what was given as state of a rank that went furthest. A block belongs to
+a communicator, and so to all reducers on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import inspect
+import io
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from fastcomm.comm.collective import WEIGHTED_OPS
+from fastcomm.comm.communicator import Communicator, Weight
+from fastcomm.comm.objects import gather_objects
+from fastcomm.errors import AbandonedError, FastcommError
+from fastcomm.reducer import validation
+from fastcomm.reducer.autograd import free_failed_backwards
+from fastcomm.reducer.extension import RoundExtension
+from fastcomm.reducer.features.local_steps import LocalSteps
+from fastcomm.reducer.features.progress import Progress, Stateful, compare, holds, why_apart
+from fastcomm.reducer.features.torch_helpers import watch_scalers
+from fastcomm.reducer.optimizer_hooks import refuse_step
+from fastcomm.reducer.owners import reducers_on
+from fastcomm.reducer.round import Round
+from fastcomm.reducer.validation import named_parameters
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
+
+_log = logging.getLogger("fastcomm")
+T = TypeVar("T")
+STRATEGIES = ("wait", "stop")
+_NO_BATCH: Any = object()
+_BY_HAND = "agree on the number of steps, and let a rank without data set_weight(0) and reduce()"
+_Place: TypeAlias = tuple[CodeType, int]  # a function's code, and the offset of an instruction
+# The first is that of break and return, up to Python 3.13.
+_ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
+
+
+# The block that is open on a communicator. Others inside it are a part of it.
+_open: weakref.WeakKeyDictionary[Communicator, Join[Any]] = weakref.WeakKeyDictionary()
+
+
+def is_joining(comm: Communicator) -> bool:
+    """Whether this rank is inside a join() of the communicator."""
+    return comm in _open
+
+
+class Join(Generic[T]):
+    """See Reducer.join(). Made anew for each block or loop, or used again."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        batches: Iterable[T] | None,
+        strategy: str,
+        state: Iterable[Stateful],
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f'strategy must be "wait" or "stop"; got {strategy!r}')
+        reducer.attached_model()
+        self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
+        self._strategy, self._state = strategy, list(state)
+        for joined in self._reducers():
+            refusal = _refusal(joined)
+            if refusal is not None:
+                raise ValueError(_about(joined, reducer) + refusal)
+        for one in self._state:
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise TypeError(
+                    "state takes optimizers, schedulers and the like, with state_dict() and "
+                    f"load_state_dict(); got {type(one).__name__}"
+                )
+        self._states: list[Stateful] = []
+        self.joined: list[Reducer] = []  # the reducers, while the block is open
+        self._is_inner = False
+        self._asked_at: list[_Place] = []  # for the newest batch, by the loop
+
+    @property
+    def needs_announcements(self) -> bool:
+        """Whether ranks with data have to tell those without what comes next."""
+        return self._strategy == "wait" and not self._comm.announces
+
+    def _reducers(self) -> list[Reducer]:
+        reducers = reducers_on(self._comm)
+        if len(reducers) > 1:  # a model in a reference cycle may be collected on some ranks only
+            free_failed_backwards()
+            gc.collect()
+            reducers = reducers_on(self._comm)
+        return reducers
+
+    # -- as a block, and as a loop -----------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if self._batches is not None:
+            raise ValueError("join(batches) is a loop: for batch in reducer.join(batches)")
+        self._begin()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if self._is_inner:
+            return False
+        if error is None or isinstance(error, GeneratorExit):
+            self._end()
+        elif self._strategy == "stop" and isinstance(error, AbandonedError):
+            with self._closing():
+                self._meet()
+            return True
+        else:
+            self._fail(error)
+        return False
+
+    def __iter__(self) -> Iterator[T]:
+        if self._batches is None:
+            raise ValueError("join() without batches is a block: with reducer.join()")
+        self._begin()
+        try:
+            yield from self._loop(iter(self._batches))
+        except GeneratorExit:
+            self._break(_caller())
+            raise
+        except BaseException as error:  # out of the batches
+            if not self._is_inner:
+                self._fail(error)
+            raise
+        if not self._is_inner:
+            self._end()
+
+    def _loop(self, batches: Iterator[T]) -> Iterator[T]:
+        while True:
+            self._asked_at = _places(sys._getframe(2))
+            batch = next(batches, _NO_BATCH)
+            self._reducer.data_exhausted = batch is _NO_BATCH
+            has_stopped = self._strategy == "stop" and not self._all_go_on(batch is not _NO_BATCH)
+            if has_stopped or batch is _NO_BATCH:
+                return
+            yield batch
+
+    def _all_go_on(self, has_batch: bool) -> bool:
+        vote = torch.full((1,), has_batch, dtype=torch.uint8, device=self._comm.device)
+        while True:
+            try:
+                self._comm.all_reduce(vote, "min")
+                return bool(vote)
+            except AbandonedError:  # of the step before; the ranks vote after it
+                vote.fill_(has_batch)
+
+    def _break(self, frame: FrameType | None) -> None:
+        """The loop was left early. Nothing that is raised here reaches the caller: the reducer's
+        next call raises it.
+        """
+        if self._is_inner:
+            return
+        if not _is_left_in_order(frame, self._asked_at):
+            self._fail(None)
+            reason = (
+                f"rank {self._comm.rank} has aborted this communicator: the iterator of "
+                "join(batches) was dropped before its end, by an exception or with the variable "
+                "that held it. Loop by `for batch in reducer.join(batches)`, which break and "
+                "return may leave, or call next() until it has ended"
+            )
+            _log.warning(reason)  # what the caller goes on with may ask for nothing any more
+            self._reducer.deferred = FastcommError(reason)
+            return
+        try:
+            if self._strategy == "stop":
+                self._all_go_on(False)
+            self._end()
+        except BaseException as error:
+            self._reducer.deferred = error
+
+    # -- how it begins and ends --------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        watch_scalers()
+        outer = _open.get(self._comm)
+        self._is_inner = outer is not None
+        self._reducer.data_exhausted = False
+        self._states = list(self._state)
+        if outer is None:
+            _open[self._comm], self.joined = self, self._reducers()
+            self._restrict(self.needs_announcements)
+            if self.needs_announcements:
+                for reducer in self.joined:
+                    reducer.install(_Announcing(self, reducer))
+            return
+        if outer._strategy != self._strategy:
+            raise ValueError(
+                f"one join() inside another has its strategy: {outer._strategy!r}, not "
+                f"{self._strategy!r}"
+            )
+        outer._states += [one for one in self._state if not holds(outer._states, one)]
+
+    def _restrict(self, is_on: bool) -> None:
+        if not self._comm.announces:
+            self._comm.reduces_buckets_only = is_on
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Aborts the communicator where the end fails: no rank is to wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        _open.pop(self._comm, None)
+        self._restrict(False)
+        for reducer in self.joined:
+            announcing = reducer.find(_Announcing)
+            if announcing is not None:
+                reducer.remove(announcing)
+        self.joined = []
+
+    def _fail(self, error: BaseException | None) -> None:
+        """An exception leaves the block: the ranks that count on this one must learn of it."""
+        self._close()
+        if not (isinstance(error, SystemExit) and not error.code):
+            with contextlib.suppress(FastcommError):
+                self._comm.abort()
+
+    def _end(self) -> None:
+        """This rank has no data any more."""
+        is_loop = self._batches is not None
+        with self._closing():
+            self._reducer.data_exhausted |= not is_loop
+            for reducer in self._reducers():
+                with contextlib.suppress(AbandonedError):  # of a step that is over
+                    reducer.synchronize()
+                _refuse_pending(reducer)
+            if self._strategy == "wait":
+                self._follow()
+            elif not is_loop:  # else all ranks have ended the loop
+                self._comm.abandon(in_any_case=True)
+            self._meet()
+
+    def _follow(self) -> None:
+        """Takes part in what the others reduce, until all ranks are done."""
+        while True:
+            try:
+                if self._comm.shadow():
+                    return
+            except AbandonedError:  # a step of the others, which go on
+                continue
+
+    # -- where the ranks meet ----------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """All ranks are done: makes them equal to one that went furthest. With strategy "stop" to
+        one that went least far, as what others have launched since over NCCL is of no use.
+        """
+        self._restrict(False)
+        reducers = self._reducers()
+        ours = Progress.of(reducers, self._states)
+        ranks = gather_objects(self._comm, ours, "join()")
+        compare(ranks)
+        rounds = [progress.rounds for progress in ranks]
+        src = rounds.index((min if self._strategy == "stop" else max)(rounds))
+        is_uneven = any(one != rounds[src] for one in rounds)
+        for reducer, furthest in zip(reducers, rounds[src], strict=True):
+            reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest
+            validation.broadcast(self._comm, _tensors_of(reducer), src)
+            if is_uneven:
+                _drop_gradients(reducer)
+                for bucket in reducer.buckets:
+                    bucket.stepped = 0  # some ranks have stepped less often
+        if not is_uneven:
+            return
+        reason = why_apart(ranks, is_loaded=not self._states)
+        if reason is None and self._states:
+            self._load_states(src, ours.rounds != rounds[src])
+            ours = Progress.of(reducers, self._states)
+            now = gather_objects(self._comm, ours.optimizers, "join()")
+            loaded = [one._replace(optimizers=new) for one, new in zip(ranks, now, strict=True)]
+            reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
+        if reason is not None:
+            for reducer in reducers:
+                for _, parameter in named_parameters(reducer.attached_model()):
+                    refuse_step(parameter, reason)
+
+    def _load_states(self, src: int, is_behind: bool) -> None:
+        """Copies rank src's state dicts to the ranks that have ended earlier."""
+        comm, nbytes = self._comm, torch.zeros(1, dtype=torch.int64)
+        payload = torch.empty(0, dtype=torch.uint8)
+        if comm.rank == src:
+            file = io.BytesIO()
+            torch.save([one.state_dict() for one in self._states], file)
+            payload = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+            nbytes.fill_(payload.numel())
+        nbytes = nbytes.to(comm.device)
+        comm.broadcast(nbytes, src)
+        if comm.rank != src:
+            payload = torch.empty(int(nbytes), dtype=torch.uint8)
+        payload = payload.to(comm.device)
+        comm.broadcast(payload, src)
+        if is_behind:
+            file = io.BytesIO(payload.cpu().numpy().tobytes())
+            states = torch.load(file, map_location="cpu", weights_only=False)
+            for one, state in zip(self._states, states, strict=True):
+                one.load_state_dict(state)
+
+
+class _Announcing(RoundExtension):
+    """Over NCCL, tells ranks without data of each round of a reducer that begins in a join(). A
+    rank with data and no weight of its own has weight 1.
+    """
+
+    def __init__(self, join: Join[Any], reducer: Reducer) -> None:
+        self._join, self._reducer = join, reducer
+
+    def before_round(self, round: Round) -> None:
+        """Raises FastcommError while another reducer has a round."""
+        if any(other.round is not None for other in self._join.joined):
+            raise FastcommError(
+                "over NCCL one backward inside join() reduces for one reducer: freeze the "
+                "parameters of the other by requires_grad_(False), or detach() what goes into it"
+            )
+        round.announced_as = self._reducer.number
+        if round.weight is None:
+            round.weigh(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
+
+
+def _tensors_of(reducer: Reducer) -> list[torch.Tensor]:
+    return [tensor for _, tensor in validation.named_tensors(reducer.attached_model())]
+
+
+def _drop_gradients(reducer: Reducer) -> None:
+    """The ranks have those of different steps."""
+    for bucket in reducer.buckets:
+        bucket.drop_gradients()
+
+
+def _refusal(reducer: Reducer) -> str | None:
+    """What the reducer does that a rank without data cannot take part in, and what to do."""
+    options = reducer.options
+    if options.op != "mean":
+        return f'op="{options.op}": join() makes means over the ranks with data'
+    if options.hooks:
+        return "a hook, which reduces, and divides, by itself: leave it out"
+    if options.error_feedback:
+        return "error_feedback=True, which counts on the same ranks in every round: leave it out"
+    if reducer.tuning is not None and not reducer.tuning.is_over:
+        return (
+            'bucket_cap_mb="auto" while the ranks still measure together: give a size, or call '
+            "join() after the first steps"
+        )
+    if reducer.sharding() is not None:
+        return (
+            "a ShardedOptimizer, of which a rank without data would have to make its part of every "
+            f"step: use a torch.optim optimizer, or {_BY_HAND}"
+        )
+    local_steps = reducer.find(LocalSteps)
+    if local_steps is not None:
+        return (
+            f"a {local_steps.name}, whose ranks meet after the same number of steps: call "
+            "its finish() first, on every rank"
+        )
+    sparse = [one.names[0] for one in reducer.buckets if one.waits_in_launch]
+    if sparse:
+        return (
+            f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
+            f"data or without: use sparse=False, or {_BY_HAND}"
+        )
+    return None
+
+
+def _about(joined: Reducer, asked: Reducer) -> str:
+    """The beginning of a refusal: of join() on one reducer, for what it or another of the
+    communicator does.
+    """
+    if joined is asked:
+        return "join() is not possible with "
+    return (
+        "join() takes in every reducer of the communicator that has a model, and the one of "
+        f"parameter {joined.buckets[0].names[0]} makes it impossible (detach() it if it is not "
+        "used) with "
+    )
+
+
+def _refuse_pending(reducer: Reducer) -> None:
+    """Raises FastcommError for gradients that would be lost."""
+    for bucket in reducer.buckets if reducer.n_unsynced else ():
+        for slot in bucket.gradient_state.unsynced_slots():
+            raise FastcommError(
+                f"rank {reducer.comm.rank}: the data has ended inside no_sync(), and the gradient "
+                f"of parameter {bucket.names[slot]} that was accumulated there would be lost: "
+                "reduce with the last batch, too, or call zero_grad() to drop it"
+            )
+
+
+def _caller() -> FrameType | None:
+    """Of a generator that calls this. None where the interpreter itself drops it as it ends."""
+    generator = sys._getframe(1)
+    return generator.f_back
+
+
+def _places(frame: FrameType | None) -> list[_Place]:
+    """Where a loop stands, and the generators through which it asks for a batch."""
+    places = []
+    while frame is not None:
+        places.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+    return places
+
+
+def _is_left_in_order(frame: FrameType | None, asked_at: Sequence[_Place]) -> bool:
+    """Whether the loop, whose iterator is being dropped, was left by break, return, or the end of
+    what it was zipped with, and not by an exception in its body. In order the iterator is dropped
+    by an instruction of the loop itself. asked_at: where that had asked for the newest batch, and
+    not a loop in its body, which may have raised.
+    """
+    for place in _places(frame):
+        code, offset = place
+        at = next((i.opname for i in dis.get_instructions(code) if i.offset == offset), "")
+        if at in _ENDS_OF_LOOPS:
+            return at != "FOR_ITER" or place in asked_at
+    return False

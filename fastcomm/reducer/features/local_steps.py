@@ -1,0 +1,49 @@
+"""LocalSteps: each rank of a reducer steps by itself, and meets the others by LocalSGD or DiLoCo.
+Base class of those. Refuses what needs reduced gradients.
+"""
+
+from __future__ import annotations
+
+from fastcomm.comm.communicator import Communicator
+from fastcomm.errors import FastcommError
+from fastcomm.reducer import validation
+from fastcomm.reducer.extension import RoundExtension
+
+
+class LocalSteps(RoundExtension):
+    """Installed in a reducer while its ranks step by themselves."""
+
+    @property
+    def name(self) -> str:
+        """How the ranks meet, in messages: "LocalSGD"."""
+        return type(self).__name__
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all parameters have been agreed on since this rank's last step."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """The reducer is detached. Does nothing where no meeting is under way; else waits for it,
+        if the communicator still works.
+        """
+        raise NotImplementedError
+
+    def refuse(self, what: str) -> None:
+        """Raises FastcommError for a call that is of no use while ranks step by themselves."""
+        raise FastcommError(
+            f"{what} was called while {self.name} lets each rank step with its own gradients: "
+            "call its finish() first, on every rank"
+        )
+
+    def refuse_comparison(self, comm: Communicator) -> None:
+        """Raises FastcommError, on every rank, if one has made steps of its own since all ranks
+        have met. Collective.
+        """
+        problem = None
+        if not self.is_agreed:
+            problem = FastcommError(
+                f"it has made steps of its own since the ranks met: call meet() of {self.name} "
+                "before you compare the ranks"
+            )
+        validation.compare(comm, problem, {}, [], validation.CHECK_IN_SYNC)

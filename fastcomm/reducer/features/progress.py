@@ -1,0 +1,144 @@
+"""Progress: how far a rank has come in a join(), as it tells the others in the end, and whether
+ranks that have come less far can go on with them.
+
+Reads optimizers and what keeps their learning rates; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.amp import GradScaler
+
+from fastcomm.errors import MismatchError
+from fastcomm.reducer import validation
+from fastcomm.reducer.features.torch_helpers import scaler_of
+from fastcomm.reducer.optimizer_hooks import Steppable, known_optimizers
+
+
+class Stateful(Protocol):
+    """An optimizer, a learning-rate scheduler, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Stepped(NamedTuple):
+    """An optimizer, as a rank tells the others of it.
+
+    name: its type.
+    groups: the options of each.
+    keeps_state: whether it keeps something from step to step.
+    """
+
+    name: str
+    groups: list[dict[str, str]]
+    keeps_state: bool
+    is_given: bool
+
+    def is_scheduled(self) -> bool:
+        """Whether a scheduler has changed its learning rate."""
+        return any(one.get("initial_lr", one.get("lr")) != one.get("lr") for one in self.groups)
+
+
+class Progress(NamedTuple):
+    """What a rank tells the others.
+
+    rounds: of every reducer, how many rounds have ended, and steps were made; and their record.
+    states: what was given as state, by type.
+    has_schedule: whether that may keep learning rates, as a scheduler does.
+    optimizers: those given, and those whose steps the reducers know.
+    scalers: the GradScalers of these optimizers that were not given, by type.
+    """
+
+    rounds: list[tuple[int, int, int]]
+    states: list[str]
+    has_schedule: bool
+    optimizers: list[Stepped]
+    scalers: list[str]
+
+    @staticmethod
+    def of(reducers: Sequence[Steppable], states: Sequence[Stateful]) -> Progress:
+        given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
+        known = [one for one in known_optimizers(reducers) if not holds(given, one)]
+        optimizers = [*given, *known]
+        scalers = [scaler_of(one) for one in optimizers]
+        return Progress(
+            [(reducer.n_rounds, reducer.steps.n, reducer.steps.record) for reducer in reducers],
+            [type(one).__name__ for one in states],
+            any(not isinstance(one, (torch.optim.Optimizer, GradScaler)) for one in states),
+            [
+                Stepped(type(one).__name__, _options_of(one), _keeps_state(one), holds(given, one))
+                for one in optimizers
+            ],
+            [type(one).__name__ for one in scalers if one is not None and not holds(states, one)],
+        )
+
+    def left_behind(self) -> list[str]:
+        """What keeps something from step to step and was not given, by type."""
+        optimizers = [one.name for one in self.optimizers if one.keeps_state and not one.is_given]
+        return optimizers + self.scalers
+
+
+def compare(ranks: Sequence[Progress]) -> None:
+    """Raises MismatchError where the ranks mean different things by join()."""
+    for what, row in (
+        ("reducers", [len(one.rounds) for one in ranks]),
+        ("state", [one.states for one in ranks]),
+    ):
+        if any(one != row[0] for one in row):
+            shown = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(row))
+            raise MismatchError(f"join() has different {what} on the ranks: {shown}")
+
+
+def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
+    """Why the ranks would train apart after different numbers of steps, or None. is_loaded: what
+    was given as state is equal by now.
+    """
+    steps = [[n for _, n, _ in progress.rounds] for progress in ranks]
+    counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
+    advice = (
+        "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
+        "refresh() on every rank and make the optimizer anew"
+    )
+    behind = [name for progress in ranks for name in progress.left_behind()]
+    if behind:
+        return (
+            f"in join() the ranks have made different numbers of steps ({counts}), and "
+            f"{behind[0]} keeps state from step to step, which differs now: {advice}"
+        )
+    may_agree = ranks[0].has_schedule and not is_loaded
+    most = max((progress.optimizers for progress in ranks), key=len)
+    if not may_agree and any(_differ(progress.optimizers, most) for progress in ranks):
+        return (
+            f"in join() the ranks have made different numbers of steps ({counts}), and the options "
+            f"of {most[0].name} differ now, as a scheduler's do: {advice}"
+        )
+    return None
+
+
+def _differ(known: Sequence[Stepped], most: Sequence[Stepped]) -> bool:
+    """Whether the options differ of the optimizers that a rank knows, and another. One that has
+    made no step may not know its own optimizers, which are behind if they are scheduled.
+    """
+    pairs = zip(known, most, strict=False)
+    is_behind = any(one.is_scheduled() for one in most[len(known) :])
+    return is_behind or any(ours[:2] != theirs[:2] for ours, theirs in pairs)
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    return [
+        {key: validation.shown(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    return any(value is not None for state in optimizer.state.values() for value in state.values())
+
+
+def holds(known: Sequence[object], one: object) -> bool:
+    """Whether it is among them; some define equality by value."""
+    return any(other is one for other in known)

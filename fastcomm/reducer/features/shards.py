@@ -1,0 +1,285 @@
+"""RankShare: what one rank steps of one bucket, when a ShardedOptimizer steps the model.
+
+The parameters of a bucket lie in a flat buffer, as their gradients do, and both are cut alike: rank
+r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.objects import called_by
+from fastcomm.errors import FastcommError
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.arrivals import Arrival
+from fastcomm.reducer.layout import BucketLayout, equal_shares, view_of, whole_shares
+
+Geometry = tuple[int, torch.Size, tuple[int, ...]]  # offset, size, strides
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shares only.
+    cuts: a parameter may be cut, and have elements on several ranks. shares_parameters: all ranks
+    have one copy of the parameters.
+    """
+
+    keeps_gradients: bool
+    cuts: bool
+    shares_parameters: bool
+
+    def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
+        """Of every bucket's shares, for n ranks."""
+        if not self.cuts:
+            loads = [0] * n
+            return [whole_shares(layout, loads) for layout in layouts]
+        return [
+            equal_shares(layout.numel, layout.dtype.itemsize, n)  # type: ignore[attr-defined]
+            for layout in layouts
+        ]
+
+
+class Piece(NamedTuple):
+    """A parameter's elements in a rank's share: [begin, end), in the order of its memory.
+
+    parameter: on the memory of these elements; what the optimizer steps. It has the whole
+        parameter's shape if that is not cut, and else one dimension.
+    gradient: of the same shape, on the reduced gradient.
+    """
+
+    begin: int
+    end: int
+    parameter: Parameter
+    gradient: Tensor
+
+
+class RankShare:
+    """One rank's share of one bucket. Moves the bucket's parameters into a flat buffer.
+
+    bounds: of all ranks' shares. label: the bucket's.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        sharding: Sharding,
+        bounds: tuple[int, ...],
+        bucket: Bucket,
+        label: int,
+    ) -> None:
+        self._comm, self._label = comm, label
+        self._bounds, self._geometries = bounds, bucket.geometries
+        self.keeps_gradients = sharding.keeps_gradients
+        self.is_pending = False  # holds gradients that were neither stepped nor dropped
+        self.arrival: Arrival | None = None  # of the parameters, if step() has not waited for it
+        self._was_unseen = False  # no forward had waited for it when this round began
+        self._is_shared = sharding.shares_parameters
+        empty = comm.empty_for_all if self._is_shared else comm.empty
+        self._flat = empty(bounds[-1], dtype=bucket.dtype).zero_()
+        self._views = [view_of(self._flat, *geometry) for geometry in self._geometries]
+        if self._is_shared:
+            comm.barrier()  # the zeros of one rank come before the values of another
+        self.pieces: list[Piece | None] = []  # by slot
+        for i, (parameter, view) in enumerate(zip(bucket.parameters, self._views, strict=True)):
+            assert parameter is not None  # for the type checker: attach() holds the model
+            parameter.data = view.copy_(parameter.detach())
+            self.pieces.append(self._piece(i, bucket.flat, parameter.requires_grad))
+
+    def _piece(self, i: int, gradients: Tensor, requires_grad: bool) -> Piece | None:
+        span = self.spans(i).get(self._comm.rank)
+        if span is None:
+            return None
+        begin, end = span
+        offset, size, strides = self._geometries[i]
+        if end - begin < size.numel():
+            size, strides = torch.Size([end - begin]), (1,)
+        parameter = view_of(self._flat, offset + begin, size, strides)
+        gradient = view_of(gradients, offset + begin, size, strides)
+        return Piece(begin, end, Parameter(parameter, requires_grad), gradient)
+
+    def spans(self, i: int) -> dict[int, tuple[int, int]]:
+        """By rank, which of the i-th parameter's elements lie in its share: [begin, end). One
+        without elements is rank 0's.
+        """
+        offset, size, _ = self._geometries[i]
+        numel = size.numel()
+        if not numel:
+            return {0: (0, 0)}
+        cuts = [min(max(bound - offset, 0), numel) for bound in self._bounds]
+        spans = zip(cuts, cuts[1:], strict=False)
+        return {rank: span for rank, span in enumerate(spans) if span[0] < span[1]}
+
+    def begin_round(self) -> None:
+        """Waits for the parameters' arrival. Raises FastcommError where another round would
+        overwrite gradients.
+        """
+        if self.is_pending:
+            raise FastcommError(
+                "the reduced gradients of the last backward were neither stepped nor dropped, and "
+                "a ShardedOptimizer holds one set of them: to accumulate, run the earlier "
+                "backwards in no_sync(), or make it with keep_gradients=True; to drop them, call "
+                "its zero_grad()"
+            )
+        arrival = self.arrival
+        self.arrive()
+        self._was_unseen = arrival is not None and arrival.was_late
+
+    def arrive(self) -> None:
+        """Waits for the parameters' arrival, if nobody has."""
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
+
+    def refuse_unseen(self, names: Sequence[str], ready: Sequence[bool]) -> None:
+        """Raises FastcommError, naming a parameter that has a gradient although nobody had waited
+        for it. ready: by slot, whether this backward has made its gradient.
+        """
+        if self._was_unseen and any(ready):
+            raise FastcommError(
+                f"parameter {names[list(ready).index(True)]} got a gradient, but was not seen in "
+                "use since step(): with overlap_gather=True it may not have been here. Call the "
+                "optimizer's wait_for_parameters() before such a use, or leave overlap_gather out"
+            )
+
+    def take_round(self, parameters: Sequence[Parameter | None], views: Sequence[Tensor]) -> None:
+        """A round has ended: the share holds the reduced gradients of the parameters whose .grad is
+        one of the views. Takes those, unless every rank keeps its gradients. May be called again
+        after a signal handler has raised in it.
+        """
+        if self.keeps_gradients:
+            return
+        slots = list(zip(parameters, views, self.pieces, strict=True))
+        if not self.is_pending:
+            for parameter, view, piece in slots:
+                is_present = parameter is not None and parameter.grad is view
+                if piece is not None:
+                    piece.parameter.grad = piece.gradient if is_present else None
+        self.is_pending = True
+        for parameter, view, _ in slots:
+            if parameter is not None and parameter.grad is view:
+                parameter.grad = None
+
+    def refuse_refresh(
+        self, names: Sequence[str], parameters: Sequence[Parameter | None], has_state: bool
+    ) -> None:
+        """Raises FastcommError for gradients that would be lost, and naming a parameter of another
+        shape or dtype than its state.
+        """
+        if self.is_pending:
+            raise FastcommError(
+                "refresh() would lose the gradients that the ShardedOptimizer holds: call its "
+                "step() or zero_grad() first"
+            )
+        for name, parameter, view in zip(names, parameters, self._views, strict=True):
+            if has_state and parameter is not None and not _are_alike(parameter, view):
+                raise FastcommError(
+                    f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when the "
+                    "ShardedOptimizer stepped it, whose state does not fit: call detach() and "
+                    "attach(model), and make the optimizer anew, on every rank"
+                )
+
+    def begin_step(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Parameter | None],
+        views: Sequence[Tensor],
+    ) -> None:
+        """Gives the pieces their gradients, if they do not have them yet. Raises FastcommError
+        naming a parameter with a gradient that no round has reduced, or of another shape or dtype
+        than the piece's.
+        """
+        self.arrive()
+        for i, parameter in enumerate(parameters):
+            if parameter is not None and not _lies_as(parameter, self._views[i]):
+                self._take_back(names[i], parameter, self._views[i])
+            gradient = None if parameter is None else parameter.grad
+            piece = self.pieces[i]
+            if self.keeps_gradients:
+                if gradient is not None and gradient is not views[i]:
+                    views[i].copy_(gradient)
+                if piece is not None:
+                    piece.parameter.grad = None if gradient is None else piece.gradient
+            elif gradient is not None:
+                raise FastcommError(
+                    f"the gradient of parameter {names[i]} is this rank's own: a ShardedOptimizer "
+                    "steps reduced ones. Run the last backward before step() outside no_sync(), or "
+                    "call reducer.reduce() on every rank"
+                )
+
+    def _take_back(self, name: str, parameter: Parameter, view: Tensor) -> None:
+        """After parameter.data = ..., as when averaged weights are swapped in, the values lie
+        elsewhere.
+        """
+        if not _are_alike(parameter, view):
+            raise FastcommError(
+                f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when its "
+                "ShardedOptimizer was made: call refresh() on every rank after changing it"
+            )
+        # cloned, since p.data = p.data.t() leaves them on the view's own memory
+        parameter.data = view.copy_(parameter.detach().clone())
+
+    def drop(self) -> None:
+        """Leaves the pieces without gradients."""
+        self.is_pending = False
+        for piece in self.pieces:
+            if piece is not None:
+                piece.parameter.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients in this rank's share."""
+        grads = [None if piece is None else piece.parameter.grad for piece in self.pieces]
+        return [gradient for gradient in grads if gradient is not None]
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """The elements of a tensor cut alike that are in this rank's share."""
+        return flat[self._bounds[self._comm.rank] : self._bounds[self._comm.rank + 1]]
+
+    def spread(self) -> Work | None:
+        """Copies this rank's share of the parameters to the other ranks, and theirs to this one.
+        None where there is one copy.
+        """
+        if self._is_shared:
+            return None
+        return self._comm.spread_shares(self._flat, self._bounds, label=self._label)
+
+    def release(self, parameters: Sequence[Parameter | None]) -> None:
+        """Gives the parameters memory of their own, so that the flat buffer can go."""
+        with contextlib.suppress(FastcommError):  # the next call of the communicator raises it, too
+            self.arrive()
+        for parameter in parameters:
+            if parameter is not None:
+                parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
+
+
+class StepBarrier:
+    """A barrier of a ShardedOptimizer's steps, which no barrier of the user's meets."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._token = comm.empty(comm.world_size, dtype=torch.float32).zero_()
+        self._bounds = tuple(range(comm.world_size + 1))
+
+    def wait(self) -> None:
+        """Returns when all ranks have called it. Raises as every collective."""
+        with called_by("ShardedOptimizer.step()"):
+            self._comm.spread_shares(self._token, self._bounds).wait()
+
+
+def _lies_as(parameter: Tensor, view: Tensor) -> bool:
+    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
+
+
+def _are_alike(parameter: Tensor, view: Tensor) -> bool:
+    return parameter.shape == view.shape and parameter.dtype == view.dtype
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,461 @@
+"""SparseBucket: all gradients of a model that are sparse (of nn.Embedding(sparse=True)). Every rank
+gets the rows of all ranks, and adds them.
+
+No flat buffer holds these gradients, and the number of rows differs by rank and step. So the ranks
+first make each other an Offer: what they bring. The host waits for the offers, which is why the
+bucket is launched at the end of backward. The offers decide on all ranks alike how each gradient
+comes out: sparse, or dense where some rank has a dense one (as tied weights give), or not at all.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.comm.collective import (
+    BUCKET_OPS,
+    SKIP,
+    as_pairs,
+    count_of,
+    record_in_words,
+    with_needed_records,
+)
+from fastcomm.comm.communicator import BucketWork, Communicator, Weight, Work
+from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.reducer.bucket import Bucket, Inspection
+from fastcomm.reducer.features.sparse_rows import (
+    Rows,
+    Section,
+    added,
+    rows_of,
+    sections_of,
+    sparse_of,
+)
+from fastcomm.reducer.gradient_state import GradientState
+from fastcomm.reducer.layout import kind_of, scale_, values_of
+from fastcomm.reducer.validation import grad_dtype, misfit
+from fastcomm.transports.cuda.driver import Producers
+
+_ALIGNMENT = 64  # bytes, of what each rank sends
+# The form of a gradient: how many of its dimensions are sparse, or one of these.
+_NOTHING, _DENSE = 0, -1
+_UNWEIGHTED = Weight(1.0, 1.0)
+
+
+class Offer(NamedTuple):
+    """What one rank brings.
+
+    forms, n_rows: by slot, of its gradients.
+    is_present: by slot, whether a gradient is of this round, and not only left from an earlier one.
+    """
+
+    op: str
+    step: int
+    weight: Weight
+    forms: list[int]
+    n_rows: list[int]
+    is_present: list[int]
+
+    def numbers(self) -> list[int]:
+        """As it travels; of() is the way back."""
+        weight = struct.unpack("qq", struct.pack("dd", *self.weight))
+        head = BUCKET_OPS.index(self.op), self.step, *weight
+        return [*head, *self.forms, *self.n_rows, *self.is_present]
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Offer:
+        op, step, *bits = numbers[:4]
+        weight = Weight(*struct.unpack("dd", struct.pack("qq", *bits)))
+        n = (len(numbers) - 4) // 3
+        forms, n_rows, is_present = (list(numbers[4 + i * n : 4 + i * n + n]) for i in range(3))
+        return Offer(BUCKET_OPS[op], step, weight, forms, n_rows, is_present)
+
+
+def _form_of(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _NOTHING
+    return gradient.sparse_dim() if gradient.is_sparse else _DENSE
+
+
+class SparseBucket(Bucket):
+    """All sparse gradients of a reducer. Between two rounds a gradient is one of `views`, the
+    results of the last round, a tensor of the user's own, or missing.
+
+    wire_dtype: in which values travel; None: their own.
+    """
+
+    waits_in_launch = True
+
+    def __init__(
+        self,
+        label: int,
+        named: Sequence[tuple[str, Parameter]],
+        comm: Communicator,
+        wire_dtype: torch.dtype | None,
+        n_rounds: int,
+    ) -> None:
+        own = [parameter for _, parameter in named]
+        self._label, self._comm, self._wire_dtype = label, comm, wire_dtype
+        self._references = [weakref.ref(parameter) for parameter in own]
+        self.names = [name for name, _ in named]
+        self.indices = list(range(len(own)))
+        self._likes = [torch.empty_like(p, dtype=grad_dtype(p), device="meta") for p in own]
+        wide = any(kind_of(like, like.dtype)[1] == torch.float64 for like in self._likes)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.flat = torch.empty(0, device=comm.device)  # how long messages are is not known
+        self.views = [torch.empty(1, device=comm.device) for _ in own]
+        self._addresses = [view.data_ptr() for view in self.views]
+        self.gradient_state = GradientState(self._references, self.views, self._addresses, n_rounds)
+        self.share = None
+        self.note_stream = self._note_stream
+        self._counts_nonfinite = comm.counts_nonfinite
+        self._producers = Producers(comm.cuda) if comm.has_streams else None
+        # of messages, kept from round to round
+        self._memory = torch.empty(0, dtype=torch.uint8, device=comm.device)
+        self._untouched, self._emptied, self._staying = {}, {}, {}
+        self._held, self._taken = {}, set()
+        self.reset()
+
+    def reset(self) -> None:
+        """See Bucket."""
+        self._work: _SparseWork | None = None
+        self._results: list[Tensor | None] | None = None
+        super().reset()
+
+    @property
+    def is_launched(self) -> bool:
+        """See Bucket."""
+        return self._work is not None
+
+    def _note_stream(self) -> None:
+        """A gradient has been produced on the current stream."""
+        if self._producers is not None:
+            self._producers.note()
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        op: str,
+        step: int = 0,
+        *,
+        keeps_graph: bool = False,
+        weight: Any = None,
+        own_weight: Weight | None = None,
+        inspect: Inspection | None = None,
+    ) -> None:
+        """See Bucket. Waits for what the other ranks bring, and sends this rank's rows."""
+        self._refuse_capture()
+        if self._producers is not None:
+            self._producers.order_before_current()
+        is_empty = own_weight is not None and not own_weight.total
+        gradients = self._taking_part(own_weight, is_empty, keeps_graph)
+        if inspect is not None:
+            self._show(gradients, inspect)
+        rows = [None if g is None or not g.is_sparse else rows_of(g) for g in gradients]
+        own = Offer(
+            op,
+            step,
+            own_weight or _UNWEIGHTED,
+            [_form_of(gradient) for gradient in gradients],
+            [0 if one is None else len(one.indices) for one in rows],
+            [i not in self._untouched for i in range(len(gradients))],
+        )
+        self._take_part(own, rows, gradients)
+        if self._producers is not None:
+            for gradient in gradients:
+                if gradient is not None:
+                    self._producers.keep(gradient)
+            self._producers.clear()
+
+    def _show(self, gradients: Sequence[Tensor | None], inspect: Inspection) -> None:
+        """Those that a backward has made in this round, and that have rows."""
+        names, values = [], []
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and i not in self._untouched and values_of(gradient).numel():
+                names.append(self.names[i])
+                values.append(values_of(gradient))
+        inspect(names, values)
+
+    def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
+        """See Bucket. The offer carries the vote, over every transport."""
+        n = len(self.names)
+        self._is_vote = True
+        own = Offer(SKIP, step, _UNWEIGHTED, [_NOTHING] * n, [0] * n, [False] * n)
+        self._take_part(own, [None] * n, [None] * n)
+
+    def _take_part(
+        self, own: Offer, rows: Sequence[Rows | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        try:
+            work = _SparseWork(self._exchange(own), self._memory[:0])
+            self._send(work, rows)
+            for i, form in enumerate(work.forms):
+                if form == _DENSE:
+                    work.add_dense(i, *self._reduce_densely(i, gradients[i], work))
+            self._is_gathered, self._work = True, work
+        except FastcommError as error:
+            raise self._explained(error) from error
+
+    def _refuse_capture(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise FastcommError(
+                f"the gradient of parameter {self.names[0]} is sparse, and how many rows it has is "
+                "waited for, which cannot be captured in a CUDA graph: use sparse=False"
+            )
+
+    def _taking_part(
+        self, weight: Weight | None, is_empty: bool, keeps_graph: bool
+    ) -> list[Tensor | None]:
+        """The gradients that this rank brings, by slot, and among them those that no backward has
+        touched: as in a bucket of dense ones, the mean of what all ranks have stays what it is.
+        """
+        parameters = self.parameters
+        factor = 1.0 if weight is None or is_empty else weight.total / weight.scale
+        taking_part = parameters
+        if self.n_pending:
+            taking_part = self.gradient_state.taking_part(parameters, self.ready)
+        if is_empty:
+            taking_part = self._leave_out(taking_part, keeps_graph)
+        gradients: list[Tensor | None] = []
+        for i, parameter in enumerate(parameters):
+            gradient = None if parameter is None else parameter.grad
+            if taking_part[i] is None or gradient is None:
+                if self.ready[i] and not is_empty:
+                    self._refuse_taken(i)
+                self._untouched[i] = gradient
+            if parameter is not None and gradient is not None:
+                self._refuse_misfit(i, parameter, gradient)
+            if is_empty or gradient is None:
+                gradients.append(None)
+            elif factor != 1 and i in self._untouched:  # from an earlier round, and in no unit
+                gradients.append(gradient * factor)
+            else:
+                gradients.append(gradient)
+        return gradients
+
+    def _kept(self, gradient: Tensor) -> Tensor:
+        """See Bucket."""
+        return gradient
+
+    def _refuse_misfit(self, i: int, parameter: Parameter, gradient: Tensor) -> None:
+        like = self._likes[i]
+        trouble = misfit(parameter, gradient, like, self._comm.device)
+        if trouble is None and gradient.requires_grad:
+            trouble = "is to be differentiated (create_graph=True): use sparse=False"
+        if trouble is not None:
+            raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
+
+    def _exchange(self, own: Offer) -> list[Offer]:
+        """Every rank's offer. Raises MismatchError, on every rank, if their ops or steps differ."""
+        mine = torch.tensor(own.numbers(), dtype=torch.int64, device=self._comm.device)
+        everyone = mine.new_empty(self._comm.world_size * len(mine))
+        self._comm.all_gather_single(everyone, mine)
+        table = everyone.view(self._comm.world_size, -1).tolist()
+        self._comm.check()  # over NCCL, whether that was the result
+        offers = [Offer.of(row) for row in table]
+        ops = {offer.op for offer in offers} - {SKIP}  # which goes with any
+        if len(ops) > 1 or len({offer.step for offer in offers}) > 1:
+            words = with_needed_records(
+                [f"{o.op} after {count_of(o.step)} steps{record_in_words(o.step)}" for o in offers]
+            )
+            raise MismatchError(
+                "the ranks reduce sparse gradients differently: "
+                + "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(words))
+            )
+        return offers
+
+    def _wire(self, i: int) -> tuple[int, torch.dtype]:
+        """How many real numbers the i-th parameter has, and the dtype of theirs on the wire."""
+        numel, dtype, _ = kind_of(self._likes[i], self._likes[i].dtype)
+        return numel, self._wire_dtype or dtype
+
+    def _send(self, work: _SparseWork, rows: Sequence[Rows | None]) -> None:
+        """Sends this rank's rows to all others."""
+        bounds = [0]
+        for offer in work.offers:
+            kinds = []
+            for i in work.sparse_slots():
+                numel, dtype = self._wire(i)
+                n_all = self._likes[i].shape[: work.forms[i]].numel()
+                kinds.append((offer.n_rows[i], numel // n_all if n_all else 0, dtype))
+            sections, end = sections_of(bounds[-1], kinds)
+            work.sections.append(sections)
+            bounds.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        if not bounds[-1]:
+            return
+        work.message = self._message(bounds[-1])
+        places = work.sections[self._comm.rank]
+        for i, section in zip(work.sparse_slots(), places, strict=True):
+            mine = rows[i]
+            if mine is not None:
+                place = section.rows(work.message)
+                place.indices.copy_(mine.indices)
+                place.values.copy_(mine.values)
+        work.works.append(self._comm.spread_shares(work.message, tuple(bounds), label=self._label))
+
+    def _message(self, nbytes: int) -> Tensor:
+        """Memory for the message of all ranks, with room for some more rows later."""
+        if self._memory.numel() < nbytes:
+            self._memory = self._memory[:0].clone()  # so that old and new do not exist together
+            self._memory = self._comm.empty(nbytes + nbytes // 4, dtype=torch.uint8)
+        return self._memory[:nbytes]
+
+    def _reduce_densely(
+        self, i: int, gradient: Tensor | None, work: _SparseWork
+    ) -> tuple[Tensor, Work]:
+        numel, dtype = self._wire(i)
+        flat = self._comm.empty(numel, dtype=dtype).zero_()
+        op, factors = work.op, work.factors()
+        if gradient is not None:
+            whole = gradient.detach().to_dense().resolve_conj()
+            values = as_pairs(whole.contiguous()).view(-1)
+            flat.copy_(values if factors is None else values * factors[self._comm.rank])
+        reducing = self._comm.all_reduce(flat, op if factors is None else "sum", async_op=True)
+        assert reducing is not None  # for the type checker: async_op was asked for
+        return flat, reducing
+
+    def finish(self) -> BucketWork:
+        """See Bucket. Adds what has come."""
+        if self._work is None:
+            raise RuntimeError("finish() before launch()")
+        try:
+            self._work.wait()
+        except FastcommError as error:
+            raise self._explained(error) from error
+        if self._results is None:
+            self._results = [self._result(self._work, i) for i in range(len(self.names))]
+            if self._producers is not None:  # the next round writes where this stream reads
+                self._producers.note()
+        return self._work
+
+    def _result(self, work: _SparseWork, i: int) -> Tensor | None:
+        form, like = work.forms[i], self._likes[i]
+        if form is None:
+            return None
+        if form == _DENSE:
+            flat = work.dense[i].to(kind_of(like, like.dtype)[1])
+            return (torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat).view(
+                like.shape
+            )
+        divisor = self._comm.world_size if work.op == "mean" else 1
+        rows = added(work.rows(i), work.factors(), divisor)
+        return sparse_of(rows, like.shape, form, like.dtype)
+
+    def settle(self, number: int) -> None:
+        """See Bucket."""
+        left = []
+        for i, result in enumerate(self._results or ()):
+            parameter = self._references[i]()
+            if result is None:
+                if parameter is not None and i in self._emptied:
+                    parameter.grad = self._emptied[i]
+                self.gradient_state.note_left(i)
+                left.append(i)
+            elif parameter is not None:
+                parameter.grad = self.views[i] = result
+                self._addresses[i] = 0 if result.is_sparse else result.data_ptr()
+        self.gradient_state.note_round(number, left)
+
+    # -- after it ----------------------------------------------------------------------------------
+
+    def is_skipped(self) -> bool:
+        """See Bucket."""
+        return self._work is not None and self._work.is_skipped()
+
+    def n_left_nonfinite(self) -> Tensor:
+        """See Bucket. A vote counts as one, since it may not be heard elsewhere."""
+        total = torch.zeros((), dtype=torch.int64, device=self._comm.device) + self.is_skipped()
+        for result in self._results or ():
+            if result is not None:
+                total += (~as_pairs(values_of(result)).isfinite()).sum()
+        return total
+
+    def square_sum(self) -> Tensor | None:
+        """See Bucket."""
+        return self._measured(lambda values: values.abs().double().square().sum(), torch.float64)
+
+    def n_nonfinite(self) -> Tensor | None:
+        """See Bucket."""
+        return self._measured(lambda values: (~values.isfinite()).sum(), torch.int64)
+
+    def _measured(self, measure: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor | None:
+        """The sum of what `measure` says of each gradient's values."""
+        if not self._counts_nonfinite:
+            return None
+        total = torch.zeros((), dtype=dtype, device=self._comm.device)
+        for parameter in self.parameters:
+            if parameter is not None and parameter.grad is not None:
+                total += measure(as_pairs(values_of(parameter.grad)))
+        return total
+
+    def scale_(self, factor: Tensor) -> None:
+        """See Bucket."""
+        for parameter in self.parameters:
+            if parameter is not None and parameter.grad is not None:
+                scale_(parameter.grad, factor)
+
+
+class _SparseWork(BucketWork):
+    """One reduction of a SparseBucket.
+
+    forms: by slot, how the gradient comes out; None: no rank has one.
+    sections: by rank, of its gradients in the message.
+    dense: by slot, the flat tensors of gradients that are reduced densely.
+    """
+
+    def __init__(self, offers: list[Offer], message: Tensor) -> None:
+        self.offers = offers
+        self.op = next((offer.op for offer in offers if offer.op != SKIP), SKIP)
+        self.forms = [self._form(i) for i in range(len(offers[0].forms))]
+        self.sections: list[list[Section]] = []
+        self.message = message
+        self.dense: dict[int, Tensor] = {}
+        self.works: list[Work] = []
+
+    def _form(self, i: int) -> int | None:
+        if self.is_skipped() or not any(offer.is_present[i] for offer in self.offers):
+            return None
+        forms = {offer.forms[i] for offer in self.offers} - {_NOTHING}
+        if not forms:  # no rank has a row
+            return 1
+        return forms.pop() if len(forms) == 1 else _DENSE
+
+    def is_skipped(self) -> bool:
+        """See BucketWork."""
+        return any(offer.op == SKIP for offer in self.offers)
+
+    def sparse_slots(self) -> list[int]:
+        return [i for i, form in enumerate(self.forms) if form is not None and form != _DENSE]
+
+    def factors(self) -> list[float] | None:
+        """By rank, what its rows are multiplied by; None without weights."""
+        if not self.op.startswith("weighted"):
+            return None
+        total = sum(offer.weight.total for offer in self.offers)
+        return [offer.weight.scale / total if total else 0.0 for offer in self.offers]
+
+    def rows(self, i: int) -> list[Rows]:
+        """Every rank's rows of the i-th gradient."""
+        at = self.sparse_slots().index(i)
+        return [sections[at].rows(self.message) for sections in self.sections]
+
+    def add_dense(self, i: int, flat: Tensor, work: Work) -> None:
+        self.dense[i] = flat
+        self.works.append(work)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def present(self) -> list[bool]:
+        return [form is not None for form in self.forms]

@@ -1,0 +1,157 @@
+"""torch's own helpers for gradients, where .grad is None because a ShardedOptimizer holds the
+gradients, or because the ranks have dropped them. In the first case clipping would silently do
+nothing, and GradScaler find nothing. watch() mends both: clipping raises FastcommError, and
+GradScaler unscales each rank's shares and agrees over the ranks. In the second case GradScaler
+raises an error; watch_scalers() mends that, and notes which scaler goes with which optimizer.
+
+The functions are replaced where torch looks them up, so it does not matter how clip_grad_norm_ was
+imported. clip_grads_with_norm_ and clip_grad_value_ have to be imported after the first
+ShardedOptimizer was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import called_by
+from fastcomm.errors import FastcommError
+from fastcomm.reducer.optimizer_hooks import skipped_nonfinite
+
+# What clips in clip_grad, and its name in torch.nn.utils.
+_CLIPPING = {
+    "_clip_grads_with_norm_": "clip_grads_with_norm_",
+    "clip_grad_value_": "clip_grad_value_",
+}
+
+
+class Holder(Protocol):
+    """A ShardedOptimizer."""
+
+    def held(self) -> list[Tensor] | None:
+        """Parameters whose .grad are the gradients that this rank holds; None if every rank has all
+        of them in the model's own .grad.
+        """
+
+    @property
+    def comm(self) -> Communicator: ...
+
+
+_is_watching = _are_scalers_watched = False
+# What has last unscaled an optimizer's gradients.
+_scalers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]]
+_scalers = weakref.WeakKeyDictionary()
+
+
+def watch_scalers() -> None:
+    """Call it before ranks drop a step, or make different numbers of them. GradScaler finds no
+    gradients in a step that is dropped, and lowers its scale if some were not finite; scaler_of()
+    knows whose it is.
+    """
+    global _are_scalers_watched
+    if not _are_scalers_watched:
+        GradScaler._unscale_grads_ = _noticing(  # type: ignore[method-assign]
+            GradScaler._unscale_grads_
+        )
+        _are_scalers_watched = True
+
+
+def scaler_of(optimizer: Optimizer) -> GradScaler | None:
+    """The scaler that has last unscaled the optimizer's gradients, since watch_scalers()."""
+    reference = _scalers.get(optimizer)
+    return None if reference is None else reference()
+
+
+def _noticing(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    """GradScaler._unscale_grads_, which returns by device whether it has found infinities."""
+
+    @functools.wraps(unscale)
+    def noticing(
+        scaler: GradScaler, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
+    ) -> dict[torch.device, Tensor]:
+        is_optimizer = isinstance(optimizer, Optimizer)  # and not a list of what one holds
+        if is_optimizer:
+            _scalers[optimizer] = weakref.ref(scaler)
+        is_nonfinite = skipped_nonfinite(optimizer) if is_optimizer else None
+        if is_nonfinite is not None:
+            return {found_inf.device: torch.full_like(found_inf, float(is_nonfinite))}
+        found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)
+        return found
+
+    return noticing
+
+
+def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
+    """Call it when an optimizer of this kind, a Holder, is made. is_held: whether one of them takes
+    a parameter's gradients.
+    """
+    global _is_watching
+    if _is_watching:
+        return
+    for name, public in _CLIPPING.items():
+        checked = _refusing(getattr(clip_grad, name), is_held)
+        setattr(clip_grad, name, checked)
+        setattr(torch.nn.utils, public, checked)
+    GradScaler._unscale_grads_ = _agreeing(  # type: ignore[method-assign]
+        GradScaler._unscale_grads_, kind
+    )
+    _is_watching = True
+
+
+def refuse_checkpoint() -> None:
+    """Call it where a Holder shows its state. Raises FastcommError if that is asked for by
+    torch.distributed.checkpoint, whose recipes take what one rank has for the whole.
+    """
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    if asking.startswith("torch.distributed.checkpoint."):
+        raise FastcommError(
+            "torch.distributed.checkpoint would keep one rank's pieces for the whole state of a "
+            "ShardedOptimizer: on every rank call its full_state_dict() and save what that "
+            "returns; to resume, give the saved one to its load_full_state_dict()"
+        )
+
+
+def _refusing(clip: Callable[..., Any], is_held: Callable[[Tensor], bool]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(map(is_held, parameters)):
+            raise FastcommError(
+                "torch's clipping finds no gradients: a ShardedOptimizer holds them, each rank its "
+                "share. Call reducer.clip_grad_norm_(max_norm) on every rank, or make the "
+                "optimizer with keep_gradients=True"
+            )
+        return clip(parameters, *args, **options)
+
+    return checked
+
+
+def _agreeing(unscale: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
+    """GradScaler._unscale_grads_, which returns by device whether it has found infinities."""
+
+    @functools.wraps(unscale)
+    def agreed(scaler: GradScaler, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        held = optimizer.held() if isinstance(optimizer, kind) else None
+        if held is None or skipped_nonfinite(optimizer) is not None:
+            found: dict[torch.device, Tensor] = unscale(scaler, optimizer, *args)
+            return found
+        holder: Holder = optimizer
+        found = unscale(scaler, SimpleNamespace(param_groups=[{"params": held}]), *args)
+        device = holder.comm.device
+        number = found.get(device, torch.zeros((), device=device))
+        with called_by("GradScaler.unscale_()"):
+            holder.comm.all_reduce(number, "max")
+        return {device: number}
+
+    return agreed

@@ -1,0 +1,44 @@
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fastcomm.insight.recorder import Recorder
+from fastcomm.reducer.gradient_state import GradientState
+
+class RoundFlags:
+    has_callback: bool
+
+class ReducerFlags:
+    is_synchronizing: bool
+    steps_alone: bool
+    overlap: bool
+    round: RoundFlags | None
+    n_unsynced: int
+    recorder: Recorder | None
+
+class Counter:
+    @property
+    def ready(self) -> list[bool]: ...
+    n_pending: int
+    first: int
+    gradient_state: GradientState
+    def count_anew(self, n: int) -> None: ...
+
+class GradientHook:
+    def __init__(
+        self, reducer: ReducerFlags, bucket: Counter, i: int, note_stream: Callable[[], None] | None
+    ) -> None: ...
+    def __call__(self, parameter: Tensor) -> None: ...
+
+class EndOfBackward:
+    def __init__(
+        self, when_through: Callable[[], None], when_dropped: Callable[[], None]
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class Untraced:
+    def __init__(self, function: Callable[..., Any]) -> None: ...
+    def __call__(self, *arguments: Any) -> Any: ...
+
+def displaced(views: list[Tensor], addresses: list[int]) -> list[int]: ...

@@ -1,0 +1,153 @@
+# cython: language_level=3
+"""The callbacks that autograd calls: when a gradient is ready, when a backward has ended, when a
+parameter that nobody reduces gets a gradient.
+
+The hook on each parameter runs in every backward, so it only counts; the work is done once per
+bucket. torch.compile traces the Python frames it meets during a backward. It meets none here,
+because this module is compiled; what is called from here runs untraced.
+"""
+
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from fastcomm.insight.recorder cimport Recorder
+
+
+cdef object _untraced(function):
+    """Calls the function so that torch.compile does not trace it."""
+    before = set_eval_frame(None)
+    try:
+        return function()
+    finally:
+        set_eval_frame(before)
+
+
+cdef class RoundFlags:
+    """The part of a round that the hooks read; base class of Round."""
+
+    cdef public bint has_callback  # the running backward will call the reducer at its end
+
+
+cdef class ReducerFlags:
+    """The part of a reducer that the hooks read; base class of Reducer."""
+
+    cdef public bint is_synchronizing  # False inside no_sync
+    cdef public bint steps_alone  # each rank steps with its own gradients: see local_steps.py
+    cdef public bint overlap
+    cdef public RoundFlags round  # the open round, or None
+    # gradients that backwards inside no_sync have made since the last round
+    cdef public Py_ssize_t n_unsynced
+    cdef public Recorder recorder  # of what happens when; or None
+
+
+cdef class Counter:
+    """The part of a bucket in which the hooks count; base class of Bucket. ready: by slot, whether
+    this backward has produced the gradient.
+    """
+
+    cdef readonly list ready
+    cdef public Py_ssize_t first  # which of the reducer's gradients that of slot 0 is
+    cdef public Py_ssize_t n_pending
+    cdef public object gradient_state  # has the method note_unsynced
+
+    def count_anew(self, Py_ssize_t n):
+        """Starts again with n gradients, none of them ready."""
+        self.ready, self.n_pending = [False] * n, n
+
+
+cdef class GradientHook:
+    """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the round
+    when the bucket is full.
+
+    reducer: has the method begin_round; its rounds have launch_full_buckets.
+    bucket: has the method refuse_second_gradient, called once it is launched.
+    note_stream: called first, for transports with streams; or None.
+    """
+
+    cdef ReducerFlags reducer
+    cdef Counter bucket
+    cdef object note_stream
+    cdef Py_ssize_t i
+
+    def __cinit__(
+        self, ReducerFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream
+    ):
+        self.reducer, self.bucket, self.i, self.note_stream = reducer, bucket, i, note_stream
+
+    def __call__(self, parameter):
+        if self.note_stream is not None:
+            self.note_stream()
+        if self.reducer.steps_alone or not self.reducer.is_synchronizing:
+            if self.reducer.recorder is not None:
+                self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
+            self.bucket.gradient_state.note_unsynced(self.i, parameter)
+            self.reducer.n_unsynced += 1
+            return
+        if self.reducer.round is None or not self.reducer.round.has_callback:
+            _untraced(self.reducer.begin_round)
+        if self.reducer.recorder is not None:
+            self.reducer.recorder.note_ready(self.bucket.first + self.i)
+        if self.bucket.ready[self.i]:
+            if self.bucket.is_launched:
+                self.bucket.refuse_second_gradient(self.i)
+            return
+        self.bucket.ready[self.i] = True
+        self.bucket.n_pending -= 1
+        if self.bucket.n_pending == 0 and self.reducer.overlap and self._runs_last(parameter):
+            _untraced(self.reducer.round.launch_full_buckets)
+
+    cdef bint _runs_last(self, parameter) except -1:
+        """Whether no other hook runs behind this one, which may change the gradient. Else the
+        bucket is launched with the next one, or at the end of backward.
+        """
+        hooks = parameter._post_accumulate_grad_hooks
+        return not hooks or next(reversed(hooks.values())) is self
+
+
+cdef class EndOfBackward:
+    """The callback for the end of a backward. Autograd drops it uncalled if the backward ends with
+    an exception.
+
+    when_through: called when the backward is through.
+    when_dropped: called if the callback is dropped uncalled, or after when_through has raised; does
+        nothing when no round is open.
+    """
+
+    cdef object when_through, when_dropped, __weakref__
+
+    def __cinit__(self, when_through, when_dropped):
+        self.when_through, self.when_dropped = when_through, when_dropped
+
+    def __call__(self):
+        when_dropped, self.when_dropped = self.when_dropped, None
+        try:
+            _untraced(self.when_through)
+        except BaseException:
+            # A signal handler may have raised before anything was done: the round would stay open.
+            _untraced(when_dropped)
+            raise
+
+    def __del__(self):
+        if self.when_dropped is not None:
+            _untraced(self.when_dropped)
+
+
+cdef class Untraced:
+    """A function that torch.compile leaves alone, for hooks that do more than count."""
+
+    cdef object function
+
+    def __cinit__(self, function):
+        self.function = function
+
+    def __call__(self, *arguments):
+        return _untraced(lambda: self.function(*arguments))
+
+
+def displaced(list views, list addresses):
+    """The indices of views that have another address now: somebody has assigned to their `.data`.
+    """
+    cdef list found = []
+    for i in range(len(views)):
+        if views[i].data_ptr() != addresses[i]:
+            found.append(i)
+    return found

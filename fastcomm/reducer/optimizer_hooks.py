@@ -1,0 +1,392 @@
+"""Hooks around the steps of all torch.optim optimizers. Before a step, the reducers that own the
+parameters end their rounds, or refuse the step; a parameter that must not be stepped refuses it,
+too. After a step, the reducers note which gradients it used.
+
+No hook can leave out a step that the ranks drop, so the optimizer's code runs on a copy without
+parameters instead. Where the step has a closure, the gradients that the closure makes are dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastcomm.comm.collective import steps_made
+from fastcomm.errors import FastcommError
+from fastcomm.reducer.gradient_state import is_of_this_rank
+from fastcomm.reducer.hooks import Untraced
+
+
+class Share(NamedTuple):
+    """An optimizer's parameters in one bucket of a reducer, by slot. Holds the bucket's number, so
+    that it keeps nothing alive.
+    """
+
+    bucket: int
+    slots: list[int]
+
+
+class _Bucket(Protocol):
+    names: list[str]
+
+    @property
+    def parameters(self) -> Sequence[Tensor | None]: ...
+
+
+def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[Share]:
+    """For each bucket, the slots that belong to these parameters."""
+    wanted = {id(p) for p in parameters}
+    return [
+        Share(number, [i for i, p in enumerate(bucket.parameters) if id(p) in wanted])
+        for number, bucket in enumerate(buckets)
+    ]
+
+
+class StepRecord:
+    """What this rank's optimizers have made of the model since attach(). The ranks compare it.
+
+    compares: buckets compare a few elements of what a step has made of the parameters, too.
+    n: how many steps.
+    record: of what was stepped, and how gradients were clipped.
+    last: the shares of the last step.
+    """
+
+    def __init__(self, compares: bool = False) -> None:
+        self.compares = compares
+        self.n = self.record = 0
+        self.last: list[Share] = []
+
+    def packed(self) -> int:
+        """As it travels with each bucket: see collective.steps_made."""
+        return steps_made(self.n, self.record)
+
+    def note(self, shares: list[Share], buckets: Sequence[_Bucket]) -> None:
+        """Count a step. Add to the record which parameters were stepped, unless all were: in any
+        order.
+        """
+        self.n += 1
+        self.last = shares
+        n_all = sum([len(bucket.names) for bucket in buckets])
+        if sum([len(slots) for _, slots in shares]) != n_all:
+            self.record += zlib.crc32(str([tuple(share) for share in shares]).encode())
+
+    def last_in_words(self, rank: int, buckets: Sequence[_Bucket]) -> str:
+        """For messages: what this rank has stepped last, and why records may differ."""
+        names = [buckets[number].names[i] for number, held in self.last for i in held]
+        return (
+            f"rank {rank} has last stepped "
+            f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}. Where "
+            "records differ, the ranks have stepped different parameters (two optimizers, of which "
+            "each rank chooses its own), have not called clip_grad_norm_() alike (on every rank, "
+            "with the same max_norm), or their parameters differ: a rank has stepped gradients "
+            "that no round has reduced (of no_sync()), has another learning rate, has changed "
+            "gradients after backward or parameters by itself. check_in_sync() names the first "
+            "that differs; refresh() copies rank 0's"
+        )
+
+
+class Steppable(Protocol):
+    """A reducer, as an optimizer's step sees it. number: the order of reducers, equal on all
+    ranks.
+    """
+
+    number: int
+    n_rounds: int
+    steps: StepRecord
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks drop the step: gradients are None."""
+
+    @property
+    def n_skipped(self) -> int:
+        """How many rounds they have dropped."""
+
+    @property
+    def skipped_nonfinite(self) -> bool:
+        """Whether they do so because gradients are not finite."""
+
+    def synchronize(self) -> None:
+        """Ends the round."""
+
+    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
+        """The parameters' shares of the reducer's buckets."""
+
+    def before_step(self, optimizer: Optimizer, shares: list[Share], since: int | None) -> None:
+        """Leaves the gradients in these shares reduced, or raises. since: n_rounds before this
+        optimizer's last step, if it has made one.
+        """
+
+    def after_step(self, shares: list[Share] | None) -> None:
+        """Notes that a step was made with the gradients in these shares, as they are now; None: it
+        was left out.
+        """
+
+
+class _Steps:
+    """What is known of one optimizer: which reducers own its parameters, what shares of their
+    buckets it has, and how many rounds each had ended before the last step, with what record.
+
+    refusal: why it must not step, or None.
+    strangers: the parameters that nobody reduces, which must have no gradient, and their names.
+    """
+
+    def __init__(self, groups: tuple[int, ...], parameters: list[Tensor]) -> None:
+        self.groups, self.epoch = groups, _epoch
+        owners = [_owner_of(parameter) for parameter in parameters]
+        reducers = sorted({one for one in owners if one is not None}, key=lambda r: r.number)
+        unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
+        self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
+        self.refusal = _refusal_of(parameters)
+        self.shares = [(weakref.ref(r), r.shares_of(parameters)) for r in reducers]
+        self.before: weakref.WeakKeyDictionary[Steppable, tuple[int, int]]
+        self.before = weakref.WeakKeyDictionary()
+        self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
+        # by reducer, how many rounds it had dropped at the last step that was left out
+        self.left_out: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
+
+
+_steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+# Parameters that must not be stepped: why, and the successor. An optimizer that holds the
+# successor, too, may step.
+_refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_epoch = 0  # grows when a model is attached or detached, which changes the owners
+_owner_of: Callable[[Tensor], Steppable | None]
+_attached_names: Callable[[], Mapping[Tensor, str]]
+_is_watching = False
+
+
+def watch_steps(
+    owner_of: Callable[[Tensor], Steppable | None],
+    attached_names: Callable[[], Mapping[Tensor, str]],
+) -> None:
+    """Installs the hooks at the first call. Call again whenever a parameter gains or loses its
+    reducer. attached_names: gives the names of all parameters that attached models have now.
+    """
+    global _epoch, _owner_of, _attached_names, _is_watching
+    _epoch += 1
+    _owner_of, _attached_names = owner_of, attached_names
+    if not _is_watching:
+        register_optimizer_step_pre_hook(Untraced(_before_step))
+        register_optimizer_step_post_hook(Untraced(_after_step))
+        _is_watching = True
+
+
+def refuse_step(parameter: Tensor, why: str, successor: Tensor | None = None) -> None:
+    """Lets no optimizer step the parameter, unless it holds the parameter's successor, too."""
+    global _epoch
+    _epoch += 1
+    _refusals[parameter] = why, None if successor is None else weakref.ref(successor)
+
+
+def refuse_replaced(
+    before: Iterable[tuple[str, Tensor]], now: Sequence[tuple[str, Tensor]]
+) -> None:
+    """Refuses steps of parameters that have left the model and whose names other parameters have
+    now: an optimizer that holds the old ones would train nothing.
+    """
+    by_name, present = dict(now), {id(parameter) for _, parameter in now}
+    for name, parameter in before:
+        if name in by_name and id(parameter) not in present:
+            why = f"parameter {name} is not in the model any more: make the optimizer anew"
+            refuse_step(parameter, why, by_name[name])
+
+
+def allow_steps(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        _refusals.pop(parameter, None)
+
+
+def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
+    """Those that have stepped parameters of these reducers, in the order of their first steps."""
+    wanted = {id(reducer) for reducer in reducers}
+    return [
+        optimizer
+        for optimizer, steps in _steps.items()
+        if any(id(reference()) in wanted for reference, _ in steps.shares)
+    ]
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments with which the step goes on, the first of which is the optimizer; None:
+    those that it has.
+    """
+    steps = _steps_of(optimizer)
+    if steps.refusal is not None:
+        raise FastcommError(steps.refusal)
+    skips_itself = getattr(optimizer, "skips_itself", False)
+    if not skips_itself:  # else it refuses them itself
+        _refuse_strangers(steps)
+    for reference, shares in steps.shares:
+        reducer = reference()
+        if reducer is not None:
+            reducer.before_step(optimizer, shares, steps.seen.get(reducer))
+            steps.before[reducer] = reducer.n_rounds, reducer.steps.record
+    if skips_itself:
+        return None
+    return _without_skipped(optimizer, steps, args, kwargs)
+
+
+def _without_skipped(
+    optimizer: Optimizer, steps: _Steps, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """As _before_step(), of a step that changes nothing if the ranks drop it."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):
+        if not steps.shares and not steps.strangers:
+            return None
+        dropping = functools.partial(_drop_where_skipped, optimizer, steps, closure)
+        if len(args) > 1:
+            return (args[0], dropping, *args[2:]), kwargs
+        return args, {**kwargs, "closure": dropping}
+    if _skipping(steps):
+        return (_idle(optimizer), *args[1:]), kwargs
+    return None
+
+
+def _skipping(steps: _Steps) -> list[Steppable]:
+    """The reducers for whose sake the next step is left out: once for each round that they drop,
+    or an optimizer of two models would not step with one while nothing is reduced of the other.
+    """
+    reducers = [reference() for reference, _ in steps.shares]
+    found = [one for one in reducers if one is not None and one.skipped]
+    if len(found) == len(reducers):
+        return found
+    return [one for one in found if steps.left_out.get(one) != one.n_skipped]
+
+
+def _drop_where_skipped(optimizer: Optimizer, steps: _Steps, closure: Callable[[], Any]) -> Any:
+    """The closure, after which no parameter has a gradient if the ranks drop the step."""
+    result = closure()
+    _refuse_strangers(steps)
+    if _skipping(steps):
+        if isinstance(optimizer, LBFGS):
+            raise FastcommError(
+                "the ranks skip a step in a closure of LBFGS, which has moved the parameters in "
+                "between: load a checkpoint, or use an optimizer that evaluates its closure once"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    return result
+
+
+def _idle(optimizer: Optimizer) -> Optimizer:
+    """A copy without parameters, and so without a state: its step changes neither."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__ = {
+        **optimizer.__dict__,
+        "param_groups": [{**group, "params": []} for group in optimizer.param_groups],
+        "state": collections.defaultdict(dict),
+    }
+    return copy
+
+
+def skipped_nonfinite(optimizer: Optimizer) -> bool | None:
+    """Whether the ranks drop the optimizer's next step because gradients are not finite; None: they
+    do not drop it. Takes this rank's part in a round that it votes to drop.
+    """
+    steps = _steps_of(optimizer)
+    for reference, _ in steps.shares:
+        reducer = reference()
+        if reducer is not None and reducer.skipped:
+            reducer.synchronize()
+    found = _skipping(steps)
+    return any(reducer.skipped_nonfinite for reducer in found) if found else None
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
+    steps = _steps.get(optimizer)
+    if steps is None or steps.epoch != _epoch:
+        return  # a closure has attached or detached a model
+    is_left_out = args[0] is not optimizer
+    for reference, shares in steps.shares:
+        reducer = reference()
+        if reducer is None or reducer not in steps.before:
+            continue
+        if is_left_out:
+            steps.left_out[reducer] = reducer.n_skipped
+            reducer.after_step(None)
+            continue
+        steps.seen[reducer], record = steps.before[reducer]
+        # A closure may have ended rounds: then the gradients are not those from before the step.
+        is_of_one_round = reducer.n_rounds == steps.seen[reducer]
+        if is_of_one_round:  # a step within this one, as ZeRO's of a rank's own part, is part of it
+            reducer.steps.record = record
+        reducer.after_step(shares if is_of_one_round else [])
+
+
+def _steps_of(optimizer: Optimizer) -> _Steps:
+    """What is known of the optimizer, kept from an earlier step if neither the optimizer nor the
+    reducers have changed since.
+    """
+    groups = optimizer.param_groups
+    known = tuple(map(id, itertools.chain.from_iterable(group["params"] for group in groups)))
+    steps = _steps.get(optimizer)
+    if steps is None or steps.groups != known or steps.epoch != _epoch:
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        before = steps
+        steps = _steps[optimizer] = _Steps(known, parameters)
+        if before is not None:
+            steps.seen.update(before.seen)
+            steps.left_out.update(before.left_out)
+    return steps
+
+
+def _refuse_strangers(steps: _Steps) -> None:
+    for name, parameter in steps.strangers:
+        if is_of_this_rank(parameter.grad):
+            raise FastcommError(unreduced(name))
+
+
+def unreduced(name: str) -> str:
+    """Why a parameter that no reducer has must have no gradient."""
+    return (
+        f"parameter {name} has a gradient, and no reducer reduces it: the ranks would drift apart. "
+        "Call refresh() on every rank after unfreezing, adding or replacing parameters of an "
+        "attached model, or attach() the module that holds it, too. One that is frozen must have "
+        "no gradient: set it to None. Parameters outside the attached model that each rank is to "
+        "train by itself belong in an optimizer of their own"
+    )
+
+
+def _name_strangers(unowned: Sequence[Tensor], *, is_mixed: bool) -> list[tuple[str, Tensor]]:
+    """Those that no reducer has, and should: what belongs to an attached model, and all that is
+    stepped along with parameters that are reduced (is_mixed).
+    """
+    if not unowned:
+        return []
+    names = _attached_names()
+    found = []
+    for parameter in unowned:
+        name = names.get(parameter)
+        if name is None and is_mixed:
+            name = f"of shape {tuple(parameter.shape)}, which is outside the attached model,"
+        if name is not None:
+            found.append((name, parameter))
+    return found
+
+
+def _refusal_of(held: list[Tensor]) -> str | None:
+    """Why an optimizer of these parameters must not step, or None."""
+    ids = {id(parameter) for parameter in held}
+    for parameter in held:
+        refusal: tuple[str, weakref.ref[Tensor] | None] | None = _refusals.get(parameter)
+        if refusal is not None and (refusal[1] is None or id(refusal[1]()) not in ids):
+            return refusal[0]
+    return None

@@ -1,0 +1,166 @@
+"""The norm of all gradients of a model, clipping by it, and the number of elements that are not
+finite: from the flat buffers if all gradients lie there, else by torch's own functions.
+
+Nothing here waits for the device. The reducer sees to it that the gradients are reduced. Where each
+rank has its shares only, the ranks add up what they find: one collective of one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from fastcomm.comm.collective import as_pairs
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import called_by
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.layout import scale_, values_of
+
+
+def norm(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
+    """The 2-norm of all gradients together, as a scalar."""
+    shared = _in_shares(buckets)
+    if shared is not None:
+        return _norm_over_shares(buckets, shared, comm, "grad_norm()")
+    return _norm_from(buckets, [bucket.square_sum() for bucket in buckets])
+
+
+def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Tensor:
+    """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before."""
+    shared = _in_shares(buckets)
+    if shared is not None:
+        before = _norm_over_shares(buckets, shared, comm, "clip_grad_norm_()")
+        if shared:
+            torch._foreach_mul_(shared, _clip_factor(max_norm, before))
+        return before
+    square_sums = [bucket.square_sum() for bucket in buckets]
+    before = _norm_from(buckets, square_sums)
+    if None in square_sums:
+        parameters = _with_gradient(buckets)
+        dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, before)
+        factor = _clip_factor(max_norm, before)
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                scale_(p.grad, factor)
+    else:  # all gradients lie in the flat buffers
+        factor = _clip_factor(max_norm, before)
+        if comm.has_streams or not factor >= 1:  # on a device nobody waits for it
+            for bucket in buckets:
+                bucket.scale_(factor)
+    for bucket in buckets:
+        bucket.gradient_state.note_scaled()
+    return before
+
+
+def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
+    """How many elements of all gradients are infinite or NaN, as an int64 scalar."""
+    shared = _in_shares(buckets)
+    if shared is not None:
+        count = _count_nonfinite(shared, comm.device)
+        with called_by("nonfinite_count()"):
+            comm.all_reduce(count)
+        return count
+    found = [bucket.n_nonfinite() for bucket in buckets]
+    counts = [count for count in found if count is not None]
+    if len(counts) < len(found):
+        return _count_nonfinite(_gradients(buckets), comm.device)
+    return torch.stack(counts).sum()
+
+
+def n_left_nonfinite(buckets: Sequence[Bucket], comm: Communicator) -> int:
+    """How many elements the round that ends has left infinite or NaN, on all ranks together. Waits
+    for the device; collective where ranks have their shares only.
+    """
+    counts = [bucket.n_left_nonfinite() for bucket in buckets]
+    known = [count for count in counts if count is not None]
+    # On the CPU calls of torch are what this costs.
+    total = _total(known, comm.device) if comm.has_streams else sum(map(int, known))
+    unknown = [b for b, count in zip(buckets, counts, strict=True) if count is None]
+    if unknown:
+        here = _total([_n_nonfinite_in_part(bucket) for bucket in unknown], comm.device)
+        if _in_shares(buckets) is not None:
+            comm.all_reduce(here)
+        total = total + here
+    return int(total)
+
+
+def _n_nonfinite_in_part(bucket: Bucket) -> Tensor:
+    """In what this rank has of the result."""
+    part = bucket.reduced_part()
+    return _count_nonfinite([] if screened(part).isfinite() else [part], part.device)
+
+
+def screened(tensor: Tensor) -> Tensor:
+    """A scalar that is not finite if an element is not, and seldom otherwise (if a sum overflows):
+    quicker to compute than a count.
+    """
+    is_half = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    return tensor.detach().sum(dtype=torch.float32 if is_half else None)
+
+
+def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
+    parts = [as_pairs(gradient) for gradient in gradients]
+    return _total([(~torch.isfinite(part)).sum() for part in parts], device)
+
+
+def _total(counts: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of counts, if there are any."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return torch.stack(counts).sum() if counts else zero
+
+
+def _in_shares(buckets: Sequence[Bucket]) -> list[Tensor] | None:
+    """The reduced gradients in this rank's shares; None where every rank has all."""
+    shares = [bucket.share for bucket in buckets if bucket.share is not None]
+    if not shares or shares[0].keeps_gradients:
+        return None
+    return [gradient for share in shares for gradient in share.gradients()]
+
+
+def _norm_over_shares(
+    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Communicator, call: str
+) -> Tensor:
+    square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)
+    if gradients:
+        square_sum = _norm_of(gradients).double() ** 2
+    with called_by(call):
+        comm.all_reduce(square_sum)
+    return _as_gradients(square_sum.sqrt(), buckets)
+
+
+def _clip_factor(max_norm: float, before: Tensor) -> Tensor:
+    return (max_norm / (before + 1e-6)).clamp(max=1)
+
+
+def _norm_from(buckets: Sequence[Bucket], square_sums: list[Tensor | None]) -> Tensor:
+    known = [square_sum for square_sum in square_sums if square_sum is not None]
+    if len(known) < len(square_sums):
+        return _norm_of(_gradients(buckets))
+    return _as_gradients(torch.stack(known).sum().sqrt(), buckets)
+
+
+def _as_gradients(total: Tensor, buckets: Sequence[Bucket]) -> Tensor:
+    """In float32, unless some gradients are float64."""
+    return total if any(bucket.dtype == torch.float64 for bucket in buckets) else total.float()
+
+
+def _norm_of(gradients: list[Tensor]) -> Tensor:
+    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares soon overflow."""
+    return torch.nn.utils.get_total_norm(
+        [gradient.float() if gradient.dtype.itemsize < 4 else gradient for gradient in gradients]
+    )
+
+
+def _with_gradient(buckets: Sequence[Bucket]) -> list[Parameter]:
+    return [
+        p for bucket in buckets for p in bucket.parameters if p is not None and p.grad is not None
+    ]
+
+
+def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
+    """Of sparse ones the values."""
+    return [values_of(p.grad) for p in _with_gradient(buckets) if p.grad is not None]

@@ -1,0 +1,500 @@
+"""Checks that a model can be attached and that the ranks have the same one: compares its
+description, copies one rank's tensors to the others, and compares their bits. Says why a gradient
+is not what its bucket was planned for.
+
+Every function that takes a communicator is collective, and raises the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import platform
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import Parameter, UninitializedParameter
+
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.objects import gather_objects
+from fastcomm.errors import FastcommError, MismatchError
+
+# ---- the model ----------------------------------------------------------------------------------
+
+Model = nn.Module | list[tuple[str, Parameter]]
+
+
+def model_of(given: nn.Module | Iterable[tuple[str, Parameter]]) -> Model:
+    """A module as it is, named parameters as a list. Raises TypeError, and ValueError for a module
+    that reduces by itself.
+    """
+    if isinstance(given, DistributedDataParallel):
+        raise ValueError("attach(ddp.module): DistributedDataParallel reduces gradients itself")
+    if isinstance(given, nn.Module):
+        return given
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"attach(): expected a module or named parameters; got {type(given).__name__}"
+        )
+    return list(given)
+
+
+def unsynced_batch_norm(model: Model, world_size: int) -> ValueError | None:
+    """An error if the model has a SyncBatchNorm that would see its own rank's batch alone."""
+    if world_size == 1 or not isinstance(model, nn.Module) or dist.is_initialized():
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            return ValueError(
+                f"module {name} is a SyncBatchNorm, which is a plain BatchNorm of each rank's own "
+                "batch where there is no process group: call "
+                "torch.distributed.init_process_group(...) before attach(), or make it a BatchNorm"
+            )
+    return None
+
+
+def renormalised_embedding(model: Model, world_size: int) -> ValueError | None:
+    """An error if the model has an embedding that each rank would change by itself in forward."""
+    if world_size == 1 or not isinstance(model, nn.Module):
+        return None
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding and module.max_norm is not None:
+            return ValueError(
+                f"module {name} is an {type(module).__name__} with max_norm, whose forward changes "
+                "the rows that this rank looks up: the ranks would drift apart. Make it without "
+                "max_norm, and renormalise all rows after each step, on every rank: "
+                "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm))"
+            )
+    return None
+
+
+def named_parameters(model: Model) -> list[tuple[str, Parameter]]:
+    return list(model.named_parameters()) if isinstance(model, nn.Module) else model
+
+
+def reference_to(model: Model) -> Callable[[], Model | None]:
+    """A function that returns the model, or None once the module or a named parameter is gone."""
+    if isinstance(model, nn.Module):
+        return weakref.ref(model)
+    references = [(name, weakref.ref(parameter)) for name, parameter in model]
+
+    def recall() -> list[tuple[str, Parameter]] | None:
+        recalled = [(name, reference()) for name, reference in references]
+        alive = [(name, parameter) for name, parameter in recalled if parameter is not None]
+        return alive if len(alive) == len(references) else None
+
+    return recall
+
+
+Named = Sequence[tuple[str, Tensor]]
+
+_WORDS = 2**20  # of 8 bytes, which a checksum takes at a time
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the parameter's gradient: the parameter's, unless the user chose another."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+# ---- what one rank checks alone -----------------------------------------------------------------
+
+
+def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
+    """Why the parameter cannot be attached, or None."""
+    if isinstance(parameter, UninitializedParameter):
+        return f"parameter {name} is not initialised: run the lazy modules once before attach()"
+    trouble = _refuse_tensor(f"parameter {name}", parameter, device)
+    if trouble is not None:
+        return trouble
+    if parameter.is_neg() or parameter.is_conj():
+        return (
+            f"parameter {name} is a negated or conjugated view of its memory: clone it before "
+            "attach()"
+        )
+    if not parameter.requires_grad:
+        return None
+    dtype = grad_dtype(parameter)
+    is_number = dtype.is_floating_point or dtype.is_complex
+    if not is_number or dtype.itemsize < 2 or dtype == torch.complex32:
+        return (
+            f"parameter {name} is {dtype}; only gradients of float16, bfloat16, float32, float64, "
+            "complex64 and complex128 can be reduced"
+        )
+    if not parameter.is_leaf:
+        return f"parameter {name} is the result of an operation, not a leaf: it gets no gradient"
+    if distinct_elements(parameter).numel() != parameter.numel():
+        return f"parameter {name} is expanded: its elements share memory. Clone it before attach()"
+    return None
+
+
+def find_problem(
+    has_model: bool,
+    named: Sequence[tuple[str, Parameter]],
+    buffers: Named,
+    device: torch.device,
+    is_attached: Callable[[Tensor], bool],
+) -> ValueError | None:
+    """What is wrong with attaching the model on this rank alone. has_model: whether the reducer has
+    one already. is_attached: whether a reducer has a parameter.
+    """
+    if has_model:
+        return ValueError(
+            "this reducer is attached already; detach() it first, or make one reducer for each "
+            "model"
+        )
+    trouble = refuse_model(named, buffers, device, is_attached)
+    return None if trouble is None else ValueError(trouble)
+
+
+def refuse_model(
+    named: Sequence[tuple[str, Parameter]],
+    buffers: Named,
+    device: torch.device,
+    is_attached: Callable[[Tensor], bool],
+) -> str | None:
+    """Why the model cannot be attached, or None. is_attached: whether a reducer has a parameter."""
+    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
+        return (
+            "attach() takes a module or named parameters: model.named_parameters(), not "
+            "model.parameters()"
+        )
+    if len({id(p) for _, p in named}) < len(named):
+        return "a parameter is given twice: its gradient would be reduced twice"
+    for name, parameter in named:
+        trouble = refuse_parameter(name, parameter, device)
+        if trouble is not None:
+            return trouble
+        if is_attached(parameter):
+            return (
+                f"parameter {name} is attached to another reducer already; detach() that one first"
+            )
+    if not any(p.requires_grad for _, p in named):
+        return "the model has no parameter that requires a gradient: there is nothing to reduce"
+    troubles = (refuse_buffer(*buffer, device) for buffer in buffers)
+    return next((trouble for trouble in troubles if trouble is not None), None)
+
+
+def refuse_buffer(name: str, buffer: Tensor, device: torch.device) -> str | None:
+    """Why the buffer cannot be copied from rank to rank, or None."""
+    return _refuse_tensor(f"buffer {name}", buffer, device)
+
+
+def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return (
+            f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes "
+            "dense tensors"
+        )
+    if tensor.device != device:
+        return (
+            f"{what} is on {tensor.device}, but the communicator reduces on {device}: move the "
+            "model to comm.device first"
+        )
+    if tensor.is_inference():
+        return f"{what} was made in inference mode, which training cannot use: clone it outside"
+    return None
+
+
+def distinct_elements(tensor: Tensor) -> Tensor:
+    """A view of an expanded tensor that contains every element in memory once."""
+    for dimension, (numel, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and numel > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+# ---- what the ranks compare ---------------------------------------------------------------------
+
+
+def signature(parameters: Named, buffers: Named, sparse: Collection[str] = ()) -> list[Any]:
+    """What must be equal on all ranks of a model, in the model's order. sparse: the names of the
+    parameters with sparse gradients.
+    """
+    described = [
+        ("parameter", name, _description(p) | _layout(p) | {"sparse gradients": name in sparse})
+        for name, p in parameters
+    ]
+    return described + [("buffer", name, _description(b)) for name, b in buffers]
+
+
+def _description(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype)}
+
+
+def _layout(parameter: Tensor) -> dict[str, Any]:
+    return {
+        "strides": parameter.stride(),
+        "requires_grad": parameter.requires_grad,
+        "gradient of dtype": str(grad_dtype(parameter)),
+    }
+
+
+class Call(NamedTuple):
+    """A call that every rank must make. makes: what differs if its options do. cannot: what a rank
+    with a problem fails to do.
+    """
+
+    name: str
+    makes: str
+    cannot: str
+
+
+ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
+CHECK_IN_SYNC = Call("check_in_sync()", "arguments of check_in_sync()", "cannot compare its model")
+
+
+def compare(
+    comm: Communicator,
+    problem: Exception | None,
+    options: dict[str, Any],
+    model: list[Any],
+    call: Call = ATTACH,
+) -> None:
+    """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
+    has a problem in place of a model.
+
+    Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
+    """
+    ranks = gather_objects(comm, (_in_words(problem), options, model), call.name)
+    if problem is not None:
+        raise problem
+    _, first_options, first_model = ranks[0]
+    for rank, (trouble, theirs, their_model) in enumerate(ranks):
+        if trouble is not None:
+            raise FastcommError(f"rank {rank} {call.cannot}: {trouble}")
+        name = _first_key(first_options, theirs)
+        if name is not None:
+            raise MismatchError(
+                f"the ranks have different {call.makes}: {name} is {first_options.get(name)} on "
+                f"rank 0 and {theirs.get(name)} on rank {rank}"
+            )
+        difference = _first_difference(first_model, their_model, rank)
+        if difference is not None:
+            raise MismatchError(f"the ranks attach different models: {difference}")
+
+
+def _in_words(problem: Exception | None) -> str | None:
+    """For the other ranks. The text of other errors than these may say nothing by itself."""
+    if problem is None:
+        return None
+    says_enough = isinstance(problem, (ValueError, TypeError, FastcommError))
+    return str(problem) if says_enough else f"{type(problem).__name__}: {problem}"
+
+
+def _first_key(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Of the first value that differs, or is there on one side only."""
+    return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), None)
+
+
+def shown(value: object) -> str:
+    """A value of an optimizer's group, as ranks compare it: all digits of a tensor, and no object's
+    address, which is each rank's own.
+    """
+    text = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
+    """In words, where the model of `rank` first differs from that of rank 0."""
+    for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
+        if (kind, name) != (their_kind, their_name):
+            return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
+        for what, value in mine.items():
+            if their[what] != value:
+                return (
+                    f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
+                )
+    if len(ours) != len(theirs):
+        longer, shorter = (0, rank) if len(ours) > len(theirs) else (rank, 0)
+        kind, name, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+        return f"rank {longer} has {kind} {name}, which rank {shorter} lacks"
+    return None
+
+
+def is_arithmetic_alike(comm: Communicator) -> bool:
+    """Whether an optimizer's step on the CPU has the same bits on all ranks: they have one torch,
+    processors of one kind, and as many threads, among which torch divides a tensor. Collective.
+    """
+    processor = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    kind = torch.__version__, *processor, torch.get_num_threads()
+    number = zlib.crc32(repr(kind).encode())
+    extremes = torch.tensor([number, -number])
+    comm.all_reduce(extremes, "max")
+    return extremes.tolist() == [number, -number]
+
+
+def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int, label: int = 0) -> None:
+    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes. label: what
+    they are, for messages.
+    """
+    targets = [distinct_elements(tensor.detach()) for tensor in tensors]
+    flats = [_flat(target) for target in targets]
+    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src, label=label)
+    for target, flat in zip(targets, flats, strict=True):
+        if flat.data_ptr() != target.data_ptr() or target.is_neg() or target.is_conj():
+            target.copy_(flat.view(target.shape))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in order, in the tensor's own memory if it holds them in that order."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat if flat.numel() != 1 else flat.as_strided((1,), (1,))  # its stride may be anything
+
+
+# ---- what the tensors hold ----------------------------------------------------------------------
+
+
+def check_model_in_sync(
+    comm: Communicator,
+    model: nn.Module | list[tuple[str, Parameter]],
+    optimizer: torch.optim.Optimizer | None,
+    kind: str,
+) -> None:
+    """Compares the model's parameters and buffers, and what the optimizer holds if there is one.
+    Raises MismatchError naming the first that is not the same on all ranks. kind: the optimizer's,
+    in words.
+    """
+    words, problem = {}, None
+    try:
+        words = _model_in_words(model, optimizer)
+    except Exception as error:  # it may be no optimizer, and the others are to hear of it
+        problem = error
+    compare(comm, problem, {"the optimizer": kind}, [], CHECK_IN_SYNC)
+    ranks = gather_objects(comm, words, CHECK_IN_SYNC.name)
+    for name in dict.fromkeys(name for words in ranks for name in words):
+        holders: dict[str, list[str]] = {}
+        for rank, words in enumerate(ranks):
+            holders.setdefault(words.get(name, "none"), []).append(str(rank))
+        if len(holders) > 1:
+            shown = "; ".join(f"rank {', '.join(who)}: {held}" for held, who in holders.items())
+            raise MismatchError(
+                f"{name} is not the same on all ranks: {shown}. Ranks listed together have equal "
+                "values. sync_buffers() copies rank 0's buffers to all, which are each rank's own "
+                "until then; refresh() the parameters, too; for an optimizer, load rank 0's "
+                "optimizer.state_dict() on every rank (full_state_dict() of a ShardedOptimizer)"
+            )
+
+
+def _model_in_words(
+    model: nn.Module | list[tuple[str, Parameter]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, str]:
+    tensors = named_tensors(model)
+    if optimizer is None:
+        return contents_in_words(tensors, [])
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    more, values = optimizer_contents(optimizer.param_groups, optimizer.state, names)
+    return contents_in_words(tensors + more, values)
+
+
+def contents_in_words(tensors: Named, values: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What a rank holds, by name: a value as it is, a tensor by its checksum."""
+    bits = _checksums([tensor for _, tensor in tensors])
+    words = [
+        (name, f"{tensor.dtype} {list(tensor.shape)} #{number & (2**64 - 1):016x}")
+        for (name, tensor), number in zip(tensors, bits, strict=True)
+    ]
+    held: dict[str, str] = {}
+    for name, word in (*words, *values):  # a name may come twice
+        held[name] = f"{held[name]}, {word}" if name in held else word
+    return held
+
+
+def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+    if not tensors:
+        return []
+    return [int(number) for number in torch.stack([_checksum(t).cpu() for t in tensors]).tolist()]
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A checksum of all bits and their order: a wrapping sum of words times odd numbers."""
+    octets = _flat(tensor.detach()).view(torch.uint8)
+    octets = torch.cat([octets, octets.new_zeros(-octets.numel() % 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin, words in _chunks(octets.view(torch.int64)):
+        indices = torch.arange(
+            begin, begin + words.numel(), dtype=torch.int64, device=tensor.device
+        )
+        total += ((words ^ (words >> 29)) * (2 * indices + 1)).sum()
+    return total
+
+
+def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for begin in range(0, words.numel(), _WORDS):
+        yield begin, words[begin : begin + _WORDS]
+
+
+def optimizer_contents(
+    groups: Sequence[dict[str, Any]],
+    states: Mapping[Any, dict[str, Any]],
+    names: Mapping[Parameter, str],
+) -> tuple[list[tuple[str, Tensor]], list[tuple[str, str]]]:
+    """The tensors and the other values that an optimizer uses, each with a name. states: by
+    parameter. names: of the model's parameters.
+    """
+    tensors: list[tuple[str, Tensor]] = []
+    values: list[tuple[str, str]] = []
+
+    def note(name: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            tensors.append((name, value))
+        else:
+            values.append((name, shown(value)))
+
+    for i, group in enumerate(groups):
+        for key, value in group.items():
+            if key != "params":
+                note(f"{key} of the optimizer's group {i}", value)
+        for j, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"{j} of the optimizer's group {i}")
+            for key, value in states.get(parameter, {}).items():
+                note(f"the optimizer's {key} of parameter {name}", value)
+    return tensors, values
+
+
+def named_tensors(model: nn.Module | list[tuple[str, Parameter]]) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, named as in messages."""
+    if not isinstance(model, nn.Module):
+        return [(f"parameter {name}", p) for name, p in model]
+    parameters = [(f"parameter {name}", p) for name, p in model.named_parameters()]
+    return parameters + [(f"buffer {name}", b) for name, b in model.named_buffers()]
+
+
+# ---- a gradient ---------------------------------------------------------------------------------
+
+
+def misfit_in_slot(parameter: Parameter, gradient: Tensor, view: Tensor) -> str | None:
+    """Why the gradient does not fit its slot."""
+    if gradient.layout is not torch.strided:
+        return (
+            "is sparse, and was to be dense at attach(): name the parameter in "
+            "Reducer(sparse_parameters=[...]) on every rank, or use sparse=False"
+        )
+    return misfit(parameter, gradient, view, view.device)
+
+
+def misfit(
+    parameter: Parameter, gradient: Tensor, like: Tensor, device: torch.device
+) -> str | None:
+    """Why the gradient is not what was planned for: of like's shape and dtype, on the device."""
+    if gradient.shape != like.shape or parameter.shape != like.shape:
+        was, now = tuple(like.shape), tuple(gradient.shape)
+        return (
+            f"has shape {now}, and had {was} at attach(): call refresh() on every rank after "
+            "changing a parameter's shape"
+        )
+    if gradient.dtype != like.dtype or parameter.dtype not in (like.dtype, gradient.dtype):
+        return (
+            f"is {gradient.dtype}, and was {like.dtype} at attach(): call refresh() on every rank "
+            "after changing a parameter's dtype"
+        )
+    if gradient.device != device:
+        return (
+            f"is on {gradient.device}, and was on {device} at attach(): call refresh() on "
+            "every rank after moving the model"
+        )
+    return None
