@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastcomm
+from ci.compatibility import page
 from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,3 +104,8 @@ def test_every_public_name_says_what_it_is_for(name: str) -> None:
         for member, value in vars(of).items():
             if callable(value) and not member.startswith("_"):
                 assert value.__doc__, f"{name}.{member} has no docstring"
+
+
+def test_the_page_of_what_does_not_go_together_says_what_the_code_asks() -> None:
+    current = (ROOT / "docs" / "compatibility.md").read_text()
+    assert current == page(), "python -m ci.compatibility > docs/compatibility.md"

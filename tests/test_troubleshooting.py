@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 VARIES = "…"
 # What a command prints, and what an object looks like, is no message of an error.
 COMMANDS = ("__main__.py",)
-DESCRIPTIONS = ("__repr__", "describe")
+DESCRIPTIONS = ("Feature", "__repr__", "describe")
 # What a timeline's tables and pictures say.
 SHOWN = {
     "…: no step yet that all ranks have recorded",
@@ -51,7 +51,7 @@ def texts_of(node: Any) -> Iterator[str]:
             if not is_text(part):
                 yield from texts_of(part)
     elif is_text(node):
-        yield str(node.value)
+        yield str(node.value).replace("{}", VARIES)
     elif not is_silent(node):
         for child in children(node):
             yield from texts_of(child)

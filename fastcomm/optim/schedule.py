@@ -7,10 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.features.join import is_joining
-from fastcomm.reducer.features.local_steps import LocalSteps
-from fastcomm.reducer.features.sharded_by import ShardedBy
-from fastcomm.reducer.options import Options
+from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.reducer import Reducer
 
 
@@ -80,8 +77,7 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
     """Raises TypeError or ValueError for what no meeting can be made of."""
     reducer.attached_model()
     schedule.check()
-    _refuse_options(reducer.options)
-    _refuse_companions(reducer)
+    check(Feature.LOCAL_STEPS, reducer.features())
     _refuse_moment(reducer)
     if schedule.n_fragments > len(reducer.buckets):
         raise ValueError(
@@ -92,51 +88,18 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
         _refuse_bucket(bucket)
 
 
-def _refuse_options(options: Options) -> None:
-    if options.op != "mean":
-        raise ValueError(f"meetings average over the ranks: use op mean; got {options.op}")
-    if options.skip_nonfinite:
-        raise ValueError(
-            "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
-            "meetings: leave it out"
-        )
-    if options.hooks:
-        raise ValueError("a hook reduces gradients, and ranks meet without: leave the hook out")
-
-
-def _refuse_companions(reducer: Reducer) -> None:
-    """Raises ValueError beside what else decides about the reducer's steps."""
-    sharded_by, local_steps = reducer.find(ShardedBy), reducer.find(LocalSteps)
-    if sharded_by is not None and not sharded_by.is_gone:
-        raise ValueError(
-            "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
-            "rank's own use the plain optimizer"
-        )
-    if local_steps is not None:
-        raise ValueError(f"the reducer has a {local_steps.name} already: call its finish() first")
-
-
 def _refuse_moment(reducer: Reducer) -> None:
-    """Raises ValueError unless it is between two steps, and outside join()."""
+    """Raises ValueError unless it is between two steps."""
     is_between_steps = reducer.round is None and reducer.is_synchronizing
     if not is_between_steps or reducer.is_announced:
         raise ValueError(
             "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
             "not after a set_weight() or skip_step() whose reduction has not come"
         )
-    if is_joining(reducer.comm):
-        raise ValueError(
-            "join() ends with the parameters of one rank on all: let ranks step alone outside of it"
-        )
 
 
 def _refuse_bucket(bucket: Bucket) -> None:
     """Raises ValueError if the bucket's views cannot hold its parameters."""
-    if bucket.waits_in_launch:
-        raise ValueError(
-            f"the gradient of parameter {bucket.names[0]} is sparse, and meetings average whole "
-            "parameters: use sparse=False"
-        )
     for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
         if parameter is not None and parameter.dtype != view.dtype:
             raise ValueError(
@@ -149,7 +112,4 @@ def refuse_rounding(reducer: Reducer) -> None:
     """Raises ValueError for a wire that rounds parameters."""
     wire = reducer.options.wire_dtype
     if any(wire not in (None, bucket.dtype) for bucket in reducer.buckets):
-        raise ValueError(
-            f"wire_dtype {wire} would round the parameters that LocalSGD averages: leave it out, "
-            "or send differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
-        )
+        check(Feature.LOCAL_SGD, {Feature.ROUNDING: str(wire)})

@@ -8,11 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from fastcomm.optim import checkpoints
-from fastcomm.reducer.features import sparsity
-from fastcomm.reducer.features.local_steps import LocalSteps
-from fastcomm.reducer.features.sharded_by import ShardedBy
+from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.shards import Sharding
-from fastcomm.reducer.options import AUTO
 from fastcomm.reducer.reducer import Reducer
 
 # They look at each element by itself, so that a parameter may be cut.
@@ -59,25 +56,9 @@ def refuse(
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, refused):
             raise ValueError(why)
-    sparsity.refuse_sharding(reducer.buckets)
+    check(Feature.SHARDED, reducer.features())
     if defaults.get("differentiable"):
         raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
-    sharded_by, local_steps = reducer.find(ShardedBy), reducer.find(LocalSteps)
-    if sharded_by is not None and not sharded_by.is_gone:
-        raise ValueError(
-            "the reducer has a ShardedOptimizer already: give that one more groups, or call "
-            "detach() and attach(model) first"
-        )
-    if local_steps is not None:
-        raise ValueError(
-            f"a ShardedOptimizer needs reduced gradients, and the reducer's "
-            f"{local_steps.name} lets each rank step with its own: call its finish() first"
-        )
-    if reducer.options.bucket_cap_mb == AUTO:
-        raise ValueError(
-            'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
-            "choose a number"
-        )
     if sharding.shares_parameters and not reducer.comm.has_common_memory:
         raise ValueError(f"share_parameters=True needs backend shm; this is {reducer.comm.backend}")
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcomm.comm.collective import complex_refusal, refuse_error_feedback
+from fastcomm.comm.collective import WIRE_DTYPES, complex_refusal, refuse_error_feedback
 from fastcomm.comm.communicator import Communicator
+from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.ddp_hooks import Hook, HookCalls
 
 _MB = 1024 * 1024
@@ -38,11 +39,6 @@ class Options:
         is_auto = self.bucket_cap_mb == AUTO
         if isinstance(self.bucket_cap_mb, str) and not is_auto:
             raise ValueError(f'bucket_cap_mb is a number or "auto"; got {self.bucket_cap_mb!r}')
-        if is_auto and self.hooks:
-            raise ValueError(
-                'bucket_cap_mb="auto" measures the communicator, which a hook need not use: choose '
-                "a number"
-            )
         if (not is_auto and float(self.bucket_cap_mb) <= 0) or self.first_bucket_cap_mb <= 0:
             raise ValueError(
                 "bucket caps must be positive; got "
@@ -52,6 +48,9 @@ class Options:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
         if self.error_feedback:
             self._check_error_feedback()
+        for feature in (Feature.AUTO, Feature.ERROR_FEEDBACK):
+            if feature in self.features():
+                check(feature, self.features())
 
     def _check_error_feedback(self) -> None:
         if self.wire_dtype is None or self.wire_dtype == torch.float32:
@@ -59,11 +58,21 @@ class Options:
                 "error_feedback=True keeps what a wire_dtype of 8 or 16 bits drops: choose one; "
                 f"got {self.wire_dtype}"
             )
-        if self.op not in ("sum", "mean"):
-            raise ValueError(
-                f"error_feedback=True adds to later rounds, which makes no {self.op}: use op sum "
-                "or mean"
-            )
+
+    def features(self) -> dict[Feature, str]:
+        """The features that these options ask for, and a word for each in messages."""
+        wire = str(self.wire_dtype)
+        present = {
+            Feature.OTHER_OP: (self.op != "mean", self.op),
+            Feature.NO_SUM: (self.op not in ("sum", "mean"), self.op),
+            Feature.HOOK: (bool(self.hooks), "hook"),
+            Feature.WIRE: (self.wire_dtype is not None, wire),
+            Feature.EIGHT_BITS: (self.wire_dtype not in (None, *WIRE_DTYPES), wire),
+            Feature.ERROR_FEEDBACK: (self.error_feedback, "error_feedback"),
+            Feature.AUTO: (self.bucket_cap_mb == AUTO, AUTO),
+            Feature.SKIP_NONFINITE: (self.skip_nonfinite, "skip_nonfinite"),
+        }
+        return {feature: word for feature, (is_there, word) in present.items() if is_there}
 
     def check_communicator(self, comm: Communicator) -> None:
         """Raises TypeError for anything but a communicator, such as a model; ValueError for a
@@ -85,10 +94,7 @@ class Options:
             )
         if self.error_feedback and not comm.feeds_back_errors:
             refuse_error_feedback(comm.backend)
-        if self.hooks:
-            raise ValueError(
-                "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
-            )
+        check(Feature.WIRE, self.features())
 
     def find_problem(self, named: Sequence[tuple[str, Tensor]]) -> ValueError | None:
         """What is wrong with reducing the gradients of these parameters by this op."""

@@ -40,16 +40,17 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features import sparsity
 from fastcomm.reducer.features.autotune import Tuning
+from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
 from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
-from fastcomm.reducer.features.join import Join, T
+from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import IS_UNDER_NSIGHT, RoundObserver
 from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.features.skip import Skipping, hears_votes
-from fastcomm.reducer.features.weights import Weighting, refuse_weights
+from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.guards import Guards
 from fastcomm.reducer.hooks import EndOfBackward, ReducerFlags
 from fastcomm.reducer.optimizer_hooks import (
@@ -399,6 +400,23 @@ class Reducer(ReducerFlags):
         has_weight = weighting is not None and weighting.is_set
         return has_weight or (skipping is not None and skipping.vote is not None)
 
+    def features(self) -> dict[Feature, str]:
+        """What this reducer is used with now, and a word for each in messages."""
+        present = self.options.features()
+        sparse = [name for b in self.buckets if b.waits_in_launch for name in b.names]
+        sharded_by, local_steps = self.find(ShardedBy), self.find(LocalSteps)
+        if sparse:
+            present[Feature.SPARSE] = sparse[0]
+        if sharded_by is not None and not sharded_by.is_gone:
+            present[Feature.SHARDED] = "ShardedOptimizer"
+        if local_steps is not None:
+            present[Feature.LOCAL_STEPS] = local_steps.name
+        if self.tuning is not None and not self.tuning.is_over:
+            present[Feature.MEASURING] = AUTO
+        if is_joining(self.comm):
+            present[Feature.JOIN] = "join()"
+        return present
+
     # -- one round ---------------------------------------------------------------------------------
 
     def begin_round(self) -> None:
@@ -576,7 +594,7 @@ class Reducer(ReducerFlags):
         model = self.attached_model()
         self.refuse_inside_backward("set_weight()")
         self._refuse_local_steps("set_weight()")
-        refuse_weights(self.options)
+        check(Feature.WEIGHTS, self.options.features())
         weighting = self.find(Weighting) or self.install(Weighting())
         weighting.follow(model)
         weighting.set(weight, of, self.buckets, self.n_unsynced)

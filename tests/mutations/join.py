@@ -309,10 +309,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="join: a rank without data adds to errors that are fed back",
-        file=JOIN,
-        within="_refusal",
-        old="options.error_feedback",
-        new="False",
+        file="fastcomm/reducer/features/compatibility.py",
+        within="",
+        old="(Feature.JOIN, Feature.ERROR_FEEDBACK)",
+        new="(Feature.JOIN, Feature.ROUNDING)",
         tests=(f"{ENDS}::test_error_feedback_cannot_join",),
     ),
     Mutation(

@@ -300,10 +300,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="local sgd: skip_nonfinite looks at what is not reduced",
-        file=SCHEDULE,
-        within="_refuse_options",
-        old="options.skip_nonfinite",
-        new="False",
+        file="fastcomm/reducer/features/compatibility.py",
+        within="",
+        old="(Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE)",
+        new="(Feature.LOCAL_STEPS, Feature.ROUNDING)",
         tests=_meeting("reducers_and_numbers_that_are_refused"),
     ),
     Mutation(

@@ -29,7 +29,7 @@ from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import validation
 from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.extension import RoundExtension
-from fastcomm.reducer.features.local_steps import LocalSteps
+from fastcomm.reducer.features.compatibility import Feature, why_not
 from fastcomm.reducer.features.progress import Progress, Stateful, compare, holds, why_apart
 from fastcomm.reducer.features.torch_helpers import watch_scalers
 from fastcomm.reducer.optimizer_hooks import refuse_step
@@ -44,7 +44,6 @@ _log = logging.getLogger("fastcomm")
 T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
-_BY_HAND = "agree on the number of steps, and let a rank without data set_weight(0) and reduce()"
 _Place: TypeAlias = tuple[CodeType, int]  # a function's code, and the offset of an instruction
 # The first is that of break and return, up to Python 3.13.
 _ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
@@ -75,7 +74,7 @@ class Join(Generic[T]):
         self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
         self._strategy, self._state = strategy, list(state)
         for joined in self._reducers():
-            refusal = _refusal(joined)
+            refusal = why_not(Feature.JOIN, joined.features())
             if refusal is not None:
                 raise ValueError(_about(joined, reducer) + refusal)
         for one in self._state:
@@ -348,40 +347,6 @@ def _drop_gradients(reducer: Reducer) -> None:
     """The ranks have those of different steps."""
     for bucket in reducer.buckets:
         bucket.drop_gradients()
-
-
-def _refusal(reducer: Reducer) -> str | None:
-    """What the reducer does that a rank without data cannot take part in, and what to do."""
-    options = reducer.options
-    if options.op != "mean":
-        return f'op="{options.op}": join() makes means over the ranks with data'
-    if options.hooks:
-        return "a hook, which reduces, and divides, by itself: leave it out"
-    if options.error_feedback:
-        return "error_feedback=True, which counts on the same ranks in every round: leave it out"
-    if reducer.tuning is not None and not reducer.tuning.is_over:
-        return (
-            'bucket_cap_mb="auto" while the ranks still measure together: give a size, or call '
-            "join() after the first steps"
-        )
-    if reducer.sharding() is not None:
-        return (
-            "a ShardedOptimizer, of which a rank without data would have to make its part of every "
-            f"step: use a torch.optim optimizer, or {_BY_HAND}"
-        )
-    local_steps = reducer.find(LocalSteps)
-    if local_steps is not None:
-        return (
-            f"a {local_steps.name}, whose ranks meet after the same number of steps: call "
-            "its finish() first, on every rank"
-        )
-    sparse = [one.names[0] for one in reducer.buckets if one.waits_in_launch]
-    if sparse:
-        return (
-            f"the sparse gradient of parameter {sparse[0]}, whose rows all ranks gather, with "
-            f"data or without: use sparse=False, or {_BY_HAND}"
-        )
-    return None
 
 
 def _about(joined: Reducer, asked: Reducer) -> str:

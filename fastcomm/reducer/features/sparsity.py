@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import WIRE_DTYPES
-from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.compatibility import Feature, why_not
 from fastcomm.reducer.features.shards import Sharding
-from fastcomm.reducer.features.sparse_bucket import SparseBucket
-from fastcomm.reducer.options import AUTO, Options
+from fastcomm.reducer.options import Options
 from fastcomm.reducer.validation import Model
 
 Named = Sequence[tuple[str, Parameter]]
-
-_NOT_SHARDED = "ShardedOptimizer steps dense ones; use sparse=False, or the plain optimizer"
 
 
 def find(model: Model, named: Named, declared: Sequence[str]) -> set[str]:
@@ -39,35 +35,10 @@ def find_problem(
     for name in options.sparse_parameters:
         if name not in known:
             return ValueError(f"sparse_parameters: the model has no parameter {name}")
-    trouble = _trouble_with(options)
-    if trouble is None and sharding is not None:
-        trouble = _NOT_SHARDED
+    present = options.features()
+    if sharding is not None:
+        present[Feature.SHARDED] = "ShardedOptimizer"
+    trouble = why_not(Feature.SPARSE, present)
     if not sparse or trouble is None:
         return None
-    return _refusal(min(sparse), trouble)
-
-
-def refuse_sharding(buckets: Sequence[Bucket]) -> None:
-    """Raises ValueError for a reducer of sparse gradients."""
-    for one in buckets:
-        if isinstance(one, SparseBucket):
-            raise _refusal(min(one.names), _NOT_SHARDED)
-
-
-def _refusal(name: str, trouble: str) -> ValueError:
-    return ValueError(f"the gradient of parameter {name} is sparse: {trouble}")
-
-
-def _trouble_with(options: Options) -> str | None:
-    """Why a reducer of such options cannot reduce sparse gradients, or None."""
-    if options.hooks:
-        return "hooks written for DDP get dense ones; use sparse=False, or leave the hook out"
-    if options.op not in ("sum", "mean"):
-        return f"rows that a rank lacks have no {options.op}; use op mean or sum"
-    if options.error_feedback or options.wire_dtype not in (None, *WIRE_DTYPES):
-        return (
-            "its rows travel in 16 bits or more, without error feedback; choose another wire_dtype"
-        )
-    if options.bucket_cap_mb == AUTO:
-        return 'bucket_cap_mb="auto" knows dense ones; choose a number'
-    return None
+    return ValueError(f"the gradient of parameter {min(sparse)} is sparse: {trouble}")

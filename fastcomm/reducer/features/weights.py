@@ -31,7 +31,6 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.hooks import Untraced
 from fastcomm.reducer.layout import values_of
-from fastcomm.reducer.options import Options
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.validation import Model
 
@@ -183,22 +182,6 @@ class Weighting(RoundExtension):
     def released(self) -> None:
         """Forget the weights, and the model."""
         self.forget()
-
-
-def refuse_weights(options: Options) -> None:
-    """Raises ValueError for options of a reducer that know no weights."""
-    if options.op != "mean":
-        raise ValueError(f"set_weight() makes a weighted mean: use op mean; got {options.op}")
-    if options.hooks:
-        raise ValueError(
-            "set_weight() has no effect on what a hook reduces, which divides by itself: scale the "
-            "loss, or leave the hook out"
-        )
-    if options.error_feedback:
-        raise ValueError(
-            "error_feedback=True adds what one round has dropped to the next, whose weights are "
-            "others: leave it out, or set_weight()"
-        )
 
 
 def _number(weight: Any) -> float:

@@ -1,0 +1,153 @@
+"""Which features of a reducer do not go together, why, and what to do instead: one table, from
+which docs/compatibility.md is made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class Feature(enum.Enum):
+    """What a reducer may be asked for. The value is its name in documents."""
+
+    OTHER_OP = 'an op other than "mean"'
+    NO_SUM = 'op "min", "max" or "prod"'
+    HOOK = "hook"
+    WIRE = "wire_dtype"
+    ROUNDING = "wire_dtype, narrower than the parameters"
+    EIGHT_BITS = "wire_dtype of 8 bits"
+    ERROR_FEEDBACK = "error_feedback"
+    AUTO = 'bucket_cap_mb="auto"'
+    MEASURING = 'bucket_cap_mb="auto", while it measures'
+    SKIP_NONFINITE = "skip_nonfinite"
+    SPARSE = "sparse gradients"
+    SHARDED = "ShardedOptimizer"
+    LOCAL_STEPS = "LocalSGD, DiLoCo"
+    LOCAL_SGD = "LocalSGD"
+    JOIN = "join()"
+    WEIGHTS = "set_weight()"
+
+
+# The features that are there, and of each a word for messages: the op, a parameter, a class.
+Present = Mapping[Feature, str]
+
+_BY_HAND = "agree on the number of steps, and let a rank without data set_weight(0) and reduce()"
+
+# (what is asked for, what is there): the message. {} is the word of what is there.
+REFUSALS: dict[tuple[Feature, Feature], str] = {
+    (Feature.AUTO, Feature.HOOK): (
+        'bucket_cap_mb="auto" measures the communicator, which a hook need not use: choose a number'
+    ),
+    (Feature.WIRE, Feature.HOOK): (
+        "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
+    ),
+    (Feature.ERROR_FEEDBACK, Feature.NO_SUM): (
+        "error_feedback=True supports only op sum and mean; got {}"
+    ),
+    (Feature.SPARSE, Feature.HOOK): (
+        "hooks written for DDP get dense ones; use sparse=False, or leave the hook out"
+    ),
+    (Feature.SPARSE, Feature.NO_SUM): "rows that a rank lacks have no {}; use op mean or sum",
+    (Feature.SPARSE, Feature.ERROR_FEEDBACK): (
+        "its rows travel in 16 bits or more, without error feedback; choose another wire_dtype"
+    ),
+    (Feature.SPARSE, Feature.EIGHT_BITS): (
+        "its rows travel in 16 bits or more, without error feedback; choose another wire_dtype"
+    ),
+    (Feature.SPARSE, Feature.AUTO): 'bucket_cap_mb="auto" knows dense ones; choose a number',
+    (Feature.SPARSE, Feature.SHARDED): (
+        "ShardedOptimizer steps dense ones; use sparse=False, or the plain optimizer"
+    ),
+    (Feature.WEIGHTS, Feature.OTHER_OP): (
+        "set_weight() makes a weighted mean: use op mean; got {}"
+    ),
+    (Feature.WEIGHTS, Feature.HOOK): (
+        "set_weight() has no effect on what a hook reduces, which divides by itself: scale the "
+        "loss, or leave the hook out"
+    ),
+    (Feature.WEIGHTS, Feature.ERROR_FEEDBACK): (
+        "set_weight() cannot be combined with error_feedback=True, which adds what one round has "
+        "dropped to the next, of other weights: leave one of them out"
+    ),
+    (Feature.JOIN, Feature.OTHER_OP): ('op="{}": join() makes means over the ranks with data'),
+    (Feature.JOIN, Feature.HOOK): ("a hook, which reduces, and divides, by itself: leave it out"),
+    (Feature.JOIN, Feature.ERROR_FEEDBACK): (
+        "error_feedback=True, which counts on the same ranks in every round: leave it out"
+    ),
+    (Feature.JOIN, Feature.MEASURING): (
+        'bucket_cap_mb="auto" while the ranks still measure together: give a size, or call '
+        "join() after the first steps"
+    ),
+    (Feature.JOIN, Feature.SHARDED): (
+        "a ShardedOptimizer, of which a rank without data would have to make its part of every "
+        f"step: use a torch.optim optimizer, or {_BY_HAND}"
+    ),
+    (Feature.JOIN, Feature.LOCAL_STEPS): (
+        "a {}, whose ranks meet after the same number of steps: call its finish() first, on every "
+        "rank"
+    ),
+    (Feature.JOIN, Feature.SPARSE): (
+        "the sparse gradient of parameter {}, whose rows all ranks gather, with data or without: "
+        f"use sparse=False, or {_BY_HAND}"
+    ),
+    (Feature.LOCAL_STEPS, Feature.OTHER_OP): (
+        "meetings average over the ranks: use op mean; got {}"
+    ),
+    (Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE): (
+        "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
+        "meetings: leave it out"
+    ),
+    (Feature.LOCAL_STEPS, Feature.HOOK): (
+        "a hook reduces gradients, and ranks meet without: leave the hook out"
+    ),
+    (Feature.LOCAL_STEPS, Feature.SHARDED): (
+        "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
+        "rank's own use the plain optimizer"
+    ),
+    (Feature.LOCAL_STEPS, Feature.LOCAL_STEPS): (
+        "the reducer has a {} already: call its finish() first"
+    ),
+    (Feature.LOCAL_STEPS, Feature.JOIN): (
+        "join() ends with the parameters of one rank on all: let ranks step alone outside of it"
+    ),
+    (Feature.LOCAL_STEPS, Feature.SPARSE): (
+        "the gradient of parameter {} is sparse, and meetings average whole parameters: use "
+        "sparse=False"
+    ),
+    (Feature.LOCAL_SGD, Feature.ROUNDING): (
+        "wire_dtype {} would round the parameters that LocalSGD averages: leave it out, or send "
+        "differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
+    ),
+    (Feature.SHARDED, Feature.SPARSE): (
+        "the gradient of parameter {} is sparse: ShardedOptimizer steps dense ones; use "
+        "sparse=False, or the plain optimizer"
+    ),
+    (Feature.SHARDED, Feature.SHARDED): (
+        "the reducer has a ShardedOptimizer already: give that one more groups, or call detach() "
+        "and attach(model) first"
+    ),
+    (Feature.SHARDED, Feature.LOCAL_STEPS): (
+        "a ShardedOptimizer needs reduced gradients, and the reducer's {} lets each rank step with "
+        "its own: call its finish() first"
+    ),
+    (Feature.SHARDED, Feature.AUTO): (
+        'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
+        "choose a number"
+    ),
+}
+
+
+def why_not(asked: Feature, present: Present) -> str | None:
+    """Return why a feature does not go with what is there, and what to do; or None."""
+    for (one, other), sentence in REFUSALS.items():
+        if one is asked and other in present:
+            return sentence.format(present[other])
+    return None
+
+
+def check(asked: Feature, present: Present) -> None:
+    """Raise ValueError where a feature does not go with what is there."""
+    trouble = why_not(asked, present)
+    if trouble is not None:
+        raise ValueError(trouble)
