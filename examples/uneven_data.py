@@ -19,11 +19,12 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batches = [torch.randn(8, 4, device=comm.device) for _ in range(5 + 3 * comm.rank)]
         n_steps = 0
-        for batch in reducer.join(batches, state=[optimizer]):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()  # the mean over the ranks with data
-            optimizer.step()
-            n_steps += 1
+        with reducer.join(batches, state=[optimizer]) as joined:
+            for batch in joined:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()  # the mean over the ranks with data
+                optimizer.step()
+                n_steps += 1
         reducer.check_in_sync(optimizer)
         print(f"rank {comm.rank}: {n_steps} of {reducer.n_rounds} steps", flush=True)
 

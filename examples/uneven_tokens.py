@@ -50,23 +50,24 @@ def main() -> None:
         for epoch in range(3):
             loss_and_tokens = torch.zeros(2, device=comm.device)
             batches = batches_of(comm.rank, comm.device)
-            for batch in reducer.join(batches, state=[optimizer, scheduler]):
-                n_tokens = (batch.targets != IGNORED).sum()
-                reducer.set_weight(n_tokens)
-                logits = model(batch.tokens)
-                if reducer.n_rounds == 5 and comm.rank == 1:
-                    logits = logits * float("nan")  # as a bad batch would
-                loss = F.cross_entropy(logits, batch.targets, ignore_index=IGNORED)
-                with contextlib.nullcontext() if batch.closes_step else reducer.no_sync():
-                    loss.backward()
-                if loss.isfinite():
-                    loss_and_tokens += torch.stack([loss.detach() * n_tokens, n_tokens])
-                if batch.closes_step:
-                    reducer.clip_grad_norm_(1.0)
-                    optimizer.step()  # does nothing where the ranks drop the step
-                    if not reducer.skipped:
-                        scheduler.step()
-                    optimizer.zero_grad()
+            with reducer.join(batches, state=[optimizer, scheduler]) as joined:
+                for batch in joined:
+                    n_tokens = (batch.targets != IGNORED).sum()
+                    reducer.set_weight(n_tokens)
+                    logits = model(batch.tokens)
+                    if reducer.n_rounds == 5 and comm.rank == 1:
+                        logits = logits * float("nan")  # as a bad batch would
+                    loss = F.cross_entropy(logits, batch.targets, ignore_index=IGNORED)
+                    with contextlib.nullcontext() if batch.closes_step else reducer.no_sync():
+                        loss.backward()
+                    if loss.isfinite():
+                        loss_and_tokens += torch.stack([loss.detach() * n_tokens, n_tokens])
+                    if batch.closes_step:
+                        reducer.clip_grad_norm_(1.0)
+                        optimizer.step()  # does nothing where the ranks drop the step
+                        if not reducer.skipped:
+                            scheduler.step()
+                        optimizer.zero_grad()
             # Collectives for the log come after the loop, in which ranks may have no data left.
             comm.all_reduce(loss_and_tokens)
             reducer.check_in_sync(optimizer)

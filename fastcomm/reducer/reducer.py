@@ -606,7 +606,7 @@ class Reducer(ReducerFlags):
         *,
         strategy: Literal["wait", "stop"] = "wait",
         state: Iterable[Stateful] = (),
-    ) -> Join[None]: ...
+    ) -> contextlib.AbstractContextManager[None]: ...
     @overload
     def join(
         self,
@@ -614,21 +614,26 @@ class Reducer(ReducerFlags):
         *,
         strategy: Literal["wait", "stop"] = "wait",
         state: Iterable[Stateful] = (),
-    ) -> Join[T]: ...
+    ) -> contextlib.AbstractContextManager[Iterator[T]]: ...
     def join(
         self,
         batches: Iterable[T] | None = None,
         *,
         strategy: Literal["wait", "stop"] = "wait",
         state: Iterable[Stateful] = (),
-    ) -> Join[Any]:
-        """For ranks with different numbers of batches: `with reducer.join():` around a loop, or
-        `for batch in reducer.join(batches):`. Every rank calls it. It is for all reducers of the
-        communicator.
+    ) -> Any:
+        """For ranks with different numbers of batches. Every rank enters the block. It is for all
+        reducers of the communicator.
 
+            with reducer.join(loader, state=[optimizer]) as batches:
+                for batch in batches:
+                    ...
+
+        batches: what the loop goes through. None: the block is put around any loop, and the data of
+            this rank has ended when the block ends.
         strategy: "wait": a rank whose data has ended takes part in the others' reductions without
             any, until all are done. Means are over the ranks with data. "stop": all end with the
-            first.
+            first; with batches they ask each other before each one, else a step is dropped.
         state: optimizers, schedulers and the like: ranks that ended earlier load the others'.
 
         In the end all ranks have the parameters and buffers of a rank that went furthest; if some
@@ -637,9 +642,9 @@ class Reducer(ReducerFlags):
 
         Raises ValueError for reducers with a hook, error_feedback, another op than "mean", sparse
         gradients, sizes still being tuned, a ShardedOptimizer, LocalSGD or DiLoCo; TypeError for a
-        state without state_dict() and load_state_dict(). At the end of the block or loop,
-        MismatchError if ranks give different states, and FastcommError for gradients accumulated
-        under no_sync() that nothing has reduced.
+        state without state_dict() and load_state_dict(). At the end of the block MismatchError if
+        ranks give different states, and FastcommError for gradients accumulated under no_sync()
+        that nothing has reduced.
         """
         return Join(self, batches, strategy, state)
 

@@ -21,9 +21,33 @@ _OTHERS = (f"{ENDS}::test_other_collectives_beside_a_rank_without_data",)
 _OTHER_REDUCER = (
     f"{ENDS}::test_another_reducer_of_the_communicator_that_cannot_join_is_told_from_this_one",
 )
-_IN_ANY_WAY = (f"{ENDS}::test_a_loop_may_be_left_in_any_way",)
+_IN_ANY_WAY = (f"{ENDS}::test_a_block_may_be_left_in_any_way",)
 
 MUTATIONS = (
+    Mutation(
+        name="join: an exception that leaves the block waits until the others are done",
+        file="fastcomm/reducer/features/join.py",
+        within="Join.__exit__",
+        old="self._fail(error)",
+        new="self._end()",
+        tests=("tests/reducer/test_join_ends.py::test_an_exception_in_a_loop_ends_all_ranks",),
+    ),
+    Mutation(
+        name="join: a rank that breaks out of a loop that stops leaves the others voting",
+        file="fastcomm/reducer/features/join.py",
+        within="Join._end",
+        old="self._all_go_on(False)",
+        new="pass",
+        tests=("tests/reducer/test_join.py::test_a_rank_that_breaks_stops_all",),
+    ),
+    Mutation(
+        name="join: batches go on after their block",
+        file="fastcomm/reducer/features/join.py",
+        within="Join._loop",
+        old="not self._is_open",
+        new="False",
+        tests=("tests/reducer/test_join_ends.py::test_batches_end_with_their_block",),
+    ),
     Mutation(
         name="join: what a failed backward has left is taken for a model",
         file=JOIN,
@@ -204,14 +228,6 @@ MUTATIONS = (
         tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
     ),
     Mutation(
-        name="join: an exception out of an inner loop's iterator is taken for the loop's end",
-        file=JOIN,
-        within="_is_left_in_order",
-        old='at != "FOR_ITER" or place in asked_at',
-        new="True",
-        tests=(f"{ENDS}::test_a_loop_that_an_exception_ends_is_not_waited_for",),
-    ),
-    Mutation(
         name="join: only an outer block's state is made equal",
         file=JOIN,
         within="Join._begin",
@@ -234,22 +250,6 @@ MUTATIONS = (
         old="reducer.buckets if reducer.n_unsynced else ()",
         new="()",
         tests=(f"{ENDS}::test_data_that_ends_inside_an_accumulation",),
-    ),
-    Mutation(
-        name="join: an exception in the body of a loop waits until the others are done",
-        file=JOIN,
-        within="Join._break",
-        old="not _is_left_in_order(frame, self._asked_at)",
-        new="False",
-        tests=(f"{ENDS}::test_a_loop_that_an_exception_ends_is_not_waited_for",),
-    ),
-    Mutation(
-        name="join: what goes wrong after a break is lost",
-        file=JOIN,
-        within="Join._break",
-        old="self._reducer.deferred = error",
-        new="pass",
-        tests=(f"{ENDS}::test_what_ends_a_loop_that_was_left_is_not_lost",),
     ),
     Mutation(
         name="join: an exception leaves the others waiting",

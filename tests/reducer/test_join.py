@@ -64,8 +64,8 @@ def run(comm, plan, **options):
         n = counts[comm.rank]
         early = plan.early[comm.rank] if plan.early else 0
         batches = range(n + early)
-        with contextlib.nullcontext() if plan.is_loop else reducers[0].join():
-            for i in reducers[0].join(batches) if plan.is_loop else batches:
+        with reducers[0].join(batches if plan.is_loop else None) as given:
+            for i in given if plan.is_loop else batches:
                 if i == n:
                     break
                 one_batch(plan, i, n, models, reducers, optimizers)
@@ -238,11 +238,12 @@ def test_an_optimizer_whose_state_has_fallen_behind_does_not_step(comm):
 
 
 def scaled_epoch(reducer, model, optimizer, scaler, n_batches, state):
-    for i in reducer.join(range(n_batches), state=state):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, data_of(reducer.comm.rank, i))).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    with reducer.join(range(n_batches), state=state) as batches:
+        for i in batches:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, data_of(reducer.comm.rank, i))).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
 
 @only_shm
@@ -364,8 +365,12 @@ def test_blocks_of_several_reducers_are_one(comm):
     models = [small(0), small(1)]
     reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-    with reducers[0].join(state=optimizers[:1]), reducers[1].join(state=optimizers[1:]):
-        for i in reducers[1].join(range(2 + 3 * comm.rank)):
+    n_batches, of_first, of_second = 2 + 3 * comm.rank, optimizers[:1], optimizers[1:]
+    with (
+        reducers[0].join(state=of_first),
+        reducers[1].join(range(n_batches), state=of_second) as batches,
+    ):
+        for i in batches:
             x = data_of(comm.rank, i)
             loss_of(models[1], models[0](x).repeat(1, 2)).backward()  # of both at once
             for optimizer in optimizers:
@@ -385,17 +390,18 @@ def test_a_step_that_was_abandoned_is_no_end(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     n_skipped = 0
-    for i in reducer.join(range(2 + 2 * comm.rank)):
-        try:
-            if comm.rank == 2 and i in (1, 4):
-                raise ValueError("a bad batch")
-            loss_of(model, data_of(comm.rank, i)).backward()
-        except (ValueError, AbandonedError):
-            comm.abandon()
-            n_skipped += 1
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
+    with reducer.join(range(2 + 2 * comm.rank)) as batches:
+        for i in batches:
+            try:
+                if comm.rank == 2 and i in (1, 4):
+                    raise ValueError("a bad batch")
+                loss_of(model, data_of(comm.rank, i)).backward()
+            except (ValueError, AbandonedError):
+                comm.abandon()
+                n_skipped += 1
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
     assert n_skipped == (1, 1, 2)[comm.rank]
     assert reducer.n_rounds == 4
     reducer.check_in_sync()
@@ -459,8 +465,8 @@ def test_all_ranks_stop_with_the_first(comm, is_loop):
     total = 0
     for counts in ((4, 2, 9), (1, 0, 0), (3, 3, 3)):
         n_steps, n_given, n = 0, 0, counts[comm.rank]
-        with contextlib.nullcontext() if is_loop else reducer.join(strategy="stop"):
-            for i in reducer.join(range(n), strategy="stop") if is_loop else range(n):
+        with reducer.join(range(n) if is_loop else None, strategy="stop") as batches:
+            for i in batches if is_loop else range(n):
                 n_given += 1
                 optimizer.zero_grad()
                 loss_of(model, data_of(comm.rank, i)).backward()
@@ -481,10 +487,11 @@ def test_a_rank_that_breaks_stops_all(comm):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
     given = []
-    for i in reducer.join(range(5), strategy="stop"):
-        given.append(i)
-        if comm.rank == i == 1:
-            break
+    with reducer.join(range(5), strategy="stop") as batches:
+        for i in batches:
+            given.append(i)
+            if comm.rank == i == 1:
+                break
     assert given == [0, 1]
     reducer.check_in_sync()
 
@@ -495,9 +502,10 @@ def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
     given = []
-    for i in reducer.join(range(3 + comm.rank), strategy="stop"):
-        given.append(i)
-        if comm.rank:
-            comm.abandon()  # while the other rank votes
+    with reducer.join(range(3 + comm.rank), strategy="stop") as batches:
+        for i in batches:
+            given.append(i)
+            if comm.rank:
+                comm.abandon()  # while the other rank votes
     assert given == [0, 1, 2]
     reducer.check_in_sync()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import subprocess
 import sys
 
 import pytest
@@ -14,9 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
-from tests.support.bodies import communicator
-from tests.support.outcomes import values_of
-from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 from tests.support.uneven import ANNOUNCING, LR, data_of, loss_of, small
 
@@ -47,8 +43,9 @@ def test_one_backward_over_nccl_is_of_one_reducer(ranks, transport):
 def reduce_for_two(comm):
     models = [small(0), small(1)]
     reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
-    for i in reducers[0].join(range(1 - comm.rank)):
-        loss_of(models[1], models[0](data_of(0, i)).repeat(1, 2)).backward()
+    with reducers[0].join(range(1 - comm.rank)) as batches:
+        for i in batches:
+            loss_of(models[1], models[0](data_of(0, i)).repeat(1, 2)).backward()
 
 
 def call_beside_a_shadow(comm, what):
@@ -73,8 +70,8 @@ def fail_in_join(comm, is_loop):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
     batches = range(4 * comm.rank)
-    with contextlib.nullcontext() if is_loop else reducer.join():
-        for i in reducer.join(batches) if is_loop else batches:
+    with reducer.join(batches if is_loop else None) as given:
+        for i in given if is_loop else batches:
             if comm.rank == 2 and i == 5:
                 raise ValueError("a bad batch")
             loss_of(model, data_of(comm.rank, i)).backward()
@@ -92,9 +89,10 @@ def test_data_that_ends_inside_an_accumulation(ranks, transport):
 def end_in_no_sync(comm):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
-    for i in reducer.join(range(3 + comm.rank)):
-        with reducer.no_sync() if i % 2 == 0 else contextlib.nullcontext():
-            loss_of(model, data_of(comm.rank, i)).backward()
+    with reducer.join(range(3 + comm.rank)) as batches:
+        for i in batches:
+            with reducer.no_sync() if i % 2 == 0 else contextlib.nullcontext():
+                loss_of(model, data_of(comm.rank, i)).backward()
 
 
 @only_shm
@@ -117,29 +115,32 @@ def test_what_ends_a_loop_that_was_left_is_not_lost(ranks, transport):
 def break_beside_an_all_reduce(comm):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
-    for _ in reducer.join(range(3)):
-        if comm.rank:
-            break
-        comm.all_reduce(torch.ones(1))
+    with reducer.join(range(3)) as batches:
+        for _ in batches:
+            if comm.rank:
+                break
+            comm.all_reduce(torch.ones(1))
     reducer.synchronize()
 
 
 @only_shm
 @on_ranks(1)
-def test_a_loop_may_be_left_in_any_way(comm):
+def test_a_block_may_be_left_in_any_way(comm):
     model = small()
     reducer = fastcomm.Reducer(comm).attach(model)
 
     def returned():
-        for _ in reducer.join(range(3)):
-            with contextlib.nullcontext():
+        with reducer.join(range(3)) as batches:
+            for _ in batches:
                 return
 
     returned()
-    for _ in passed_on(enumerate(reducer.join(range(3)))):
-        break
-    for _, i in zip(range(2), reducer.join(range(3)), strict=False):
-        assert i < 2
+    with reducer.join(range(3)) as batches:
+        for _ in passed_on(enumerate(batches)):
+            break
+    with reducer.join(range(3)) as batches:
+        for _, i in zip(range(2), batches, strict=False):
+            assert i < 2
 
     def joined():
         with reducer.join():
@@ -153,85 +154,40 @@ def test_a_loop_may_be_left_in_any_way(comm):
     reducer.check_in_sync()
 
 
-@only_shm
-@pytest.mark.parametrize("how", ["behind a generator", "in an inner loop"])
-def test_a_loop_that_an_exception_ends_is_not_waited_for(ranks, transport, how):
-    ranks.raises(1, FastcommError, fail_in_a_loop, how, match="has aborted this communicator")
-
-
-def fail_in_a_loop(comm, how):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
-
-    with contextlib.suppress(ZeroDivisionError):
-        if how == "behind a generator":
-            for i in passed_on(reducer.join(range(3))):
-                1 // i
-        else:
-            for i in reducer.join(range(3)):
-                for _ in (1 // j for j in range(i, -1, -1)):
-                    pass
-    reducer.check_in_sync()
-
-
-def test_an_iterator_that_is_dropped_early_ends_all_ranks_with_a_reason(ranks, transport):
-    message = (
-        r"rank 1 has aborted this communicator: the iterator of join\(batches\) was dropped before "
-        r"its end|rank 1 .*aborted its communicator"
-    )
-    ranks.raises(2, FastcommError, drop_an_iterator, match=message)
-
-
-def drop_an_iterator(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    draw_until(0, reducer.join([3, 2, 0, 1][comm.rank :]), model)
-    loss_of(model, data_of(0, 0)).backward()
-
-
-def draw_until(last, batches, model):
-    iterator = iter(batches)
-    while (i := next(iterator, None)) is not None:
-        loss_of(model, data_of(0, i)).backward()
-        if i == last:
-            break
-
-
-def log_of_an_iterator_that_is_dropped(place):
-    model, logged = small(), []
-    reducer = fastcomm.Reducer(communicator(place)).attach(model)
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("fastcomm").addHandler(handler)
-    draw_until(0, reducer.join([1, 0, 2]), model)
-    return logged
-
-
-@only_shm
-def test_an_iterator_that_is_dropped_early_is_logged(transport):
-    [[message]] = values_of(fresh_ranks(1, log_of_an_iterator_that_is_dropped))
-    assert "rank 0 has aborted this communicator: the iterator" in message
-
-
-DROPPED_AT_EXIT = """
-import torch, fastcomm
-model = torch.nn.Linear(2, 2)
-iterator = iter(fastcomm.Reducer(fastcomm.init(world_size=1)).attach(model).join(range(3)))
-next(iterator)
-"""
-
-
-def test_an_iterator_that_is_dropped_with_the_interpreter_says_so(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(DROPPED_AT_EXIT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0
-    assert "the iterator of join(batches) was dropped" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def passed_on(batches):
     yield from batches
+
+
+@only_shm
+@on_ranks(1)
+def test_batches_end_with_their_block(comm):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.join(range(3)) as batches:
+        assert next(batches) == 0
+    with pytest.raises(FastcommError, match="after its block"):
+        next(batches)
+
+
+@pytest.mark.parametrize("where", ["in the loop", "in an inner loop", "in the batches"])
+def test_an_exception_in_a_loop_ends_all_ranks(ranks, transport, where):
+    ranks.raises(2, (ZeroDivisionError, PeerLostError), fail_in_a_loop, where)
+
+
+def fail_in_a_loop(comm, where):
+    model = small()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    source = range(3)
+    if where == "in the batches" and comm.rank:
+        source = (1 // j for j in range(1, -1, -1))
+    with reducer.join(source) as batches:
+        for i in batches:
+            if where == "in an inner loop" and comm.rank:
+                for _ in (1 // j for j in range(i, -1, -1)):
+                    pass
+            elif where == "in the loop" and comm.rank:
+                1 // (i - 1)
+            loss_of(model, data_of(comm.rank, i)).backward()
 
 
 # What is refused, before any rank is involved
@@ -318,7 +274,8 @@ def test_arguments(comm):
         reducer.join(strategy="all")
     with pytest.raises(TypeError, match="state takes optimizers"):
         reducer.join(state=[reducer])
-    with pytest.raises(ValueError, match=r"join\(batches\) is a loop"), reducer.join([1]):
+    with pytest.raises(TypeError, match=r"join\(\) is a block, with the loop in it"):
+        iter(reducer.join([1]))
+    with pytest.raises(TypeError, match="not iterable"), reducer.join(3):
         pass
-    with pytest.raises(ValueError, match=r"join\(\) without batches is a block"):
-        iter(reducer.join()).__next__()
+    reducer.check_in_sync()

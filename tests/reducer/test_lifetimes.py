@@ -214,6 +214,7 @@ def test_a_join_does_not_take_in_a_model_that_went_after_its_backward_had_failed
     _fail_early(other)
     comm.barrier()  # as above
     del other
-    for i in reducer.join(range(comm.rank)):
-        backward(model, comm.rank, i)
+    with reducer.join(range(comm.rank)) as batches:
+        for i in batches:
+            backward(model, comm.rank, i)
     reducer.check_in_sync()

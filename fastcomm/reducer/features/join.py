@@ -1,4 +1,4 @@
-"""Join: a block, or a loop, that ranks with different numbers of batches leave together.
+"""Join: a block that ranks with different numbers of batches leave together.
 
 A rank whose data has ended takes part in what the others reduce, with nothing of its own
 (Communicator.shadow), until no rank has data any more. Then all ranks are made equal: they get the
@@ -9,16 +9,12 @@ a communicator, and so to all reducers on it.
 from __future__ import annotations
 
 import contextlib
-import dis
 import gc
-import inspect
 import io
-import logging
-import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -40,13 +36,9 @@ from fastcomm.reducer.validation import named_parameters
 if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
 
-_log = logging.getLogger("fastcomm")
 T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
-_Place: TypeAlias = tuple[CodeType, int]  # a function's code, and the offset of an instruction
-# The first is that of break and return, up to Python 3.13.
-_ENDS_OF_LOOPS = ("POP_TOP", "POP_ITER", "FOR_ITER", "END_FOR")
 
 
 # The block that is open on a communicator. Others inside it are a part of it.
@@ -59,7 +51,7 @@ def is_joining(comm: Communicator) -> bool:
 
 
 class Join(Generic[T]):
-    """See Reducer.join(). Made anew for each block or loop, or used again."""
+    """See Reducer.join(). Made anew for each block, or used again."""
 
     def __init__(
         self,
@@ -86,7 +78,8 @@ class Join(Generic[T]):
         self._states: list[Stateful] = []
         self.joined: list[Reducer] = []  # the reducers, while the block is open
         self._is_inner = False
-        self._asked_at: list[_Place] = []  # for the newest batch, by the loop
+        self._is_open = False
+        self._has_stopped = False  # the loop, because its batches have ended on some rank
 
     @property
     def needs_announcements(self) -> bool:
@@ -101,12 +94,12 @@ class Join(Generic[T]):
             reducers = reducers_on(self._comm)
         return reducers
 
-    # -- as a block, and as a loop -----------------------------------------------------------------
+    # -- the block, and the loop in it -------------------------------------------------------------
 
-    def __enter__(self) -> None:
-        if self._batches is not None:
-            raise ValueError("join(batches) is a loop: for batch in reducer.join(batches)")
+    def __enter__(self) -> Any:
+        batches = None if self._batches is None else iter(self._batches)
         self._begin()
+        return None if batches is None else self._loop(batches)
 
     def __exit__(
         self,
@@ -114,11 +107,12 @@ class Join(Generic[T]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        self._is_open = False
         if self._is_inner:
             return False
         if error is None or isinstance(error, GeneratorExit):
             self._end()
-        elif self._strategy == "stop" and isinstance(error, AbandonedError):
+        elif self._ends_with_the_first and isinstance(error, AbandonedError):
             with self._closing():
                 self._meet()
             return True
@@ -127,28 +121,27 @@ class Join(Generic[T]):
         return False
 
     def __iter__(self) -> Iterator[T]:
-        if self._batches is None:
-            raise ValueError("join() without batches is a block: with reducer.join()")
-        self._begin()
-        try:
-            yield from self._loop(iter(self._batches))
-        except GeneratorExit:
-            self._break(_caller())
-            raise
-        except BaseException as error:  # out of the batches
-            if not self._is_inner:
-                self._fail(error)
-            raise
-        if not self._is_inner:
-            self._end()
+        raise TypeError(
+            "join() is a block, with the loop in it: with reducer.join(loader) as batches"
+        )
+
+    @property
+    def _ends_with_the_first(self) -> bool:
+        """Whether the ranks learn in a backward that another one has no data left."""
+        return self._strategy == "stop" and self._batches is None
 
     def _loop(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
-            self._asked_at = _places(sys._getframe(2))
+            if not self._is_open:
+                raise FastcommError(
+                    "a batch of join(batches) was asked for after its block: loop inside the block"
+                )
             batch = next(batches, _NO_BATCH)
             self._reducer.data_exhausted = batch is _NO_BATCH
-            has_stopped = self._strategy == "stop" and not self._all_go_on(batch is not _NO_BATCH)
-            if has_stopped or batch is _NO_BATCH:
+            self._has_stopped = batch is _NO_BATCH
+            if self._strategy == "stop":
+                self._has_stopped = not self._all_go_on(batch is not _NO_BATCH)
+            if self._has_stopped:
                 return
             yield batch
 
@@ -161,30 +154,6 @@ class Join(Generic[T]):
             except AbandonedError:  # of the step before; the ranks vote after it
                 vote.fill_(has_batch)
 
-    def _break(self, frame: FrameType | None) -> None:
-        """The loop was left early. Nothing that is raised here reaches the caller: the reducer's
-        next call raises it.
-        """
-        if self._is_inner:
-            return
-        if not _is_left_in_order(frame, self._asked_at):
-            self._fail(None)
-            reason = (
-                f"rank {self._comm.rank} has aborted this communicator: the iterator of "
-                "join(batches) was dropped before its end, by an exception or with the variable "
-                "that held it. Loop by `for batch in reducer.join(batches)`, which break and "
-                "return may leave, or call next() until it has ended"
-            )
-            _log.warning(reason)  # what the caller goes on with may ask for nothing any more
-            self._reducer.deferred = FastcommError(reason)
-            return
-        try:
-            if self._strategy == "stop":
-                self._all_go_on(False)
-            self._end()
-        except BaseException as error:
-            self._reducer.deferred = error
-
     # -- how it begins and ends --------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -193,6 +162,7 @@ class Join(Generic[T]):
         self._is_inner = outer is not None
         self._reducer.data_exhausted = False
         self._states = list(self._state)
+        self._is_open, self._has_stopped = True, False
         if outer is None:
             _open[self._comm], self.joined = self, self._reducers()
             self._restrict(self.needs_announcements)
@@ -240,16 +210,18 @@ class Join(Generic[T]):
 
     def _end(self) -> None:
         """This rank has no data any more."""
-        is_loop = self._batches is not None
         with self._closing():
-            self._reducer.data_exhausted |= not is_loop
+            if self._batches is None:
+                self._reducer.data_exhausted = True
+            elif self._strategy == "stop" and not self._has_stopped:  # the loop was left by break
+                self._all_go_on(False)
             for reducer in self._reducers():
                 with contextlib.suppress(AbandonedError):  # of a step that is over
                     reducer.synchronize()
                 _refuse_pending(reducer)
             if self._strategy == "wait":
                 self._follow()
-            elif not is_loop:  # else all ranks have ended the loop
+            elif self._ends_with_the_first:
                 self._comm.abandon(in_any_case=True)
             self._meet()
 
@@ -371,32 +343,3 @@ def _refuse_pending(reducer: Reducer) -> None:
                 f"of parameter {bucket.names[slot]} that was accumulated there would be lost: "
                 "reduce with the last batch, too, or call zero_grad() to drop it"
             )
-
-
-def _caller() -> FrameType | None:
-    """Of a generator that calls this. None where the interpreter itself drops it as it ends."""
-    generator = sys._getframe(1)
-    return generator.f_back
-
-
-def _places(frame: FrameType | None) -> list[_Place]:
-    """Where a loop stands, and the generators through which it asks for a batch."""
-    places = []
-    while frame is not None:
-        places.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
-    return places
-
-
-def _is_left_in_order(frame: FrameType | None, asked_at: Sequence[_Place]) -> bool:
-    """Whether the loop, whose iterator is being dropped, was left by break, return, or the end of
-    what it was zipped with, and not by an exception in its body. In order the iterator is dropped
-    by an instruction of the loop itself. asked_at: where that had asked for the newest batch, and
-    not a loop in its body, which may have raised.
-    """
-    for place in _places(frame):
-        code, offset = place
-        at = next((i.opname for i in dis.get_instructions(code) if i.offset == offset), "")
-        if at in _ENDS_OF_LOOPS:
-            return at != "FOR_ITER" or place in asked_at
-    return False
