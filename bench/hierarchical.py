@@ -248,6 +248,8 @@ def write_results(rows: dict[str, dict[str, Any]], options: argparse.Namespace) 
 class Methods:
     """What a rank does when it is called. All contenders have the same values to reduce."""
 
+    comm: Any
+
     def __init__(self, rank: int, world_size: int, address: str, numel: int) -> None:
         self.comm = fastcomm.init(
             "hierarchical", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world_size

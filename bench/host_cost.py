@@ -114,16 +114,14 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=0, world_size=1)
-        with (
-            fastcomm.init(
-                "nccl",
-                init_method=f"file://{folder}/fastcomm",
-                rank=0,
-                world_size=1,
-                device=torch.device("cpu"),
-            ) as comm,
-            comm.cuda.selected(),  # where torch keeps whoever trains
-        ):
+        comm: Any = fastcomm.init(
+            "nccl",
+            init_method=f"file://{folder}/fastcomm",
+            rank=0,
+            world_size=1,
+            device=torch.device("cpu"),
+        )
+        with comm, comm.cuda.selected():  # where torch keeps whoever trains
             rows = bucket_rows(comm, options.rounds)
             for n in STEP_PARAMETERS:
                 rows += step_rows(comm, n, options.rounds)

@@ -41,7 +41,7 @@ from tables import Column, Spread, Table
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
-from fastcomm.comm.communicator import BoundBucket, BucketWork, Communicator
+from fastcomm.comm.transport import BoundBucket, BucketWork, Transport
 
 # Every part of the account, and the contestants between which it lies.
 PARTS = {
@@ -105,7 +105,7 @@ class IdleTransport:
     other at the end of backward, where the reducer waits for the last bucket.
     """
 
-    def __init__(self, comm: Communicator, meets: bool) -> None:
+    def __init__(self, comm: Any, meets: bool) -> None:
         self._comm, self._meets = comm, meets
         self._labels: list[int] = []
         self.left_in_backward = None
@@ -125,7 +125,7 @@ class IdleTransport:
         return IdleBucket(bucket, len(views), wait)
 
 
-Communicator.register(IdleTransport)
+Transport.register(IdleTransport)
 
 
 def main() -> int:
@@ -160,7 +160,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure(
-    comm: Communicator, case: Case, counters: Counters, options: argparse.Namespace
+    comm: Any, case: Case, counters: Counters, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Collective. The account of one model; printed by rank 0."""
     steps = make_steps(comm, case)
@@ -193,7 +193,7 @@ def measure(
     return result
 
 
-def make_steps(comm: Communicator, case: Case) -> dict[str, Callable[[], None]]:
+def make_steps(comm: Any, case: Case) -> dict[str, Callable[[], None]]:
     """For each way, a function that makes one training step."""
     original, batch = case.make(comm.rank)
 

@@ -1,33 +1,20 @@
-"""Communicator and Work: what a reducer needs of a transport, and nothing more.
-
-A transport (shm.ShmCommunicator, ...) implements Communicator. The reducer uses `bind_bucket`, in
-which a transport may fuse the gathering of gradients with the reduction.
+"""Communicator and Work: the collectives that users hold. What a transport owes a reducer beside
+them is in transport.py.
 """
 
 from __future__ import annotations
 
 import abc
-import itertools
-import sys
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from fastcomm.comm.autograd_stack import (
-    RunningBackward,
-    is_handled_inside_backward,
-    is_inside_backward,
-)
-from fastcomm.comm.collective import OTHERS_GRADIENT, Op
-from fastcomm.comm.flat_buffers import inside
-from fastcomm.errors import AbandonedError, FastcommError
+from fastcomm.comm.collective import Op
+from fastcomm.errors import FastcommError
 
 C = TypeVar("C", bound="Communicator")
-
-_ABANDONED = "_is_abandoned_by_fastcomm"  # an attribute of exceptions
 
 
 class Work(abc.ABC):
@@ -43,119 +30,6 @@ class Work(abc.ABC):
     def is_completed(self) -> bool:
         """Whether the result is in place, or never will be: `wait` knows. Moves the collective
         forward if that takes no waiting.
-        """
-
-
-class _Together(Work):
-    """Several collectives as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-class Weight(NamedTuple):
-    """What one rank's gradients count in a round. The result is the sum over the ranks of scale *
-    gradients, divided by the sum of their totals; where that is 0, it is 0.
-
-    total: the rank's weight, of all its data. scale: 0 where total is.
-    """
-
-    total: float
-    scale: float
-
-
-class BucketWork(Work):
-    """A bucket under way."""
-
-    @abc.abstractmethod
-    def present(self) -> list[bool]:
-        """After `wait`: by view, whether some rank had a gradient to put there. Waits for the
-        result.
-        """
-
-    def is_skipped(self) -> bool:
-        """After `wait`: whether some rank has launched it with op collective.SKIP; all ranks hear
-        of it. There is no result then.
-        """
-        return False
-
-    def times(self) -> tuple[int, int, int] | None:
-        """In ns of time.monotonic_ns(): when the gradients were gathered (on a device; else 0),
-        when the reduction began, with all ranks there, and when this rank's part in it was through.
-        Known only of what was launched while Communicator.keep_times() was on; None also where the
-        transport cannot tell, or not yet. Does not wait.
-        """
-        return None
-
-
-class BoundBucket(abc.ABC):
-    """A flat buffer that is reduced again and again, as a transport sees it: what can be worked out
-    once has been.
-    """
-
-    @property
-    @abc.abstractmethod
-    def posted(self) -> BucketWork | None:
-        """The work of the newest launch once the other ranks may know of it; else None.
-
-        Also where an exception out of a signal handler has ended `launch`. None when `gather` or
-        `launch` begins.
-        """
-
-    @abc.abstractmethod
-    def gather(self, parameters: list[Parameter | None]) -> list[int]:
-        """Moves the gradients to their places, now or in the launch that must follow;
-        parameters[i].grad becomes views[i].
-
-        parameters: one for each view. Returns the indices that are left: where there is None, or a
-        parameter without a gradient. Raises RuntimeError whose `slot` is the index of a gradient
-        that cannot be moved.
-        """
-
-    @abc.abstractmethod
-    def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
-        """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
-        gradient; the others hear of it.
-
-        op: as Communicator.all_reduce, one of collective.WEIGHTED_OPS or, where carries_votes,
-        collective.SKIP, which goes with any op of the other ranks.
-
-        weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
-        total is 0, all views are missing.
-
-        step: what this rank's optimizers have done: see collective.steps_made. Ranks that have made
-        different numbers get MismatchError, all of them; over NCCL only where one waits for ever.
-        """
-
-    @abc.abstractmethod
-    def note_stream(self) -> None:
-        """A gradient of this bucket was produced on the current stream. Called for transports that
-        have streams, only.
-        """
-
-    def count_results(self, adds_squares: bool) -> None:
-        """Counts while reducing, from the next launch on, where the transport can: for n_nonfinite
-        and, with adds_squares, for square_sum. Cannot be undone.
-        """
-        del adds_squares
-
-    @abc.abstractmethod
-    def square_sum(self) -> Tensor | None:
-        """Of the views, a float64 scalar on their device: as they are now or, after count_results,
-        as the last launch has left them. None: unknown, and torch's own way is as good here.
-        """
-
-    @abc.abstractmethod
-    def n_nonfinite(self) -> Tensor | None:
-        """How many elements the last reduction has left infinite or NaN: an int64 scalar on their
-        device. None as above.
         """
 
 
@@ -186,27 +60,10 @@ class Communicator(abc.ABC):
     world_size: int
     local_rank: int
     device: torch.device
-    # What follows, but for what stands above, is for reducers and transports, and may change.
-    pids: tuple[int, ...]  # of the ranks' processes
-    n_abandoned: int  # how often a round was abandoned, by this rank or another
-    # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was
-    # running. None once the next round has begun.
-    left_in_backward: tuple[int, RunningBackward] | None
-    # Refuse all collectives but reductions of buckets. Where nothing announces; see shadow().
-    reduces_buckets_only: bool
-    backend: str  # "shm" | "nccl" | "group" | "hierarchical"
-    # Capabilities, by which callers choose; they ask for no transport by its type.
-    has_streams: bool  # work is ordered by streams, on which buckets note their gradients
-    cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
-    wire_dtypes: tuple[torch.dtype, ...]  # that a reducer may choose
-    feeds_back_errors: bool  # error_feedback is possible
-    has_common_memory: bool  # empty_for_all() is possible
-    # all ranks hear of a collective before it begins, and which one it is
-    announces: bool
-    counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
-    carries_votes: bool  # buckets can be launched with op collective.SKIP
-    progresses_itself: bool  # an asynchronous collective moves also while nobody is inside a call
-    is_threadsafe: bool  # any number of threads may call it and wait at once
+    backend: str
+    wire_dtypes: tuple[torch.dtype, ...]
+    feeds_back_errors: bool
+    progresses_itself: bool
 
     @property
     @abc.abstractmethod
@@ -223,13 +80,6 @@ class Communicator(abc.ABC):
         dtype that is not reduced, MemoryError.
         """
 
-    def empty_for_all(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """For reducers: as `empty`, but one tensor for all ranks: what one writes, the others read.
-        Collective. All ranks drop it before they ask for the next one, or keep it; the memory stays
-        as long as any rank has it. Only where has_common_memory.
-        """
-        raise NotImplementedError
-
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Work | None:
         """Reduces `tensor` over all ranks, in place. The result has the same bits on every rank.
@@ -245,12 +95,6 @@ class Communicator(abc.ABC):
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
         """Copies rank `src`'s `tensor` into every other rank's: contiguous, on `device`, of the
         same numel and dtype on every rank.
-        """
-
-    @abc.abstractmethod
-    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
-        """For reducers: as `broadcast`, of many tensors, at once where the transport can. label:
-        what they are, for messages.
         """
 
     @abc.abstractmethod
@@ -271,92 +115,6 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Returns when every rank has called it; with async_op, `wait` of the Work does."""
-
-    @abc.abstractmethod
-    def bind_bucket(
-        self,
-        flat: Tensor,
-        views: list[Tensor],
-        offsets: list[int],
-        *,
-        wire_dtype: torch.dtype | None,
-        label: int,
-        lane: int = 0,
-        bounds: tuple[int, ...] | None = None,
-        error_feedback: bool = False,
-    ) -> BoundBucket:
-        """For reducers: prepares the reduction of `flat`, in which gradients have their places:
-        views[i] begins at element offsets[i], ascending; a complex one is of pairs of elements. It
-        ends with one element for each view, in which the ranks tell each other which gradients they
-        have.
-
-        wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
-        and the transport rounds as its all_reduce does. The same on all ranks.
-
-        label: a number that is equal on all ranks and different for different buckets. Ranks that
-        launch buckets of different labels get MismatchError, all of them. lane: buckets of
-        different lanes do not wait for each other, where the transport has lanes.
-
-        bounds: rank r needs only the elements from bounds[r] to bounds[r + 1] of the result, and
-        what lies behind bounds[world_size]; what it has elsewhere is undefined. None: all of them.
-        A transport that gains nothing by it may leave the whole result.
-
-        error_feedback: keep what wire_dtype, of 8 or 16 bits, has dropped, and add it to what is
-        sent in the next round. Only where feeds_back_errors.
-        """
-
-    def share_weight(self, weight: Weight, reducer: int | None = None) -> Any:
-        """For reducers: tells the ranks the weight of this one in the round that begins, and
-        returns what the launches of its buckets need. All ranks call it, before the first bucket.
-        Here it does nothing: the weight travels with what announces a bucket.
-
-        reducer: the number of the reducer whose round begins, for ranks in shadow(). Given on all
-            ranks with data, or on none.
-        """
-        del reducer
-        return weight
-
-    def shadow(self) -> bool:
-        """For reducers, on a rank without data: takes part in the next collective of the other
-        ranks, the reduction of a bucket, and adds nothing to it. A mean is over the other ranks;
-        the contents of this rank's own bucket are undefined afterwards. Waits for the others.
-        Returns True if all ranks have called this, so that there was nothing to reduce.
-
-        Raises MismatchError, on every rank, if the others call anything else. Where nothing
-        `announces`, it takes part in a whole round: the ranks with data begin each one by
-        share_weight with the reducer's number, and have reduces_buckets_only set.
-        """
-        raise NotImplementedError
-
-    def refuse_capture(self, what: str) -> None:
-        """For reducers: raises FastcommError if a CUDA graph is being captured. what: the call that
-        would wait for the device.
-        """
-        del what
-
-    def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
-        """For reducers: copies each rank's share of `flat`, the elements from bounds[rank] to
-        bounds[rank + 1], to all others. Returns the Work at once.
-
-        flat: made by `empty`; bounds: of world_size + 1 numbers, ascending, equal on all ranks.
-        label: of the bucket whose parameters these are.
-        """
-        del label
-        spans = [(src, flat[a:b]) for src, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
-        works = [self.broadcast(span, src, async_op=True) for src, span in spans]
-        return _Together([work for work in works if work is not None])
-
-    def keep_times(self, is_on: bool) -> None:
-        """For reducers: from now on, or no longer, the works of buckets know their times. Call it
-        once with False for each call with True. By default a transport keeps none.
-        """
-        del is_on
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """For reducers: raises what has ended the collectives under way, if that is known by now.
-        Does not wait.
-        """
 
     @abc.abstractmethod
     def abandon(self, *, in_any_case: bool = False) -> None:
@@ -401,76 +159,3 @@ class Communicator(abc.ABC):
             self.close()
         else:
             self.abort()
-
-
-def is_abandoned_already(comm: Communicator) -> bool:
-    """Whether the exception that is being handled tells of a step that is abandoned already, by
-    another rank or by a reducer.
-    """
-    error = sys.exc_info()[1]
-    left = comm.left_in_backward
-    if left is not None and left[0] == comm.n_abandoned and left[1].has_raised(error):
-        comm.left_in_backward = None  # the next backward that raises is another step's
-        note_abandoned(error)
-    while (
-        error is not None
-        and not isinstance(error, AbandonedError)
-        and not hasattr(error, _ABANDONED)
-    ):
-        error = error.__cause__
-    return error is not None
-
-
-def leave_backward(rank: int) -> None:
-    """The caller has called abandon(). Raises AbandonedError where a backward would go on, on this
-    rank alone.
-    """
-    if is_inside_backward() and not is_handled_inside_backward(sys.exc_info()[1]):
-        raise AbandonedError(f"rank {rank} called abandon() inside backward(): skip this step")
-
-
-def note_abandoned(error: BaseException | None) -> None:
-    """The step that this exception has ended is abandoned."""
-    setattr(error, _ABANDONED, True)
-
-
-def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
-    """BoundBucket.gather for transports that do not fuse it with the reduction. The bucket holds a
-    FlatBuffer. Raises RuntimeError for a gradient that does not fit its view, and FastcommError for
-    one that lies in the place of another.
-    """
-    left: list[int] = []
-    moving: list[int] = []
-    gradients: list[Tensor] = []
-    for i, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None:
-            left.append(i)
-        elif gradient is not view:
-            # before the copy: torch refuses a view that does not fit the parameter any more
-            _replace(gradient, parameter, view, i)
-            moving.append(i)
-            gradients.append(gradient)
-    for j in inside(gradients):  # a tensor of the user's on our memory
-        if gradients[j].data_ptr() != views[moving[j]].data_ptr():
-            raise blame(FastcommError(OTHERS_GRADIENT), moving[j])
-        gradients[j] = gradients[j].clone()  # its strides may differ
-    if moving:
-        torch._foreach_copy_([views[i] for i in moving], gradients)
-    return left
-
-
-def _replace(gradient: Tensor, parameter: Parameter, view: Tensor, slot: int) -> None:
-    """The view takes the place of the parameter's gradient."""
-    try:
-        if gradient.layout is not torch.strided:
-            raise RuntimeError("no flat buffer holds sparse gradients")
-        parameter.grad = view
-    except RuntimeError as error:
-        raise blame(error, slot) from None
-
-
-def blame(error: RuntimeError, slot: int) -> RuntimeError:
-    """Notes which of the bucket's gradients the error is about."""
-    error.slot = slot  # type: ignore[attr-defined]
-    return error

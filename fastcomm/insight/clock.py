@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport
 
 _N_ROUNDS = 16
 
 
-def offsets_to_rank_0(comm: Communicator, call: str) -> list[int]:
+def offsets_to_rank_0(comm: Transport, call: str) -> list[int]:
     """By rank, in ns. Collective; costs one exchange, and some more where there are several
     hosts. call: the user's, for messages.
     """
@@ -40,7 +40,7 @@ def _clock_identity() -> str:
         return boot_id.read().strip()
 
 
-def _meet(comm: Communicator) -> tuple[int, int]:
+def _meet(comm: Transport) -> tuple[int, int]:
     """When this rank came to a meeting of all ranks, and when it left."""
     came = torch.tensor([time.monotonic_ns()], device=comm.device)
     all_came = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)

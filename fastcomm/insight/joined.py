@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport
 from fastcomm.insight.clock import offsets_to_rank_0
 from fastcomm.insight.steps import BucketPlan, Step
 
@@ -36,7 +36,7 @@ class Joined:
 
 
 def join(
-    comm: Communicator, what: str, plan: tuple[BucketPlan, ...], steps: Sequence[Step], call: str
+    comm: Transport, what: str, plan: tuple[BucketPlan, ...], steps: Sequence[Step], call: str
 ) -> Joined:
     """Gathers what the ranks have recorded. Collective. call: the user's, for messages."""
     offsets = offsets_to_rank_0(comm, call)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.insight import plot, summary, trace
 from fastcomm.insight.joined import Joined, join
@@ -35,7 +35,7 @@ class Bucket(Protocol):
 class Recorded(Protocol):
     """A reducer, as its timeline sees it."""
 
-    comm: Communicator
+    comm: Transport
     number: int
     recorder: Recorder | None
 

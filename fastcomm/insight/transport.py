@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.insight.collectives import Cost, Link, MeasuredCosts, all_gather, reduce_scatter
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)  # bytes: 4 KiB to 16 MiB
@@ -20,7 +20,7 @@ BUDGET_S = 0.1  # no larger size is measured when so much time has passed
 
 
 def measure_costs(
-    comm: Communicator, sizes: Sequence[int] = SIZES, budget_s: float = BUDGET_S
+    comm: Transport, sizes: Sequence[int] = SIZES, budget_s: float = BUDGET_S
 ) -> MeasuredCosts:
     """What it costs to copy gradients into a flat buffer and to reduce it, on the slowest rank: the
     median of a few calls at each size. The two smallest sizes are measured in any case.
@@ -36,7 +36,7 @@ def measure_costs(
     return MeasuredCosts(points)
 
 
-def _time(comm: Communicator, numel: int) -> tuple[float, float]:
+def _time(comm: Transport, numel: int) -> tuple[float, float]:
     """Seconds of a call, and core seconds of this process."""
     flat = comm.empty(numel, dtype=torch.float32)
     gradients = torch.ones(numel, device=comm.device)
@@ -60,12 +60,12 @@ def _time(comm: Communicator, numel: int) -> tuple[float, float]:
     return seconds, seconds if is_own_work else min(seconds, statistics.median(cores))
 
 
-def _finish_device(comm: Communicator) -> None:
+def _finish_device(comm: Transport) -> None:
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
 
 
-def _agreed(comm: Communicator, own: tuple[float, float]) -> tuple[float, float]:
+def _agreed(comm: Transport, own: tuple[float, float]) -> tuple[float, float]:
     """The slowest rank's."""
     numbers = torch.tensor(own, dtype=torch.float64).to(comm.device)
     comm.all_reduce(numbers, "max")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
 from fastcomm.launching.bootstrap import (
@@ -98,7 +99,7 @@ def init(
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
         if is_nccl:
-            comm: Communicator = _connect_on_cuda(
+            comm: Transport = _connect_on_cuda(
                 bootstrap, timeout, place, neighbours, max_ctas, cta_policy
             )
         else:
@@ -122,7 +123,7 @@ def connect(
     caller: Caller,
     names: Sequence[int],
     look: Callable[[], None] | None,
-) -> tuple[Communicator, list[int]]:
+) -> tuple[Transport, list[int]]:
     """A communicator as init("auto") makes it, and the ranks of this host.
 
     store: for these ranks alone. Errors name the caller, and each rank by its number in `names`.
@@ -241,7 +242,7 @@ def _connect_on_cpu(
     timeout: timedelta,
     group: dist.ProcessGroup | None,
     of_host: _Neighbours,
-) -> Communicator:
+) -> Transport:
     """Makes the communicator on the CPU, once the ranks have met."""
     neighbours, local_rank, hosts = of_host
     place = bootstrap.rank, bootstrap.world_size, local_rank
@@ -269,7 +270,7 @@ def _connect_on_cpu(
         return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
 
 
-def _warn_of_threads(comm: Communicator, ranks: Sequence[int]) -> None:
+def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
     """By itself torch has as many threads as its process has cores. Ranks that share their cores
     then take about twice as long. torchrun and Ray set OMP_NUM_THREADS; srun and mpirun may give
     each rank cores of its own, which then are not too few.

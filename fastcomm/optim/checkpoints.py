@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.features.shards import Piece
@@ -55,7 +55,7 @@ class _Cut(NamedTuple):
 
 
 def gather(
-    comm: Communicator, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
+    comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
 ) -> dict[int, State]:
     """Each part's whole state, by its index; none for a parameter that was never stepped.
     Collective. Raises as compare().
@@ -85,7 +85,7 @@ def gather(
 
 
 def compare(
-    comm: Communicator, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
+    comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
 ) -> list[list[State]]:
     """By rank and part, the state of its piece, without what is cut. Collective. Raises
     MismatchError, on every rank, where ranks that step one parameter have states of different

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.optim.meeting import ALL, Meeting, Standing
 from fastcomm.optim.schedule import (
@@ -146,7 +146,7 @@ class LocalSGD(LocalSteps):
                 )
 
     @property
-    def comm(self) -> Communicator:
+    def comm(self) -> Transport:
         """The reducer's."""
         return self.reducer.comm
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.round import NOTE, Round, State
@@ -44,7 +45,7 @@ class Meeting:
     buckets: may be none; then ranks only compare their standings, in a launch that is awaited.
     """
 
-    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], standing: Standing) -> None:
+    def __init__(self, comm: Transport, buckets: Sequence[Bucket], standing: Standing) -> None:
         self.buckets, self.standing = buckets, standing
         self._comm = comm
         self._round = Round(comm, buckets, "mean", 1, standing.n_steps)
@@ -56,7 +57,7 @@ class Meeting:
 
     @classmethod
     def of_checkpoint(
-        cls, comm: Communicator, buckets: Sequence[Bucket], standing: Standing
+        cls, comm: Transport, buckets: Sequence[Bucket], standing: Standing
     ) -> Meeting:
         """One whose mean lies in the views already."""
         meeting = cls(comm, buckets, standing)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fastcomm.comm.communicator import Communicator, Work, note_abandoned
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import Transport, note_abandoned
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.optim import checkpoints, param_groups, shardable
 from fastcomm.optim.checkpoints import Part, options_of, pieces_of
@@ -409,7 +410,7 @@ class ShardedOptimizer(Optimizer):
         return [piece.parameter for piece in pieces_of(self._parts, self._parameters()).values()]
 
     @property
-    def comm(self) -> Communicator:
+    def comm(self) -> Transport:
         """The reducer's."""
         return self.reducer.comm
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import FEWER_BACKWARDS, OTHERS_GRADIENT
-from fastcomm.comm.communicator import BoundBucket, BucketWork, Communicator, Weight
 from fastcomm.comm.flat_buffers import inside
+from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.gradient_state import GradientState, checksum
@@ -47,7 +47,7 @@ class Bucket(Counter):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Transport,
         layout: BucketLayout,
         parameters: Sequence[Parameter],
         names: Sequence[str],

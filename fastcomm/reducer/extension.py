@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from fastcomm.comm.communicator import BucketWork
+from fastcomm.comm.transport import BucketWork
 
 if TYPE_CHECKING:
     from fastcomm.reducer.bucket import Bucket

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcomm.comm.collective import WIRE_DTYPES, complex_refusal, refuse_error_feedback
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.ddp_hooks import Hook, HookCalls
 
@@ -74,27 +74,27 @@ class Options:
         }
         return {feature: word for feature, (is_there, word) in present.items() if is_there}
 
-    def check_communicator(self, comm: Communicator) -> None:
-        """Raises TypeError for anything but a communicator, such as a model; ValueError for a
-        wire_dtype that the communicator does not reduce, or that hooks would ignore, and for an
-        error_feedback that it does not have.
+    def checked(self, comm: object) -> Transport:
+        """Return the communicator. Raises TypeError for anything else, such as a model; ValueError
+        for a wire_dtype that the communicator does not reduce, or that hooks would ignore, and for
+        an error_feedback that it does not have.
         """
-        if not isinstance(comm, Communicator):
+        if not isinstance(comm, Transport):
             remedy = ": Reducer(comm).attach(model)" if isinstance(comm, nn.Module) else ""
             raise TypeError(
                 f"expected a communicator (fastcomm.init()); got {type(comm).__name__}{remedy}"
             )
-        if self.wire_dtype is None:
-            return
         wires = comm.wire_dtypes
-        if self.wire_dtype not in wires:
+        if self.wire_dtype not in (None, *wires):
             raise ValueError(
                 f"over {comm.backend}, wire_dtype must be one of comm.wire_dtypes, "
                 f"{', '.join(map(str, wires))}; got {self.wire_dtype!r}"
             )
         if self.error_feedback and not comm.feeds_back_errors:
             refuse_error_feedback(comm.backend)
-        check(Feature.WIRE, self.features())
+        if self.wire_dtype is not None:
+            check(Feature.WIRE, self.features())
+        return comm
 
     def find_problem(self, named: Sequence[tuple[str, Tensor]]) -> ValueError | None:
         """What is wrong with reducing the gradients of these parameters by this op."""

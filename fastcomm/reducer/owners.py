@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.hooks import GradientHook, ReducerFlags
@@ -22,7 +22,7 @@ from fastcomm.reducer.optimizer_hooks import Steppable
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # How many models were attached to a communicator. Attaching is collective, so the count is the same
 # on all ranks: it keeps the buckets of several reducers apart.
-_n_attached: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+_n_attached: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
 def owner_of(parameter: Tensor) -> Steppable | None:
@@ -36,7 +36,7 @@ def is_owned(parameter: Tensor) -> bool:
     return owner_of(parameter) is not None
 
 
-def reducers_on(comm: Communicator) -> list[Any]:
+def reducers_on(comm: Transport) -> list[Any]:
     """Those of the communicator that have a model, in the order of their numbers, which is the same
     on all ranks.
     """
@@ -78,7 +78,7 @@ def let_go(buckets: Sequence[Bucket]) -> None:
                 _owners.pop(parameter, None)
 
 
-def next_number(comm: Communicator) -> int:
+def next_number(comm: Transport) -> int:
     """The number of the reducer that attaches a model now."""
     number = _n_attached.get(comm, 0)
     _n_attached[comm] = number + 1

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import bucket_label
-from fastcomm.comm.communicator import BoundBucket, Communicator
+from fastcomm.comm.transport import BoundBucket, Transport
 from fastcomm.reducer.bucket import Binding, Bucket
 from fastcomm.reducer.features.ddp_hooks import BucketHooks, HookedBucket
 from fastcomm.reducer.features.shards import RankShare, Sharding
@@ -24,7 +24,7 @@ Named = Sequence[tuple[str, Parameter]]
 def make_buckets(
     named: Named,
     sparse: set[str],
-    comm: Communicator,
+    comm: Transport,
     options: Options,
     number: int,
     n_rounds: int,
@@ -50,7 +50,7 @@ def make_buckets(
 
 def _dense_buckets(
     named: Named,
-    comm: Communicator,
+    comm: Transport,
     options: Options,
     number: int,
     n_rounds: int,
@@ -88,7 +88,7 @@ def _dense_buckets(
 
 
 def _binding(
-    comm: Communicator,
+    comm: Transport,
     options: Options,
     i: int,
     n: int,

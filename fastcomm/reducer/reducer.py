@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, buffers_label, canonical_op
-from fastcomm.comm.communicator import Communicator, note_abandoned
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
@@ -149,8 +150,7 @@ class Reducer(ReducerFlags):
             skip_nonfinite,
             tuple(sparse_parameters),
         )
-        self.comm: Communicator = init() if comm is None else comm
-        self.options.check_communicator(self.comm)
+        self.comm = self.options.checked(init() if comm is None else comm)
         self.overlap = overlap
         self.n_rounds = 0
         self.data_exhausted = False

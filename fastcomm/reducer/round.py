@@ -15,7 +15,7 @@ import torch
 
 from fastcomm.comm.autograd_stack import running_backward
 from fastcomm.comm.collective import RECORD, SKIP, with_checksum
-from fastcomm.comm.communicator import Communicator, Weight, note_abandoned
+from fastcomm.comm.transport import Transport, Weight, note_abandoned
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket, Inspection
@@ -66,7 +66,7 @@ class Round(RoundFlags):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Transport,
         buckets: Sequence[Bucket],
         op: str,
         number: int,
@@ -80,7 +80,7 @@ class Round(RoundFlags):
         self.buckets, self.op, self.number = buckets, op, number
         self.extensions = list(extensions)
         self.weight: Weight | None = None  # of this rank; None: all ranks' gradients count alike
-        self.announced_as: int | None = None  # the reducer's number; see Communicator.share_weight
+        self.announced_as: int | None = None  # the reducer's number; see Transport.share_weight
         self.votes_to_skip = False  # from the next launch on no gradient of this rank takes part
         self.inspect: Inspection | None = None  # sees this rank's gradients before their reduction
         self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
@@ -88,7 +88,7 @@ class Round(RoundFlags):
         self._comm, self._step = comm, step
         self._hears_votes = hears_votes
         self._when_over, self._last_in_words = when_over, last_in_words
-        self._shared_weight: Any = None  # see Communicator.share_weight
+        self._shared_weight: Any = None  # see Transport.share_weight
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._result: State | None = None  # the last state, once it is reached

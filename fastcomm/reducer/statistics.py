@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from fastcomm.comm.collective import as_pairs
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import called_by
+from fastcomm.comm.transport import Transport
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.layout import scale_, values_of
 
 
-def norm(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
+def norm(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
     """The 2-norm of all gradients together, as a scalar."""
     shared = _in_shares(buckets)
     if shared is not None:
@@ -28,7 +28,7 @@ def norm(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     return _norm_from(buckets, [bucket.square_sum() for bucket in buckets])
 
 
-def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Tensor:
+def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor:
     """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before."""
     shared = _in_shares(buckets)
     if shared is not None:
@@ -56,7 +56,7 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Communicator) -> Ten
     return before
 
 
-def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
+def nonfinite_count(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
     """How many elements of all gradients are infinite or NaN, as an int64 scalar."""
     shared = _in_shares(buckets)
     if shared is not None:
@@ -71,7 +71,7 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Communicator) -> Tensor:
     return torch.stack(counts).sum()
 
 
-def n_left_nonfinite(buckets: Sequence[Bucket], comm: Communicator) -> int:
+def n_left_nonfinite(buckets: Sequence[Bucket], comm: Transport) -> int:
     """How many elements the round that ends has left infinite or NaN, on all ranks together. Waits
     for the device; collective where ranks have their shares only.
     """
@@ -122,7 +122,7 @@ def _in_shares(buckets: Sequence[Bucket]) -> list[Tensor] | None:
 
 
 def _norm_over_shares(
-    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Communicator, call: str
+    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Transport, call: str
 ) -> Tensor:
     square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)
     if gradients:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 
 # ---- the model ----------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ CHECK_IN_SYNC = Call("check_in_sync()", "arguments of check_in_sync()", "cannot 
 
 
 def compare(
-    comm: Communicator,
+    comm: Transport,
     problem: Exception | None,
     options: dict[str, Any],
     model: list[Any],
@@ -316,7 +316,7 @@ def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | No
     return None
 
 
-def is_arithmetic_alike(comm: Communicator) -> bool:
+def is_arithmetic_alike(comm: Transport) -> bool:
     """Whether an optimizer's step on the CPU has the same bits on all ranks: they have one torch,
     processors of one kind, and as many threads, among which torch divides a tensor. Collective.
     """
@@ -328,7 +328,7 @@ def is_arithmetic_alike(comm: Communicator) -> bool:
     return extremes.tolist() == [number, -number]
 
 
-def broadcast(comm: Communicator, tensors: Iterable[Tensor], src: int, label: int = 0) -> None:
+def broadcast(comm: Transport, tensors: Iterable[Tensor], src: int, label: int = 0) -> None:
     """Copies rank src's tensors, of any strides and dtype, to the others: as bytes. label: what
     they are, for messages.
     """
@@ -350,7 +350,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def check_model_in_sync(
-    comm: Communicator,
+    comm: Transport,
     model: nn.Module | list[tuple[str, Parameter]],
     optimizer: torch.optim.Optimizer | None,
     kind: str,

@@ -25,7 +25,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
-from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, TimeoutError
 
 _POLL_S = 50e-6
@@ -66,7 +67,7 @@ class SharedCommunicator:
     were coalesced.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Transport) -> None:
         self.comm = comm
         self.lock = threading.Lock()
         self.turn: AbstractContextManager[object] = (

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
-from fastcomm.comm.communicator import Weight
+from fastcomm.comm.transport import Weight
 from fastcomm.transports.group.call import reduce_rows
 from fastcomm.transports.group.communicator import GroupCommunicator
 from fastcomm.transports.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES, Exchange

@@ -13,7 +13,7 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
-from fastcomm.comm.communicator import Weight
+from fastcomm.comm.transport import Weight
 from tests.nccl import SOON, communicator, stand_in_values
 from tests.support.models import (
     SMALL_BUCKETS,

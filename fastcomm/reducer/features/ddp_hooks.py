@@ -18,14 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import SKIP, as_pairs
-from fastcomm.comm.communicator import (
-    BoundBucket,
-    BucketWork,
-    Communicator,
-    Work,
-    copy_gradients,
-)
+from fastcomm.comm.communicator import Work
 from fastcomm.comm.flat_buffers import FlatBuffer
+from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.cuda.driver import Producers
 
@@ -58,7 +53,7 @@ class HookCalls:
         self._was_pending = False
         self._n_abandoned = NEVER  # of the communicator, when the ranks last agreed
 
-    def begin(self, comm: Communicator) -> None:
+    def begin(self, comm: Transport) -> None:
         """Called at attach(), when the ranks have met. Earlier calls stay counted."""
         if self._n_abandoned == NEVER:
             self._n_abandoned = comm.n_abandoned
@@ -68,7 +63,7 @@ class HookCalls:
         # a hook that is done at once has posted nothing, or has waited for all ranks
         self._was_pending |= not future.done()
 
-    def compare(self, comm: Communicator) -> None:
+    def compare(self, comm: Transport) -> None:
         """Raises FastcommError, on every rank, if what some have posted would be taken for later
         collectives.
         """
@@ -152,7 +147,7 @@ class HookedBucket(BoundBucket):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Transport,
         hooks: BucketHooks,
         flat: Tensor,
         views: list[Tensor],
@@ -168,7 +163,7 @@ class HookedBucket(BoundBucket):
         self._like = [as_pairs(view) for view in views]
         # Collectives over a communicator of ours end with the round.
         self._is_ours = all(
-            isinstance(getattr(state, "comm", state), Communicator) for state, _ in hooks.chain
+            isinstance(getattr(state, "comm", state), Transport) for state, _ in hooks.chain
         )
         # Held, they would hold the reducer, which their own hooks hold, and torch shows the garbage
         # collector no such circle.

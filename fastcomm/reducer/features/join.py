@@ -1,7 +1,7 @@
 """Join: a block that ranks with different numbers of batches leave together.
 
 A rank whose data has ended takes part in what the others reduce, with nothing of its own
-(Communicator.shadow), until no rank has data any more. Then all ranks are made equal: they get the
+(Transport.shadow), until no rank has data any more. Then all ranks are made equal: they get the
 parameters, the buffers and what was given as state of a rank that went furthest. A block belongs to
 a communicator, and so to all reducers on it.
 """
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS
-from fastcomm.comm.communicator import Communicator, Weight
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import validation
 from fastcomm.reducer.autograd import free_failed_backwards
@@ -42,10 +42,10 @@ _NO_BATCH: Any = object()
 
 
 # The block that is open on a communicator. Others inside it are a part of it.
-_open: weakref.WeakKeyDictionary[Communicator, Join[Any]] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[Transport, Join[Any]] = weakref.WeakKeyDictionary()
 
 
-def is_joining(comm: Communicator) -> bool:
+def is_joining(comm: Transport) -> bool:
     """Whether this rank is inside a join() of the communicator."""
     return comm in _open
 

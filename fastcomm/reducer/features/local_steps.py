@@ -4,7 +4,7 @@ Base class of those. Refuses what needs reduced gradients.
 
 from __future__ import annotations
 
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import validation
 from fastcomm.reducer.extension import RoundExtension
@@ -36,7 +36,7 @@ class LocalSteps(RoundExtension):
             "call its finish() first, on every rank"
         )
 
-    def refuse_comparison(self, comm: Communicator) -> None:
+    def refuse_comparison(self, comm: Transport) -> None:
         """Raises FastcommError, on every rank, if one has made steps of its own since all ranks
         have met. Collective.
         """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-from fastcomm.comm.communicator import BucketWork
+from fastcomm.comm.transport import BucketWork
 from fastcomm.insight.recorder import Recorder
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.round import Round, State

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import called_by
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.arrivals import Arrival
@@ -69,7 +70,7 @@ class RankShare:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Transport,
         sharding: Sharding,
         bounds: tuple[int, ...],
         bucket: Bucket,
@@ -262,7 +263,7 @@ class RankShare:
 class StepBarrier:
     """A barrier of a ShardedOptimizer's steps, which no barrier of the user's meets."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Transport) -> None:
         self._comm = comm
         self._token = comm.empty(comm.world_size, dtype=torch.float32).zero_()
         self._bounds = tuple(range(comm.world_size + 1))

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import statistics
 from fastcomm.reducer.extension import RoundExtension
@@ -55,7 +55,7 @@ class Skipping(RoundExtension):
     n_skipped: rounds that were dropped.
     """
 
-    def __init__(self, comm: Communicator, options: Options) -> None:
+    def __init__(self, comm: Transport, options: Options) -> None:
         self._comm, self._options = comm, options
         self.n_skipped = 0
         self._n_blocks = 0  # of skip_on() around what runs now
@@ -219,7 +219,7 @@ class Skipping(RoundExtension):
             self._failed.abort(error)
 
 
-def hears_votes(comm: Communicator, options: Options) -> bool:
+def hears_votes(comm: Transport, options: Options) -> bool:
     """Whether votes travel with the buckets. With hooks they do over NCCL, too, but hearing them
     waits for the device: that is done only where skip_nonfinite waits anyway.
     """

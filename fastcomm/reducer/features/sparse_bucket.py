@@ -26,7 +26,8 @@ from fastcomm.comm.collective import (
     record_in_words,
     with_needed_records,
 )
-from fastcomm.comm.communicator import BucketWork, Communicator, Weight, Work
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.features.sparse_rows import (
@@ -96,7 +97,7 @@ class SparseBucket(Bucket):
         self,
         label: int,
         named: Sequence[tuple[str, Parameter]],
-        comm: Communicator,
+        comm: Transport,
         wire_dtype: torch.dtype | None,
         n_rounds: int,
     ) -> None:

@@ -24,8 +24,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.objects import called_by
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.optimizer_hooks import skipped_nonfinite
 
@@ -45,7 +45,7 @@ class Holder(Protocol):
         """
 
     @property
-    def comm(self) -> Communicator: ...
+    def comm(self) -> Transport: ...
 
 
 _is_watching = _are_scalers_watched = False

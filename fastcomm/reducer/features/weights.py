@@ -25,7 +25,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.collective import WEIGHTED_OPS
-from fastcomm.comm.communicator import Weight
+from fastcomm.comm.transport import Weight
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension

@@ -1,4 +1,4 @@
-"""GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Communicator, for tensors on
+"""GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Transport, for tensors on
 the CPU. The public calls and their checks.
 
 A thread of its own carries collectives out in the order of their calls, so that backward goes on
@@ -39,7 +39,7 @@ from fastcomm.comm.collective import (
     refuse_tensor,
     share_of,
 )
-from fastcomm.comm.communicator import Communicator, Weight, is_abandoned_already, leave_backward
+from fastcomm.comm.transport import Transport, Weight, is_abandoned_already, leave_backward
 from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes
@@ -56,8 +56,8 @@ class Bootstrap(Notes, Protocol):
     def store(self, name: str) -> Store: ...
 
 
-class GroupCommunicator(Communicator):
-    """Collectives over a torch.distributed group. See fastcomm.comm.communicator.Communicator for
+class GroupCommunicator(Transport):
+    """Collectives over a torch.distributed group. See fastcomm.comm.transport.Transport for
     the contract. Made by fastcomm.init. exchange: moves the tensors over the group.
 
     Beyond the contract, any number of threads may call it and wait for their works at once, as long

@@ -18,14 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import presence_values
-from fastcomm.comm.communicator import (
-    BoundBucket,
-    BucketWork,
-    Weight,
-    copy_gradients,
-)
 from fastcomm.comm.flat_buffers import FlatBuffer
 from fastcomm.comm.lifetime import again
+from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
 from fastcomm.transports.group.exchange import (

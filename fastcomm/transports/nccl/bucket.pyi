@@ -3,7 +3,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.communicator import BoundBucket, BucketWork, Work
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import BoundBucket, BucketWork
 
 class NcclBucketWork(BucketWork):
     def wait(self) -> None: ...

@@ -6,7 +6,7 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 import torch
 
 from fastcomm.comm.collective import OTHERS_GRADIENT, presence_values, real_numel
-from fastcomm.comm.communicator import BoundBucket, BucketWork
+from fastcomm.comm.transport import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
 cimport cython

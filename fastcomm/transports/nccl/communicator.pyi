@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import Op
-from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl.bucket import NcclBucket
 
@@ -13,7 +14,7 @@ class NcclWork(Work):
     def wait(self) -> None: ...
     def is_completed(self) -> bool: ...
 
-class NcclCommunicator(Communicator):
+class NcclCommunicator(Transport):
     timeout: timedelta
     pids: tuple[int, ...]
     def __init__(

@@ -13,7 +13,7 @@ from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
     mean_of_addends, refuse_error_feedback, refuse_tensor, share_of,
 )
-from fastcomm.comm.communicator import Communicator, is_abandoned_already, leave_backward
+from fastcomm.comm.transport import Transport, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl import rounds
 from fastcomm.transports.nccl.bucket import NcclBucket
@@ -119,7 +119,7 @@ cdef class NcclWork:
 @cython.no_gc_clear
 cdef class NcclCommunicator:
     """Collectives between `world_size` processes with a GPU each. See
-    fastcomm.comm.communicator.Communicator for the contract.
+    fastcomm.comm.transport.Transport for the contract.
 
     Made by fastcomm.init. Results are ordered before what the current stream does next; the host
     does not wait for them. An error that ends the communicator is raised by the next call, and by
@@ -141,8 +141,8 @@ cdef class NcclCommunicator:
     has_streams = counts_nonfinite = progresses_itself = True
     is_threadsafe = feeds_back_errors = has_common_memory = announces = carries_votes = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
-    __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
-    empty_for_all = Communicator.empty_for_all
+    __enter__, __exit__ = Transport.__enter__, Transport.__exit__
+    empty_for_all = Transport.empty_for_all
     share_weight, shadow = rounds.share_weight, rounds.shadow
 
     def __cinit__(
@@ -497,4 +497,4 @@ cdef int _launch_on(
     return code
 
 
-Communicator.register(NcclCommunicator)
+Transport.register(NcclCommunicator)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import BUCKETS_PER_REDUCER, WEIGHTED_OPS
-from fastcomm.comm.communicator import Weight, Work
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import Weight
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl.bucket import NcclBucket, NcclWeight
 
@@ -58,7 +59,7 @@ def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> N
 
 
 def shadow(comm: Sharing) -> bool:
-    """See Communicator.shadow: takes part in a whole round. Waits for the device, which waits for
+    """See Transport.shadow: takes part in a whole round. Waits for the device, which waits for
     the ranks with data.
     """
     totals = _part_of_totals(comm, 0.0, 0, 0)

@@ -3,7 +3,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.communicator import BoundBucket, BucketWork
+from fastcomm.comm.transport import BoundBucket, BucketWork
 from fastcomm.transports.shm.ring import ShmWork
 
 class ShmBucket(BoundBucket):

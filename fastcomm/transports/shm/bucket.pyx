@@ -4,7 +4,7 @@
 import torch
 
 from fastcomm.comm.collective import OTHERS_GRADIENT, presence_values, real_numel
-from fastcomm.comm.communicator import BoundBucket, BucketWork
+from fastcomm.comm.transport import BoundBucket, BucketWork
 from fastcomm.errors import FastcommError
 
 from libc.math cimport isnan

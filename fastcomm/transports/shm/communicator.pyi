@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import Op
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.ring import ShmWork
 
-class ShmCommunicator(Communicator):
+class ShmCommunicator(Transport):
     timeout: timedelta
     pids: tuple[int, ...]
     def __init__(

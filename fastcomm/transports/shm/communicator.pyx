@@ -14,7 +14,7 @@ from fastcomm.comm.collective import (
     CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_src, refuse_dtype,
     refuse_error_feedback, share_of,
 )
-from fastcomm.comm.communicator import Communicator, is_abandoned_already, leave_backward
+from fastcomm.comm.transport import Transport, is_abandoned_already, leave_backward
 from fastcomm.errors import InitError, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.memory import keep_freed_memory
@@ -30,7 +30,7 @@ from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 cdef class ShmCommunicator:
     """Collectives between `world_size` processes of one host. See
-    fastcomm.comm.communicator.Communicator for the contract.
+    fastcomm.comm.transport.Transport for the contract.
 
     Made by fastcomm.init. One thread at a time may use it; all ranks call the same collectives in
     the same order.
@@ -49,8 +49,8 @@ cdef class ShmCommunicator:
     has_streams = feeds_back_errors = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
-    __enter__, __exit__ = Communicator.__enter__, Communicator.__exit__
-    share_weight = Communicator.share_weight
+    __enter__, __exit__ = Transport.__enter__, Transport.__exit__
+    share_weight = Transport.share_weight
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > MAX_RANKS:
@@ -255,4 +255,4 @@ cdef class ShmCommunicator:
         return data
 
 
-Communicator.register(ShmCommunicator)
+Transport.register(ShmCommunicator)

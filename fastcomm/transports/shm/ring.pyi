@@ -1,4 +1,4 @@
-from fastcomm.comm.communicator import BucketWork
+from fastcomm.comm.transport import BucketWork
 
 MAX_RANKS: int
 
