@@ -168,6 +168,7 @@ def test_a_parameter_unfrozen_without_refresh_is_an_error_not_a_silent_differenc
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)
+    finish_together(comm)
     model[2].requires_grad_(True)
     model.zero_grad()
     with pytest.raises(FastcommError, match=r"(?s)2\.weight.*refresh"):
