@@ -4,6 +4,7 @@ else.
 
 try:
     from fastcomm.comm.communicator import Communicator, Work
+    from fastcomm.launching.rendezvous import init  # which needs what is compiled
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("fastcomm."):
         raise
@@ -21,7 +22,6 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-from fastcomm.launching.rendezvous import init
 from fastcomm.launching.runner import launch
 from fastcomm.optim.diloco import DiLoCo
 from fastcomm.optim.local_sgd import LocalSGD
