@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 from urllib.parse import ParseResult, urlparse
 
@@ -34,6 +35,7 @@ _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 _FEW = 16
 _KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
+_file_stores: dict[str, FileStore] = {}  # by path, those that are kept until the process ends
 
 
 class Caller(NamedTuple):
@@ -373,8 +375,14 @@ def count_as_finished(store: Store) -> None:
     file when all ranks have finished and none uses it. But a rank is counted in two steps. Of two
     ranks that drop the store at the same time, the first may see that the second still uses it, and
     the second may have seen too few finished ranks. So each rank counts as finished from here on.
+    And it uses the file until its process ends: else the last one might remove it while another
+    opens it again, for their next meeting.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, FileStore):
-        FileStore(store.path)  # type: ignore[attr-defined]  # counts as finished, removes nothing
+        path: str = store.path  # type: ignore[attr-defined]
+        FileStore(path)  # counts as finished, removes nothing
+        if path not in _file_stores:
+            _file_stores[path] = store
+            Finalize(None, _file_stores.pop, [path], exitpriority=0)

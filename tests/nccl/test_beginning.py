@@ -41,7 +41,9 @@ def _fail_to_begin(place, function):
             messages.append(
                 raised(
                     NcclError if place.rank == failing_rank else InitError,
-                    lambda: communicator(place),
+                    lambda code=code: communicator(
+                        place, init_method=f"{place.init_method}-{code}"
+                    ),
                 )[0]
             )
     communicator(place).close()

@@ -14,34 +14,49 @@ from torch.distributed import HashStore
 import fastcomm
 from fastcomm import InitError
 from fastcomm.launching import bootstrap, rendezvous
-from tests.support.bodies import my_place, note
+from tests.support.bodies import Place, my_place, note
+from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 
 
-def _meet(comm, path: str) -> fastcomm.Communicator:
-    """Another communicator of the same ranks."""
-    n = comm.world_size
-    return fastcomm.init("shm", init_method=f"file://{path}", rank=comm.rank, world_size=n)
+def _meet(place: Place, path: str) -> fastcomm.Communicator:
+    return fastcomm.init(
+        "shm", init_method=f"file://{path}", rank=place.rank, world_size=place.world_size
+    )
 
 
-@on_ranks(2, 3)
-def test_ranks_leave_no_file_behind(comm):
-    """Those that end at the same time, too."""
-    folder = f"{my_place().directory}/meetings"
-    os.makedirs(folder, exist_ok=True)
+def _meet_at_many_files(place, folder):
     for i in range(40):
-        _meet(comm, f"{folder}/{i}").close()
-    comm.barrier()
-    assert os.listdir(folder) == []
+        _meet(place, f"{folder}/{i}").close()
+        # The last to drop a file removes it: another may be opening it, to meet there again.
+        assert os.path.exists(f"{folder}/{i}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_leave_no_file_behind_when_they_end(world_size, tmp_path):
+    """Those that end at the same time, too."""
+    values_of(fresh_ranks(world_size, _meet_at_many_files, str(tmp_path)))
+    assert os.listdir(tmp_path) == []
 
 
 @on_ranks(2)
 def test_ranks_meet_again_and_again_at_one_file(comm):
     for i in range(50):
-        with _meet(comm, f"{my_place().directory}/again") as again:
+        with _meet(my_place(), f"{my_place().directory}/again") as again:
             tensor = torch.full((3,), float(i))
             again.all_reduce(tensor)
             assert tensor.tolist() == [2.0 * i] * 3
+
+
+@on_ranks(2)
+def test_ranks_meet_again_where_the_user_has_removed_the_file(comm):
+    path = f"{my_place().directory}/removed"
+    for _ in range(3):
+        _meet(my_place(), path).close()
+        comm.barrier()
+        if comm.rank == 1:
+            Path(path).unlink(missing_ok=True)
+        comm.barrier()
 
 
 def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monkeypatch):
