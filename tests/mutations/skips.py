@@ -180,12 +180,12 @@ MUTATIONS = (
         tests=_of_optimizers("test_an_optimizer_that_decays_without_gradients_does_not"),
     ),
     Mutation(
-        name="skips: after a closure parameters of no reducer are stepped",
+        name="skips: after a closure the model whose round stands is stepped",
         file=STEPS,
         within="_drop_where_skipped",
         old="parameter.grad = None",
         new="pass",
-        tests=_of_optimizers("test_what_a_closure_finds_is_skipped"),
+        tests=_of_optimizers("test_an_optimizer_of_two_models_skips_for_either"),
     ),
     Mutation(
         name="skips: GradScaler keeps its scale",

@@ -118,17 +118,25 @@ def test_a_step_of_lbfgs_cannot_be_skipped(comm):
 
 
 @only_shm
+@pytest.mark.parametrize("with_closure", [False, True], ids=["plain", "closure"])
 @on_ranks(2)
-def test_an_optimizer_of_two_models_skips_for_either(comm):
+def test_an_optimizer_of_two_models_skips_for_either(comm, with_closure):
     models = [mlp(), Heads()]
     reducers = [fastcomm.Reducer(comm, skip_nonfinite=True).attach(model) for model in models]
     optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
     for i in range(3):
         before = [copy.deepcopy(model.state_dict()) for model in models]
-        backward(models[0], comm.rank, i)
-        poison = models[1].trunk.bias[0] * NAN if i == 1 and comm.rank else 0
-        (loss_of(models[1], comm.rank, i, 0) + poison).backward()
-        optimizer.step()
+
+        def compute_gradients(i=i):
+            backward(models[0], comm.rank, i)
+            poison = models[1].trunk.bias[0] * NAN if i == 1 and comm.rank else 0
+            (loss_of(models[1], comm.rank, i, 0) + poison).backward()
+
+        if with_closure:
+            optimizer.step(compute_gradients)
+        else:
+            compute_gradients()
+            optimizer.step()
         optimizer.zero_grad()
         for model, state in zip(models, before, strict=True):
             same = all(torch.equal(state[name], p) for name, p in model.state_dict().items())
