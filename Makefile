@@ -34,7 +34,7 @@ python_sources := setup.py fastcomm_autoload.py fastcomm tests bench examples
 cython_folders := fastcomm/* fastcomm/*/*
 cython_sources := $(wildcard $(foreach one,$(cython_folders),$(one)/*.pyx $(one)/*.pxd))
 kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
-    tests/*/*.[ch] tests/*/*.cpp tests/support/stand_in/*.[ch])
+    tests/*/*.[ch] tests/*/*.cpp tests/transports/*/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
 .PHONY: test flaky fuzz mutate demo bench lint docs sanitize format clean

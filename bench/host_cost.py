@@ -47,7 +47,7 @@ import fastcomm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 try:
-    from tests.support import stand_ins
+    from tests.fakes import stand_ins
 except ModuleNotFoundError:  # installed: --help is all there is
     stand_ins = None  # type: ignore[assignment]
 

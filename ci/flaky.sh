@@ -53,9 +53,9 @@ one_core() {
 endings=(
     tests/contract/test_{abandon,ending,forks,late_ranks,lost_peers}.py
     tests/reducer/test_{autograd,disagreement,failed_steps,interrupts,lifetimes}.py
-    tests/nccl/test_{abandon,ending,lost_peers}.py
-    tests/shm/test_{abandon,deadlines,interrupts,lost_peers}.py
-    tests/group/test_{ending,interrupts}.py
+    tests/transports/nccl/test_{abandon,ending,lost_peers}.py
+    tests/transports/shm/test_{abandon,deadlines,interrupts,lost_peers}.py
+    tests/transports/group/test_{ending,interrupts}.py
     tests/backend/test_{faults,lost_processes}.py
 )
 

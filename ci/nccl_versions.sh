@@ -24,8 +24,8 @@ for wheel in "$@"; do
         rm "$folder"/*.whl
     fi
     outcome=passed
-    printed=$(FASTCOMM_TEST_NCCL=$library $python -m pytest -q tests/nccl/test_library.py -k real) \
-        || outcome=FAILED
+    tests=tests/transports/nccl/test_library.py
+    printed=$(FASTCOMM_TEST_NCCL=$library $python -m pytest -q $tests -k real) || outcome=FAILED
     [ "$outcome" = passed ] || { status=1; echo "$printed"; }
     table+=("$(printf '%-28s %s  %s' "$wheel" "$outcome" "$(tail -n 1 <<<"$printed")")")
 done

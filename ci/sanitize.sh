@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 build() { # <name> <sanitizers>
     "${CC:-gcc}" -std=gnu11 -O2 -g -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra -Werror \
         -DFASTCOMM_NO_CLONES "-fsanitize=$2" -fno-sanitize-recover=all -Ikernels \
-        kernels/shm/*.c tests/shm/*.c -lm -pthread -o "$folder/$1"
+        kernels/shm/*.c tests/transports/shm/*.c -lm -pthread -o "$folder/$1"
 }
 
 build asan address,undefined
@@ -27,13 +27,13 @@ TSAN_OPTIONS=halt_on_error=1 "${fixed_layout[@]}" "$folder/tsan" threads quick
 # The kernels have many functions, all inlined: optimising them takes longer than it saves.
 "${CXX:-g++}" -x c++ -std=c++17 -O0 -g -fno-omit-frame-pointer -Wall -Wextra -Werror \
     -DFASTCOMM_HOST -fsanitize=address,undefined -fno-sanitize-recover=all \
-    -Ikernels -Itests/support kernels/cuda/*.cu tests/kernels/driver.cpp -o "$folder/kernels"
+    -Ikernels -Itests/kernels kernels/cuda/*.cu tests/kernels/driver.cpp -o "$folder/kernels"
 "$folder/kernels"
 
 # TSan must not look into the emulator, which says itself what orders lanes. ASan warns of
 # swapcontext, since it does not know that the emulator announces every switch.
 emulated=(-std=c++17 -g -fno-omit-frame-pointer -Wall -Wextra -Werror
-    -DFASTCOMM_HOST -DFASTCOMM_EMULATED -DFEW_PAIRS -Ikernels -Itests/support -Itests/kernels)
+    -DFASTCOMM_HOST -DFASTCOMM_EMULATED -DFEW_PAIRS -Ikernels -Itests/kernels)
 "${CXX:-g++}" "${emulated[@]}" -O1 -c tests/kernels/emulator.cpp -o "$folder/emulator.o"
 build_frames() { # <name> <sanitizers>
     "${CXX:-g++}" "${emulated[@]}" -O0 "-fsanitize=$2" -fno-sanitize-recover=all \

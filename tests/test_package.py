@@ -195,7 +195,7 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
     assert {str(path.relative_to(ROOT)) for path in CYTHON_SOURCES} <= names
     assert {
         "kernels/cuda/flatten.cu",
-        "tests/support/host_shim.h",
+        "tests/kernels/host_shim.h",
         "kernels/cuda/nvcc.options",
         "tests/kernels/driver.cpp",
         "tests/kernels/emulator.h",

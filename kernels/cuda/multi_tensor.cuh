@@ -1,7 +1,7 @@
 /* What the multi-tensor kernels (flatten.cu, unflatten.cu) have in common: the dtypes and their
  * conversions, how a warp walks through its tiles, how statistics are gathered, and what makes a
  * kernel of a function. Nothing here needs a header of CUDA, so that NVRTC compiles it with this
- * folder alone, and a plain C++ compiler through tests/support/host_shim.h
+ * folder alone, and a plain C++ compiler through tests/kernels/host_shim.h
  * (-DFASTCOMM_HOST).
  *
  * A kernel is a function of one lane that does not synchronise (`..._lane`), compiled alike for the

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastcomm.comm.communicator import Communicator
+from tests.fakes.stand_ins import assert_all_ended
 from tests.support.outcomes import Outcome
 from tests.support.ranks import fresh_ranks, stand_in_ranks
-from tests.support.stand_ins import assert_all_ended
 
 
 def new_ranks(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import fastcomm
-from tests.nccl import communicator, stand_in_values
-from tests.support.stand_ins import failing, loaded
+from tests.fakes.stand_ins import failing, loaded
+from tests.transports.nccl import communicator, stand_in_values
 
 
 def _reduce_with_events_held(place):

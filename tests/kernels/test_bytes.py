@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import eight_bits, stand_ins
+from tests.fakes import stand_ins
+from tests.support import eight_bits
 
 SOURCE = Path(__file__).with_name("bytes.cpp")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.stand_ins import compiled, stand_ins
 from tests.kernels.test_kernels import (
     DTYPES,
     PAIRS,
@@ -28,7 +29,6 @@ from tests.kernels.test_kernels import (
     tiles_of,
     unflatten,
 )
-from tests.support.stand_ins import compiled, stand_ins
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = ROOT / "tests" / "kernels"

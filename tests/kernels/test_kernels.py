@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.stand_ins import stand_ins
 from tests.support import eight_bits
-from tests.support.stand_ins import stand_ins
 
 DTYPES = {
     "f32": torch.float32,

@@ -14,7 +14,7 @@ from tests.support.ranks import fresh_ranks
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A reducer waits for the one, and orders streams over the other.
 WORLDS = [("shm", 2), ("nccl", 2)]
-# One communicator to a reducer: what differs is how tensors travel, which tests/group is about.
+# One communicator to a reducer: how tensors travel differs, which tests/transports/group is about.
 OVER_TORCH = [("group", 3), ("hierarchical", 3)]  # on one host; two on one host, and one
 
 

@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 SPLIT = "fastcomm/reducer/features/graph_split.py"
 COMPILED = "fastcomm/reducer/features/compiled.py"
-TESTS = "tests/reducer/test_compiled.py"
+TESTS = "tests/reducer/features/test_compiled.py"
 SHOWING = "tests/insight/test_showing.py"
 
 
@@ -135,7 +135,10 @@ MUTATIONS = (
         within="Compiled._prepare",
         old="bucket.share.arrive()",
         new="pass",
-        tests=("tests/nccl/test_shares.py::test_a_compiled_forward_waits_for_all_parameters",),
+        tests=(
+            "tests/transports/nccl/test_shares.py::"
+            "test_a_compiled_forward_waits_for_all_parameters",
+        ),
     ),
     Mutation(
         name="compiled: launching is taken for a part of the backward",

@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 COLLECTIVE = "fastcomm/comm/collective.py"
 COMPLEX = "tests/reducer/test_complex.py"
-SPARSE = "tests/reducer/test_sparse.py"
+SPARSE = "tests/reducer/features/test_sparse.py"
 CONTRACT = "tests/contract"
 BUCKET = "fastcomm/reducer/features/sparse_bucket.py"
 ROWS = "fastcomm/reducer/features/sparse_rows.py"

@@ -23,8 +23,8 @@ _NORM = _test("test_a_norm_needs_no_second_look")
 _FOUND = _test("test_what_is_not_finite_is_counted_and_found_on_its_rank")
 _WRITTEN = _test("test_what_is_written_since_is_in_the_norm")
 _INFINITE = _test("test_the_norm_of_infinities_is_infinite")
-_ARITHMETIC = ("tests/shm/test_core.py::test_one_infinity_is_found_wherever_it_stands",)
-_DRIVER = ("tests/shm/test_core.py::test_driver[threads-quick]",)
+_ARITHMETIC = ("tests/transports/shm/test_core.py::test_one_infinity_is_found_wherever_it_stands",)
+_DRIVER = ("tests/transports/shm/test_core.py::test_driver[threads-quick]",)
 
 MUTATIONS = (
     Mutation(
@@ -273,7 +273,9 @@ MUTATIONS = (
         within="Bucket.n_left_nonfinite",
         old="self._is_shared and self._has_streams",
         new="False",
-        tests=("tests/reducer/test_skipped_optimizers.py::test_a_sharded_optimizer_skips",),
+        tests=(
+            "tests/reducer/features/test_skipped_optimizers.py::test_a_sharded_optimizer_skips",
+        ),
     ),
     Mutation(
         name="counts: what some buckets have counted is lost where others have not",
@@ -281,7 +283,7 @@ MUTATIONS = (
         within="n_left_nonfinite",
         old="total + here",
         new="here",
-        tests=("tests/reducer/test_sparse.py::test_ranks_drop_a_step_together",),
+        tests=("tests/reducer/features/test_sparse.py::test_ranks_drop_a_step_together",),
     ),
     Mutation(
         name="counts: gradients that were looked at are kept until the next round",

@@ -15,7 +15,7 @@ MEMORY = "fastcomm/transports/nccl/memory.pyx"
 DRIVER = "fastcomm/transports/cuda/driver.pyx"
 MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
 
-DEVICES = "tests/nccl/test_devices.py"
+DEVICES = "tests/transports/nccl/test_devices.py"
 EVERYWHERE = (
     f"{DEVICES}::"
     "test_every_call_works_on_the_communicator_s_device_and_leaves_the_caller_on_its_own"
@@ -100,7 +100,7 @@ MUTATIONS = (
         within="NcclCommunicator.is_captured",
         old="with self.cuda.selected():  # a default",
         new="if True:  # a default",
-        tests=("tests/nccl/test_launches.py",),
+        tests=("tests/transports/nccl/test_launches.py",),
     ),
     Mutation(
         name="device: a bucket is made on the caller's device",

@@ -12,10 +12,10 @@ CALL = "fastcomm/transports/group/call.py"
 WIRE = "fastcomm/transports/group/wire.py"
 BLOCKS = "kernels/wire/blocks.c"
 
-ENDING_TESTS = "tests/group/test_ending.py"
-TOGETHER_TESTS = "tests/group/test_group.py"
-WIRE_TESTS = "tests/group/test_wires.py::test_"
-BLOCK_TESTS = "tests/group/test_blocks.py::test_"
+ENDING_TESTS = "tests/transports/group/test_ending.py"
+TOGETHER_TESTS = "tests/transports/group/test_group.py"
+WIRE_TESTS = "tests/transports/group/test_wires.py::test_"
+BLOCK_TESTS = "tests/transports/group/test_blocks.py::test_"
 KEPT = (
     "tests/contract/test_abandon.py::"
     "test_an_abandonment_does_not_keep_what_the_frames_held_that_asked_for_it"
@@ -75,7 +75,7 @@ MUTATIONS = (
         old="self._own_abandonment() or self._works[0]",
         new="self._works[0]",
         tests=(
-            "tests/group/test_group.py::"
+            "tests/transports/group/test_group.py::"
             "test_what_was_called_before_abandon_and_has_not_begun_is_not_begun",
         ),
     ),
@@ -85,7 +85,7 @@ MUTATIONS = (
         within="WorkQueue.post",
         old="interruption is None",
         new="True",
-        tests=("tests/group/test_group.py",),
+        tests=("tests/transports/group/test_group.py",),
     ),
     Mutation(
         name="group: ranks that call different collectives go on",
@@ -112,7 +112,7 @@ MUTATIONS = (
         within="Exchange._all_reduce_chunk",
         old=("if padding:\n    flat.copy_(whole[: flat.numel()])"),
         new="",
-        tests=("tests/group/test_sizes.py",),
+        tests=("tests/transports/group/test_sizes.py",),
     ),
     Mutation(
         name="group: 16-bit floats are rounded at every rank",
@@ -120,7 +120,7 @@ MUTATIONS = (
         within="reduce_rows",
         old="rows[0].to(torch.float32 if dtype in HALVES else dtype, copy=True)",
         new="rows[0].clone()",
-        tests=("tests/group/test_over_torch.py::test_16_bit_floats_are_rounded_once",),
+        tests=("tests/transports/group/test_over_torch.py::test_16_bit_floats_are_rounded_once",),
     ),
     Mutation(
         name="group: a mean is scaled in the wire's dtype",
@@ -137,7 +137,8 @@ MUTATIONS = (
         old="self.moved_at = time.monotonic()",
         new="",
         tests=(
-            "tests/group/test_over_torch.py::test_what_is_large_may_take_longer_than_the_deadline",
+            "tests/transports/group/test_over_torch.py::"
+            "test_what_is_large_may_take_longer_than_the_deadline",
         ),
     ),
     Mutation(

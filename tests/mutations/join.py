@@ -7,8 +7,8 @@ from tests.mutations.mutation import Mutation
 JOIN = "fastcomm/reducer/features/join.py"
 PROGRESS = "fastcomm/reducer/features/progress.py"
 CALL = "fastcomm/transports/group/call.py"
-TESTS = "tests/reducer/test_join.py"
-ENDS = "tests/reducer/test_join_ends.py"
+TESTS = "tests/reducer/features/test_join.py"
+ENDS = "tests/reducer/features/test_join_ends.py"
 
 
 def _test(name: str) -> tuple[str, ...]:
@@ -30,7 +30,9 @@ MUTATIONS = (
         within="Join.__exit__",
         old="self._fail(error)",
         new="self._end()",
-        tests=("tests/reducer/test_join_ends.py::test_an_exception_in_a_loop_ends_all_ranks",),
+        tests=(
+            "tests/reducer/features/test_join_ends.py::test_an_exception_in_a_loop_ends_all_ranks",
+        ),
     ),
     Mutation(
         name="join: a rank that breaks out of a loop that stops leaves the others voting",
@@ -38,7 +40,7 @@ MUTATIONS = (
         within="Join._end",
         old="self._all_go_on(False)",
         new="pass",
-        tests=("tests/reducer/test_join.py::test_a_rank_that_breaks_stops_all",),
+        tests=("tests/reducer/features/test_join.py::test_a_rank_that_breaks_stops_all",),
     ),
     Mutation(
         name="join: batches go on after their block",
@@ -46,7 +48,7 @@ MUTATIONS = (
         within="Join._loop",
         old="not self._is_open",
         new="False",
-        tests=("tests/reducer/test_join_ends.py::test_batches_end_with_their_block",),
+        tests=("tests/reducer/features/test_join_ends.py::test_batches_end_with_their_block",),
     ),
     Mutation(
         name="join: what a failed backward has left is taken for a model",

@@ -10,8 +10,8 @@ REDUCE = "kernels/shm/reduce.c"
 REDUCE_16BIT = "kernels/shm/reduce_16bit.c"
 MULTI_TENSOR = "kernels/cuda/multi_tensor.cuh"
 
-QUICK_DRIVER = ("tests/shm/test_core.py::test_driver[threads-quick]",)
-CORE = "tests/shm/test_core.py"
+QUICK_DRIVER = ("tests/transports/shm/test_core.py::test_driver[threads-quick]",)
+CORE = "tests/transports/shm/test_core.py"
 KERNELS = "tests/kernels/test_kernels.py"
 FRAMES = "tests/kernels/test_frames.py"
 RACES = f"{FRAMES}::test_lanes_and_blocks_do_not_race"
@@ -23,7 +23,7 @@ MUTATIONS = (
         within="owes",
         old="&& d->kind != SHM_ABANDON && is_done == is_complete;",
         new="&& d->kind != SHM_ABANDON;",
-        tests=("tests/shm/test_full_ring.py",),
+        tests=("tests/transports/shm/test_full_ring.py",),
     ),
     Mutation(
         name="kernels: a filled mailbox is all that an abandonment needs",
@@ -31,7 +31,7 @@ MUTATIONS = (
         within="owes",
         old="&& d->kind != SHM_ABANDON && is_done == is_complete;",
         new="&& is_done == is_complete;",
-        tests=("tests/shm/test_abandon.py",),
+        tests=("tests/transports/shm/test_abandon.py",),
     ),
     Mutation(
         name="kernels: a slot is reused one collective too early",
@@ -75,7 +75,8 @@ MUTATIONS = (
         old=("== SHM_ABORTED &&\n            !shm_reached(&control_of(comm, r)->reduced, seq)) {"),
         new="== SHM_ABORTED) {",
         tests=(
-            "tests/shm/test_lost_peers.py::test_a_result_that_all_ranks_have_is_good_though_a"
+            "tests/transports/shm/test_lost_peers.py::"
+            "test_a_result_that_all_ranks_have_is_good_though_a"
             "_peer_has_aborted_since",
         ),
     ),
@@ -96,7 +97,7 @@ MUTATIONS = (
         within="shm_descriptor_of",
         old="return failed ? comm->disagreed",
         new="return !failed ? comm->disagreed",
-        tests=("tests/shm/test_full_ring.py",),
+        tests=("tests/transports/shm/test_full_ring.py",),
     ),
     Mutation(
         name="kernels: chunks that move do not count as progress",
@@ -104,7 +105,7 @@ MUTATIONS = (
         within="shm_progress",
         old="return comm->head + comm->chunk + c->n_in + c->n_worked + c->n_out;",
         new="return comm->head + comm->chunk;",
-        tests=("tests/shm/test_deadlines.py",),
+        tests=("tests/transports/shm/test_deadlines.py",),
     ),
     Mutation(
         name="kernels: a rank's own shard is not gathered for staging",

@@ -13,11 +13,11 @@ HOOK = "fastcomm/reducer/hooks.pyx"
 
 
 def _result(name: str) -> tuple[str, ...]:
-    return (f"tests/reducer/test_local_sgd.py::test_{name}",)
+    return (f"tests/optim/test_local_sgd.py::test_{name}",)
 
 
 def _meeting(name: str) -> tuple[str, ...]:
-    return (f"tests/reducer/test_meetings.py::test_{name}",)
+    return (f"tests/optim/test_meetings.py::test_{name}",)
 
 
 _IN_TURN = _result("fragments_meet_in_turn_and_are_applied_after_the_delay")
@@ -320,6 +320,6 @@ MUTATIONS = (
         within="DiLoCo._described",
         old="super()._described(state_dict) | contents",
         new="super()._described(state_dict)",
-        tests=("tests/reducer/test_meetings.py",),
+        tests=("tests/optim/test_meetings.py",),
     ),
 )

@@ -11,7 +11,7 @@ RENDEZVOUS = "fastcomm/launching/rendezvous.py"
 BOOTSTRAP = "fastcomm/launching/bootstrap.py"
 LAUNCHERS = "fastcomm/launching/launchers.py"
 
-WATCHDOG_TESTS = ("tests/test_watchdog.py",)
+WATCHDOG_TESTS = ("tests/comm/test_watchdog.py",)
 
 MUTATIONS = (
     Mutation(
@@ -92,7 +92,7 @@ MUTATIONS = (
         within="_host_identity",
         old="f\"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}\"",
         new='f"{boot_id.read().strip()}"',
-        tests=("tests/rendezvous/test_hosts.py",),
+        tests=("tests/launching/test_hosts.py",),
     ),
     Mutation(
         name="rendezvous: a failure of one is not told to the others",
@@ -100,7 +100,7 @@ MUTATIONS = (
         within="_told_to_all",
         old='bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")',
         new="pass",
-        tests=("tests/rendezvous/test_refusals.py",),
+        tests=("tests/launching/test_refusals.py",),
     ),
     Mutation(
         name="rendezvous: the local rank is the rank",
@@ -109,7 +109,8 @@ MUTATIONS = (
         old="neighbours.index(bootstrap.rank)",
         new="bootstrap.rank",
         tests=(
-            "tests/group/test_hierarchical.py::test_init_chooses_it_where_ranks_have_several_hosts",
+            "tests/transports/group/test_hierarchical.py::"
+            "test_init_chooses_it_where_ranks_have_several_hosts",
         ),
     ),
     Mutation(
@@ -118,7 +119,7 @@ MUTATIONS = (
         within="own_part",
         old=("end(number)\nnumber = store.add(counter, 0)"),
         new="pass",
-        tests=("tests/rendezvous/test_meeting.py",),
+        tests=("tests/launching/test_meeting.py",),
     ),
     Mutation(
         name="bootstrap: a rank may be given to two processes",
@@ -126,7 +127,7 @@ MUTATIONS = (
         within="StoreBootstrap._enter",
         old='self._store.add(f"claim/{self.rank}", 1) > 1',
         new='self._store.add(f"claim/{self.rank}", 1) > 2',
-        tests=("tests/rendezvous/test_refusals.py",),
+        tests=("tests/launching/test_refusals.py",),
     ),
     Mutation(
         name="bootstrap: who has met others does not meet one that has met nobody",
@@ -134,7 +135,7 @@ MUTATIONS = (
         within="StoreBootstrap.exchange",
         old="self._pass_on()",
         new="",
-        tests=("tests/rendezvous/test_meeting.py",),
+        tests=("tests/launching/test_meeting.py",),
     ),
     Mutation(
         name="bootstrap: attempts of torchrun meet at one place",
@@ -142,7 +143,7 @@ MUTATIONS = (
         within="own_part",
         old='f"fastcomm/{attempt}/{name}"',
         new='f"fastcomm/{name}"',
-        tests=("tests/rendezvous/test_meeting.py",),
+        tests=("tests/launching/test_meeting.py",),
     ),
     Mutation(
         name="bootstrap: a group that has failed to meet is out of step",
@@ -150,7 +151,7 @@ MUTATIONS = (
         within="GroupBootstrap.exchange",
         old="self._is_over = True",
         new="pass",
-        tests=("tests/rendezvous/test_init.py",),
+        tests=("tests/launching/test_init.py",),
     ),
     Mutation(
         name="launchers: what an interactive shell starts is a rank",
@@ -158,7 +159,7 @@ MUTATIONS = (
         within="_launcher_or_none",
         old="None if found is SRUN and _is_interactive() else found",
         new="found",
-        tests=("tests/rendezvous/test_launchers.py",),
+        tests=("tests/launching/test_launchers.py",),
     ),
     Mutation(
         name="launchers: ranks meet by their parent, a script of each rank's own included",
@@ -166,7 +167,7 @@ MUTATIONS = (
         within="_id_of_launcher",
         old="not _is_set_for(pid, started_by.rank)",
         new="True",
-        tests=("tests/rendezvous/test_launchers.py",),
+        tests=("tests/launching/test_launchers.py",),
     ),
     Mutation(
         name="launchers: ranks of several hosts meet at a file",
@@ -174,7 +175,7 @@ MUTATIONS = (
         within="meeting_point",
         old="started_by.local_size in os.environ and number(started_by.local_size) == world_size",
         new="started_by.local_size in os.environ",
-        tests=("tests/rendezvous/test_launchers.py",),
+        tests=("tests/launching/test_launchers.py",),
     ),
     Mutation(
         name="launchers: ranks that a task of srun's starts itself have its local rank",
@@ -182,7 +183,7 @@ MUTATIONS = (
         within="local_rank",
         old="is_its_own and found.local_rank in os.environ",
         new="found.local_rank in os.environ",
-        tests=("tests/rendezvous/test_launchers.py",),
+        tests=("tests/launching/test_launchers.py",),
     ),
     Mutation(
         name="launchers: what srun sets for an MPI hides srun",
@@ -190,7 +191,7 @@ MUTATIONS = (
         within="",
         old='Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", _HYDRAS, "MPI_LOCALNRANKS", sign=_HYDRAS)',
         new='Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", _HYDRAS, "MPI_LOCALNRANKS",)',
-        tests=("tests/rendezvous/test_launchers.py",),
+        tests=("tests/launching/test_launchers.py",),
     ),
     Mutation(
         name="meeting: a torch that is too new is named at every start",
@@ -198,7 +199,7 @@ MUTATIONS = (
         within="",
         old="@functools.cache\ndef _warn_of_torch",
         new="def _warn_of_torch",
-        tests=("tests/rendezvous/test_init.py",),
+        tests=("tests/launching/test_init.py",),
     ),
     Mutation(
         name="meeting: every rank of a process group names a torch that is too new",
@@ -206,6 +207,6 @@ MUTATIONS = (
         within="connect",
         old="names[rank] == 0",
         new="True",
-        tests=("tests/rendezvous/test_init.py",),
+        tests=("tests/launching/test_init.py",),
     ),
 )

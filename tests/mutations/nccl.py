@@ -16,9 +16,9 @@ MEMORY = "fastcomm/transports/nccl/memory.pyx"
 MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
 GRAPHS = "fastcomm/transports/cuda/graphs.pyx"
 
-LAUNCH_TESTS = "tests/nccl/test_launches.py"
-ABANDON_TESTS = "tests/nccl/test_abandon.py"
-ENDING_TESTS = "tests/nccl/test_ending.py"
+LAUNCH_TESTS = "tests/transports/nccl/test_launches.py"
+ABANDON_TESTS = "tests/transports/nccl/test_abandon.py"
+ENDING_TESTS = "tests/transports/nccl/test_ending.py"
 KEPT = (
     "tests/contract/test_abandon.py::"
     "test_an_abandonment_does_not_keep_what_the_frames_held_that_asked_for_it"
@@ -64,7 +64,8 @@ MUTATIONS = (
         old="if oldest is None or ticket.number < oldest.number:",
         new="if oldest is None or ticket.number > oldest.number:",
         tests=(
-            "tests/nccl/test_lost_peers.py::test_the_oldest_launch_is_the_one_that_is_waited_for",
+            "tests/transports/nccl/test_lost_peers.py::"
+            "test_the_oldest_launch_is_the_one_that_is_waited_for",
         ),
     ),
     Mutation(
@@ -110,7 +111,7 @@ MUTATIONS = (
         within="Lane.close",
         old="call.is_given_up = True",
         new="call.is_given_up, self.comm = True, NULL",
-        tests=("tests/nccl/test_ending.py",),
+        tests=("tests/transports/nccl/test_ending.py",),
     ),
     Mutation(
         name="nccl: a communicator is aborted beside its revocation",
@@ -118,7 +119,7 @@ MUTATIONS = (
         within="_Abort.make",
         old=("self._revoke()\nself._wait_for_graphs()\nself._abort()"),
         new=("self._abort()\nself._revoke()"),
-        tests=("tests/nccl/test_ending.py",),
+        tests=("tests/transports/nccl/test_ending.py",),
     ),
     Mutation(
         name="nccl: a communicator is freed under the graphs that have captured it",
@@ -142,7 +143,7 @@ MUTATIONS = (
         within="_Finalize.make",
         old="if not self.is_given_up:",
         new="if True:",
-        tests=("tests/nccl/test_ending.py",),
+        tests=("tests/transports/nccl/test_ending.py",),
     ),
     Mutation(
         name="nccl: memory of an aborted communicator stays registered",
@@ -150,7 +151,7 @@ MUTATIONS = (
         within="Pool.forget",
         old="if allocation.comm == comm:",
         new="if comm == NULL and allocation.comm == comm:",
-        tests=("tests/nccl/test_memory.py", ABANDON_TESTS),
+        tests=("tests/transports/nccl/test_memory.py", ABANDON_TESTS),
     ),
     Mutation(
         name="nccl: windows are lost with an aborted communicator",
@@ -158,7 +159,7 @@ MUTATIONS = (
         within="Pool.forget",
         old="in registered if is_idle else ():",
         new="in ():",
-        tests=("tests/nccl/test_memory.py",),
+        tests=("tests/transports/nccl/test_memory.py",),
     ),
     Mutation(
         name="nccl: windows come back in whatever order the buckets are in",
@@ -166,7 +167,7 @@ MUTATIONS = (
         within="Link._register_again",
         old="sorted(self.rejoining, key=_label)",
         new="sorted(self.rejoining, key=_label, reverse=self.rank == 1)",
-        tests=("tests/nccl/test_memory.py",),
+        tests=("tests/transports/nccl/test_memory.py",),
     ),
     Mutation(
         name="nccl: a bucket that not all ranks have left gets a window",
@@ -174,7 +175,7 @@ MUTATIONS = (
         within="Link._register_again",
         old="has_windows and bucket.label in self.common_labels",
         new="has_windows",
-        tests=("tests/nccl/test_memory.py",),
+        tests=("tests/transports/nccl/test_memory.py",),
     ),
     Mutation(
         name="cuda: the second part of many tensors reads the first part's addresses",
@@ -182,7 +183,7 @@ MUTATIONS = (
         within="MultiTensor._launch",
         old="parameters[0] = &self.addresses[part.first]",
         new="parameters[0] = &self.addresses[0]",
-        tests=("tests/nccl/test_multi_tensor.py",),
+        tests=("tests/transports/nccl/test_multi_tensor.py",),
     ),
     Mutation(
         name="cuda: statistics of the first part alone",
@@ -190,7 +191,7 @@ MUTATIONS = (
         within="MultiTensor.square_sum",
         old="return self.stats[:, 0, 0].sum()",
         new="return self.stats[0, 0, 0]",
-        tests=("tests/nccl/test_multi_tensor.py",),
+        tests=("tests/transports/nccl/test_multi_tensor.py",),
     ),
     Mutation(
         name="cuda: a tile begins where the one before it does",
@@ -198,7 +199,7 @@ MUTATIONS = (
         within="tiles_of",
         old='tiles["offset"] = offsets[tensor] + done',
         new='tiles["offset"] = offsets[tensor]',
-        tests=("tests/nccl/test_multi_tensor.py",),
+        tests=("tests/transports/nccl/test_multi_tensor.py",),
     ),
     Mutation(
         name="cuda: a graph that captures twice is counted twice",
@@ -217,7 +218,7 @@ MUTATIONS = (
         old="@cython.no_gc_clear  # a work that is collected hands its ticket on",
         new="",
         tests=(
-            "tests/nccl/test_launches.py::"
+            "tests/transports/nccl/test_launches.py::"
             "test_a_work_that_the_garbage_collector_finds_leaves_a_good_ticket",
         ),
     ),

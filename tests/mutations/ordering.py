@@ -1,5 +1,5 @@
 """Every wait, every recorded event and every record_stream of transports/nccl, transports/cuda and
-reducer, left out one at a time: tests/nccl/test_ordering.py and its kind must notice.
+reducer, left out one at a time: tests/transports/nccl/test_ordering.py and its kind must notice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOOKED_BUCKET = "fastcomm/reducer/features/ddp_hooks.py"
 REDUCER_BUCKET = "fastcomm/reducer/bucket.py"
 HOOK = "fastcomm/reducer/hooks.pyx"
 
-ORDERING = "tests/nccl/test_ordering.py"
+ORDERING = "tests/transports/nccl/test_ordering.py"
 TRAINING = f"{ORDERING}::test_training_is_ordered"
 ON_ONE = f"{ORDERING}::test_a_collective_is_ordered_with_the_caller_s_stream"
 ON_OTHERS = f"{ORDERING}::test_a_collective_is_ordered_with_all_streams_that_wait_for_it"
@@ -387,7 +387,7 @@ MUTATIONS = (
         within="_Finalize.make",
         old="driver.synchronize_stream(self.lane.stream.handle)",
         new="0",
-        tests=("tests/nccl/test_ending.py",),
+        tests=("tests/transports/nccl/test_ending.py",),
     ),
     # -- what the watchdog tells --
     Mutation(

@@ -12,8 +12,8 @@ NORMS = "fastcomm/reducer/statistics.py"
 LAYOUT = "fastcomm/reducer/layout.py"
 HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 
-TESTS = ("tests/reducer/test_sharded.py",)
-STATE_TESTS = ("tests/reducer/test_sharded_state.py", "tests/reducer/test_sharded_failures.py")
+TESTS = ("tests/optim/test_sharded.py",)
+STATE_TESTS = ("tests/optim/test_sharded_state.py", "tests/optim/test_sharded_failures.py")
 
 MUTATIONS = (
     Mutation(

@@ -11,7 +11,7 @@ SHARES = "fastcomm/reducer/features/shards.py"
 SHARDED = "fastcomm/optim/sharded.py"
 ARRIVALS = "fastcomm/reducer/features/arrivals.py"
 
-FILE = "tests/nccl/test_shares.py"
+FILE = "tests/transports/nccl/test_shares.py"
 EQUAL = f"{FILE}::test_equal_shares_are_reduce_scattered_and_gathered"
 WHOLE = f"{FILE}::test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it"
 PARAMETERS = f"{FILE}::test_shares_give_the_parameters_of_whole_buckets"

@@ -31,7 +31,7 @@ MUTATIONS = (
         within="Ring._realign",
         old="self.leaving += self._resolve_all(error)",
         new="for work in self._resolve_all(error): work.release()",
-        tests=("tests/shm/test_abandon.py",),
+        tests=("tests/transports/shm/test_abandon.py",),
     ),
     Mutation(
         name="shm: no deadline while the ring is full",
@@ -39,7 +39,7 @@ MUTATIONS = (
         within="Ring.post",
         old=("else:\n    self._between_slices(&patience)"),
         new="",
-        tests=("tests/shm/test_full_ring.py",),
+        tests=("tests/transports/shm/test_full_ring.py",),
     ),
     Mutation(
         name="shm: a deadline runs on while collectives move",
@@ -47,7 +47,7 @@ MUTATIONS = (
         within="Ring._between_slices",
         old="if patience.deadline == 0 or progress != patience.progress:",
         new="if patience.deadline == 0:",
-        tests=("tests/shm/test_deadlines.py",),
+        tests=("tests/transports/shm/test_deadlines.py",),
     ),
     Mutation(
         name="shm: a second Ctrl-C waits, too",
@@ -55,7 +55,7 @@ MUTATIONS = (
         within="Ring._look_at_signals",
         old="if self.deferred is not None:",
         new="if False:",
-        tests=("tests/shm/test_interrupts.py",),
+        tests=("tests/transports/shm/test_interrupts.py",),
     ),
     Mutation(
         name="shm: what a signal handler raised is raised again by the next call",
@@ -63,7 +63,7 @@ MUTATIONS = (
         within="Ring._raise_deferred",
         old="error, self.deferred = self.deferred, None",
         new="error = self.deferred",
-        tests=("tests/shm/test_interrupts.py",),
+        tests=("tests/transports/shm/test_interrupts.py",),
     ),
     Mutation(
         name="shm: an abandonment is told twice",
@@ -84,7 +84,7 @@ MUTATIONS = (
         within="Ring._first_failure",
         old="if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:",
         new="if shm_wait(self.handle, work.seq, 0) == SHM_PEER_LOST:",
-        tests=("tests/shm/test_abandon.py",),
+        tests=("tests/transports/shm/test_abandon.py",),
     ),
     Mutation(
         name="shm: a tensor of another communicator's arena is one of this",
@@ -92,7 +92,7 @@ MUTATIONS = (
         within="Ring.check",
         old="d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE",
         new="d.where = offset if data > self.arena.base else SHM_PRIVATE",
-        tests=("tests/shm/test_communicator.py", "tests/contract/test_async.py"),
+        tests=("tests/transports/shm/test_communicator.py", "tests/contract/test_async.py"),
     ),
     Mutation(
         name="shm: a cast gradient does not come back from the wire",
@@ -116,7 +116,7 @@ MUTATIONS = (
         within="ShmBucket._take",
         old="work.tensors.append(gradient)",
         new="",
-        tests=("tests/shm/test_abandon.py",),
+        tests=("tests/transports/shm/test_abandon.py",),
     ),
     Mutation(
         name="shm: a hole is not merged with the one before it",
@@ -124,7 +124,7 @@ MUTATIONS = (
         within="Segment.release",
         old="if merged and merged[-1][0] + merged[-1][1] == begin:",
         new="if False and merged[-1][0] + merged[-1][1] == begin:",
-        tests=("tests/shm/test_memory.py",),
+        tests=("tests/transports/shm/test_memory.py",),
     ),
     Mutation(
         name="shm: a forked child writes into its parent's memory",
@@ -141,7 +141,8 @@ MUTATIONS = (
         old=("if self.pidfds[r] >= 0:\n    close_fd(self.pidfds[r])"),
         new="pass",
         tests=(
-            "tests/shm/test_memory.py::test_a_closed_communicator_keeps_no_mapping_and_no"
+            "tests/transports/shm/test_memory.py::"
+            "test_a_closed_communicator_keeps_no_mapping_and_no"
             "_descriptor",
         ),
     ),

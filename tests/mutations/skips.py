@@ -7,8 +7,8 @@ from tests.mutations.mutation import Mutation
 SKIPPING = "fastcomm/reducer/features/skip.py"
 STEPS = "fastcomm/reducer/optimizer_hooks.py"
 HELPERS = "fastcomm/reducer/features/torch_helpers.py"
-TESTS = "tests/reducer/test_skips.py"
-OPTIMIZER_TESTS = "tests/reducer/test_skipped_optimizers.py"
+TESTS = "tests/reducer/features/test_skips.py"
+OPTIMIZER_TESTS = "tests/reducer/features/test_skipped_optimizers.py"
 
 
 def _test(name: str) -> tuple[str, ...]:
@@ -297,7 +297,7 @@ MUTATIONS = (
         within="Reducer.skipped",
         old="skipping is None or self.steps_alone",
         new="skipping is None",
-        tests=("tests/reducer/test_meetings.py::test_steps_of_several_optimizers_count_as_one",),
+        tests=("tests/optim/test_meetings.py::test_steps_of_several_optimizers_count_as_one",),
     ),
     Mutation(
         name="skips: a vote may come after the reduction of shares",
@@ -353,7 +353,7 @@ MUTATIONS = (
         within="Skipping.before_round",
         old="self._comm.has_streams",
         new="False",
-        tests=("tests/nccl/test_launches.py::test_weights_and_skips_are_not_captured",),
+        tests=("tests/transports/nccl/test_launches.py::test_weights_and_skips_are_not_captured",),
     ),
     Mutation(
         name="skips: a rank whose talk was interrupted talks once more",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
-TUNING = "tests/reducer/test_tuning.py"
+TUNING = "tests/reducer/features/test_tuning.py"
 INTERRUPTED = "test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none"
 TIMELINE = "tests/insight/test_timeline.py"
-RUNNER = "tests/test_runner.py"
+RUNNER = "tests/launching/test_runner.py"
 PIECES = "test_pieces_of_a_line_are_put_together_unless_another_rank_comes_between"
 KILLED = "test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder"
 
@@ -88,7 +88,9 @@ MUTATIONS = (
             'path = options.json or Path(__file__).with_name("results") / f"{benchmark}.json"\n'
             "write_json(results, path, options, prefix)"
         ),
-        tests=("tests/test_bench.py::test_without_json_a_benchmark_changes_no_committed_figures",),
+        tests=(
+            "tests/bench/test_bench.py::test_without_json_a_benchmark_changes_no_committed_figures",
+        ),
     ),
     Mutation(
         name="launch: a rank that has returned nothing counts as one that returns None",

@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 WEIGHTS = "fastcomm/reducer/features/weights.py"
 BUCKET = "fastcomm/reducer/bucket.py"
-TESTS = "tests/reducer/test_weights.py"
+TESTS = "tests/reducer/features/test_weights.py"
 
 
 def _test(name: str) -> tuple[str, ...]:

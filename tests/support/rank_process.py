@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastcomm.launching import launchers
+from tests.fakes.stand_ins import refusing_races
 from tests.support import delays
 from tests.support.bodies import Place, communicator, stand_at
 from tests.support.outcomes import described
-from tests.support.stand_ins import refusing_races
 
 Environment = Mapping[str, "str | None"]
 

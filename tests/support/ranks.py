@@ -33,10 +33,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.stand_ins import environment, stand_ins
 from tests.support.bodies import Place
 from tests.support.outcomes import Failure, Outcome, RankError
 from tests.support.rank_process import Environment, serve, stacks_path
-from tests.support.stand_ins import environment, stand_ins
 from tests.support.transports import environment_of
 
 TIME_LIMIT = 180.0

@@ -6,7 +6,11 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 # What their fixtures make takes long: one worker makes it, and runs all tests that use it.
-TOGETHER = ("tests/test_package.py", "tests/test_demo.py", "tests/test_bench.py::test_flatten")
+TOGETHER = (
+    "tests/test_package.py",
+    "tests/cli/test_demo.py",
+    "tests/bench/test_bench.py::test_flatten",
+)
 
 
 class AnyWorker(LoadScopeScheduling):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.stand_ins import driver_without_a_gpu
+from tests.fakes.stand_ins import driver_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="this torch never starts CUDA: needs one built for it"

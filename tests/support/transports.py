@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.stand_ins import environment, stand_ins
+from tests.fakes.stand_ins import environment, stand_ins
 
 TRANSPORTS = ("shm", "nccl")
 TRANSPORTS_OVER_TORCH = ("group", "hierarchical")

@@ -1,0 +1,492 @@
+"""The benchmarks run, with real ranks and tiny sizes, and write what they promise. Nothing here
+looks at a time. Those of the GPU run with the host in its place: see host_clock.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.stand_ins import environment, stand_ins
+from tests.support import namespaces
+from tests.support.forked_python import python
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks
+from tests.support.small_models import WIDTHS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BENCH = ROOT / "bench"
+
+
+def start(
+    script: str, *arguments: str | Path, on_the_host: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """How a benchmark ends that has a small model in place of its MLP."""
+    imports = ["tests.support.small_models"]
+    if on_the_host is not None:
+        imports.append("tests.support.host_clock")
+    return python(BENCH / script, *arguments, env=on_the_host or {}, imports=imports)
+
+
+def run(script: str, *arguments: str | Path, on_the_host: Mapping[str, str] | None = None) -> str:
+    """What it prints."""
+    done = start(script, *arguments, on_the_host=on_the_host)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def on_the_host() -> Mapping[str, str]:
+    """The environment in which a benchmark of the GPU runs on the host."""
+    return environment(stand_ins())
+
+
+def test_allreduce_prints_the_table_of_nccl_tests_and_writes_json(tmp_path):
+    path = tmp_path / "allreduce.json"
+    command = [sys.executable, str(BENCH / "allreduce.py"), "--json", str(path)]
+    options = ["-b", "1K", "-e", "64K", "-f", "8", "-n", "20", "-w", "2", "--peers", "gloo"]
+    # As its users start it, the other benchmarks being forked.
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
+    rows = [line.split() for line in printed.splitlines() if line and not line.startswith("#")]
+    assert [row[:5] for row in rows] == [
+        [str(n), str(n // 4), "float", "sum", "-1"] for n in (1024, 8192, 65536)
+    ]
+    assert "# Out of bounds values : 0 OK" in printed
+    result = json.loads(path.read_text())
+    assert result["ranks"] == 2 and result["machine"]["cores"] >= 1
+    for row in result["rows"]:
+        assert set(row["ratios"]) == {"gloo/fastcomm", "fastcomm/bound"}
+        assert row["fastcomm"]["in_place"]["wrong"] == 0
+        if result["machine"]["cores"] > 1:
+            assert row["caches"] in ("one", "two", "mixed")
+
+
+def test_without_json_a_benchmark_changes_no_committed_figures():
+    before = {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")}
+    assert "Results:" not in run("simulate.py", "--only", "scaling")
+    assert {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")} == before
+
+
+def test_allreduce_measures_ordinary_tensors_and_other_dtypes(tmp_path):
+    path = tmp_path / "allreduce.json"
+    run(
+        "allreduce.py",
+        "-b",
+        "4K",
+        "-e",
+        "4K",
+        "-n",
+        "5",
+        "-d",
+        "bfloat16",
+        "-o",
+        "max",
+        "--tensors",
+        "ordinary",
+        "--peers",
+        "gloo",
+        "--json",
+        str(path),
+        "--plot",
+        str(tmp_path / "allreduce.png"),
+    )
+    assert json.loads(path.read_text())["tensors"] == "ordinary"
+    assert (tmp_path / "allreduce.png").stat().st_size > 0
+
+
+def test_allreduce_says_of_an_mpi_that_is_missing_how_to_get_it(tmp_path):
+    path = tmp_path / "allreduce.json"
+    size = ["-b", "1K", "-e", "1K", "-n", "5", "--unchanged", "--json", path]
+    printed = run("allreduce.py", *size, "--peers", "mpich", "--mpis", tmp_path)
+    assert f"mpich is not measured: it is not in {tmp_path}/mpich: python3." in printed
+    assert "pip install mpi4py mpich" in json.loads(path.read_text())["peers_not_measured"]["mpich"]
+
+
+def test_allreduce_says_why_deepspeed_cannot_be_had(tmp_path):
+    cases = [("float", "sum"), ("int32", "sum"), ("float", "max")]
+    ((missing, dtype, op),) = values_of(fresh_ranks(1, _without_deepspeed, cases, tmp_path))
+    assert missing.startswith("it is not installed: pip install deepspeed, or python3.")
+    assert f"{tmp_path}/deepspeed/bin/pip install --no-deps deepspeed einops" in missing
+    assert dtype == "its op has no int32" and op == "its op has no max"
+
+
+def _without_deepspeed(place, cases, folder):
+    sys.path.insert(0, str(BENCH))
+    sys.modules["deepspeed"] = None
+    contender = importlib.import_module("allreduce_deepspeed")
+
+    def said(dtype, op):
+        with pytest.raises(contender.NoDeepSpeedError) as caught:
+            contender.library_of(dtype, op, folder)
+        return str(caught.value)
+
+    return [said(*case) for case in cases]
+
+
+def test_what_deepspeed_leaves_in_shared_memory_is_removed_and_nothing_else():
+    assert values_of(fresh_ranks(1, _left_by_deepspeed)) == [["2"]]
+
+
+def _left_by_deepspeed(place):
+    """What is left of three ranks' files after two ranks, by their ends."""
+    sys.path.insert(0, str(BENCH))
+    contender = importlib.import_module("allreduce_deepspeed")
+    with pytest.raises(KeyboardInterrupt), contender.shared_memory(2) as variables:
+        address = f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}"
+        prefix = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_"
+        for rank in range(3):
+            Path(f"{prefix}{rank}").touch()
+        raise KeyboardInterrupt
+    left = [rank for rank in "012" if Path(prefix + rank).exists()]
+    Path(f"{prefix}2").unlink()
+    return left
+
+
+def test_allreduce_goes_on_where_deepspeed_cannot_be_built(tmp_path):
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    broken = tmp_path / "deepspeed/lib" / version / "site-packages/deepspeed"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('broken\\nin two lines')")
+    path = tmp_path / "allreduce.json"
+    size = ["-b", "1K", "-e", "1K", "-n", "5", "--unchanged", "--json", path]
+    printed = run("allreduce.py", *size, "--peers", "deepspeed", "--mpis", tmp_path)
+    assert "deepspeed is not measured: its op cannot be built" in printed
+    assert "RuntimeError: broken" in json.loads(path.read_text())["peers_not_measured"]["deepspeed"]
+
+
+def test_allreduce_compares_fastcomm_with_one_of_another_tree(tmp_path):
+    (tmp_path / "fastcomm").symlink_to(ROOT / "fastcomm")
+    path = tmp_path / "allreduce.json"
+    size = ["-b", "1K", "-e", "8K", "-f", "8", "-n", "5", "--json", path]
+    run("allreduce.py", *size, "--peers", "before", "--before", tmp_path)
+    for row in json.loads(path.read_text())["rows"]:
+        assert set(row["ratios"]) == {"before/fastcomm", "fastcomm/bound"}
+
+
+def test_allreduce_wants_to_know_which_fastcomm_was_before():
+    done = start("allreduce.py", "--peers", "before")
+    assert done.returncode == 2 and "--before FOLDER" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "barriers, caches",
+    [([200, 210, 190], "one"), ([900, 700, 800], "two"), ([200, 900, 250, 950], "mixed")],
+)
+def test_a_barrier_tells_whether_the_cores_share_a_cache(barriers, caches):
+    assert values_of(fresh_ranks(1, _caches_of, barriers)) == [caches]
+
+
+def _caches_of(place, barriers):
+    sys.path.insert(0, str(BENCH))
+    return importlib.import_module("allreduce_report").Barrier.of(barriers).caches
+
+
+def test_overhead_takes_a_step_apart(tmp_path):
+    path = tmp_path / "overhead.json"
+    printed = run("overhead.py", "--models", "mlp", "--rounds", "2", "--json", path)
+    assert "waiting for the slower rank" in printed
+    result = json.loads(path.read_text())
+    parts = result["models"]["mlp"]["parts"]
+    assert [row["part"] for row in result["rows"]] == list(parts)
+    assert all({"ms", "share_of_ddp", "cpu_ms", "page_faults"} <= set(p) for p in parts.values())
+
+
+def test_compiled_says_when_buckets_of_compiled_models_are_launched(tmp_path):
+    path = tmp_path / "compiled.json"
+    options = ["--backend", "eager", "--rounds", "2", "--steps", "1"]
+    printed = run("compiled.py", "--models", "mlp", *options, "--json", path)
+    assert "first launch" in printed
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["eager", "whole", "pieces"]
+    assert all(0 < row["first_launch"] <= 1 and not row["off_eager"] for row in rows)
+
+
+def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
+    path = tmp_path / "step.json"
+    printed = run(
+        "step.py",
+        *["--models", "mlp", "--rounds", "2", "--steps", "1", "--json", str(path)],
+        *["--plot", str(tmp_path / "step.png"), "--report", str(tmp_path / "step.html")],
+    )
+    assert "fastcomm's overhead is" in printed
+    again = "python -m fastcomm bench step --models mlp --rounds 2 --steps 1"
+    assert f"<pre>{again}</pre>" in (tmp_path / "step.html").read_text()
+    assert (tmp_path / "step.png").stat().st_size > 0
+    result = json.loads(path.read_text())["models"]["mlp"]
+    assert set(result["quartiles_ms"]) == {"local", "fastcomm", "ddp", "ddp_views"}
+    assert set(result["overhead_ms"]) == {"fastcomm", "ddp", "ddp_views"}
+    assert result["parameters"] == sum(p * q + q for p, q in pairwise(WIDTHS))
+
+
+def test_step_tells_what_the_hooks_cost():
+    assert "us per parameter and step" in run("step.py", "--hook-cost", "--ranks", "1")
+
+
+HOW_GRADIENTS_COME = ("gradients of their own", "views", "bfloat16 wire")
+
+
+def test_timeline_tells_what_recording_costs(tmp_path):
+    path, options = tmp_path / "timeline.json", ["--models", "mlp", "--rounds", "2", "--pairs", "4"]
+    printed = run("timeline.py", *options, "--json", path, "--plot", tmp_path / "timeline.png")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["model"] == "mlp" and row["step_ms"] > 0
+    assert set(row["cost_ms"]) == set(row["half_width_ms"]) == {"on", "off again"}
+    assert "mlp: at most 1% while it is on" in printed and "Recording alone" in printed
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+
+
+def test_host_cost_sets_what_was_predicted_beside_what_was_measured(tmp_path):
+    path = tmp_path / "host_cost.json"
+    printed = run(
+        "host_cost.py",
+        *["--rounds", "2", "--json", str(path), "--plot", str(tmp_path / "host_cost.png")],
+    )
+    result = json.loads(path.read_text())
+    steps = ("gather", "launch", "null calls")
+    measured = [f"{step}, {how}" for step in steps for how in HOW_GRADIENTS_COME]
+    ways = ("fastcomm", "ddp", "ddp_views")
+    measured += [f"{way}, step of {n}" for n in (100, 1000) for way in ways]
+    assert [row["what"] for row in result["rows"]] == measured
+    for row in result["rows"]:
+        assert row["predicted"] > 0 and row["fastest"] <= row["quartiles"][1]
+    assert len(result["share_of_ddp"]) == 4
+    assert "of 9 met" in printed.splitlines()[-1]
+    assert (tmp_path / "host_cost.png").stat().st_size > 0
+
+
+# On a GPU
+
+
+@pytest.fixture(scope="module")
+def flattened(
+    on_the_host: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any]]:
+    """What bench/flatten.py prints and writes."""
+    path = tmp_path_factory.mktemp("flatten") / "flatten.json"
+    printed = run(
+        "flatten.py",
+        *["--lists", "tiny", "--rounds", "2", "--launches", "1", "32", "--json"],
+        *[str(path), "--plot", str(path.with_suffix(".png"))],
+        *["--report", str(path.with_suffix(".html"))],
+        on_the_host=on_the_host,
+    )
+    assert "The kernels of the GPU" in path.with_suffix(".html").read_text()
+    return printed, json.loads(path.read_text())
+
+
+def test_flatten_compares_the_kernels_with_their_peers(flattened):
+    _, result = flattened
+    modes = ("fp32", "bf16", "fp32->bf16")
+    assert [(row["mode"], row["way"]) for row in result["rows"]] == [
+        (mode, way) for mode in modes for way in ("flatten", "unflatten")
+    ]
+    for row in result["rows"]:
+        assert {"fastcomm", "copy", "foreach", "dense", "per tensor"} <= set(row["contenders"])
+
+
+def test_flatten_counts_the_bytes_read_and_written(flattened):
+    numel = sum(1 + 617 * i % 1999 for i in range(200))
+    assert [row["nbytes"] for row in flattened[1]["rows"][::2]] == [8 * numel, 4 * numel, 6 * numel]
+
+
+def test_flatten_tells_what_a_launch_costs_the_host(flattened):
+    launches = [(launch["n_tensors"], launch["wire"]) for launch in flattened[1]["launches"]]
+    assert launches == [(n, wire) for n in (1, 32) for wire in ("float32", "bfloat16")]
+
+
+def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
+    printed, result = flattened
+    # Of each row: not slower than torch, less than 15 us, a tenth of per-tensor copies.
+    assert len(result["bars"]) == 3 * len(result["rows"]) + len(result["launches"])
+    assert (
+        printed.splitlines()[-1]
+        == f"# bars: {sum(bar['is_met'] for bar in result['bars'])} of {len(result['bars'])} met"
+    )
+
+
+def _parameters_of(place, names):
+    sys.path.insert(0, str(BENCH))
+    contenders = importlib.import_module("flatten_contenders")
+    mlp = {"mlp": lambda: contenders.shapes_of(contenders.models.mlp)}
+    shapes = {name: (contenders.LISTS | mlp)[name]() for name in names}
+    return {name: (len(of), sum(shape.numel() for shape in of)) for name, of in shapes.items()}
+
+
+def test_models_have_the_parameters_they_are_known_by():
+    known = {
+        "mlp": (8, 8_403_978),
+        "resnet50": (161, 25_557_032),
+        "bert-large": (391, 335_141_888),
+        "gpt2": (148, 124_439_808),
+        "tiny": (2000, sum(1 + 617 * i % 1999 for i in range(2000))),
+    }
+    assert values_of(fresh_ranks(1, _parameters_of, list(known))) == [known]
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(
+    on_the_host, tmp_path, ranks
+):
+    path = tmp_path / "allreduce.json"
+    sizes = ["-b", "1K", "-e", "8K", "-f", "8", "-n", "10"]
+    printed = run(
+        "allreduce.py",
+        "--device",
+        "cuda",
+        "--ranks",
+        ranks,
+        *sizes,
+        "--json",
+        str(path),
+        on_the_host=on_the_host,
+    )
+    assert "# Out of bounds values : 0 OK" in printed and "# NCCL 2." in printed
+    result = json.loads(path.read_text())
+    assert result["device"] == "cuda" and result["ranks"] == int(ranks)
+    for row in result["rows"]:
+        assert set(row["ratios"]) == {"ordinary/fastcomm", "nccl/fastcomm"}
+
+
+def test_allreduce_on_a_shared_card_says_that_times_mean_nothing(on_the_host, tmp_path):
+    arguments = [
+        "--device",
+        "cuda",
+        "--share",
+        "--ranks",
+        "3",
+        "-b",
+        "1K",
+        "-e",
+        "1K",
+        "-n",
+        "5",
+        "-d",
+        "bfloat16",
+        "-o",
+        "avg",
+    ]
+    printed = run(
+        "allreduce.py",
+        *arguments,
+        "--json",
+        str(tmp_path / "allreduce.json"),
+        on_the_host=on_the_host,
+    )
+    assert "correctness only" in printed and "# Out of bounds values : 0 OK" in printed
+
+
+def test_allreduce_refuses_more_ranks_than_cards(on_the_host):
+    done = start("allreduce.py", "--device", "cuda", "--ranks", "3", on_the_host=on_the_host)
+    assert done.returncode == 2 and "--share" in done.stderr
+
+
+def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(on_the_host, tmp_path):
+    path = tmp_path / "step.json"
+    arguments = [
+        "--device",
+        "cuda",
+        "--ranks",
+        "1",
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--json",
+        str(path),
+    ]
+    printed = run("step.py", *arguments, on_the_host=on_the_host)
+    result = json.loads(path.read_text())["models"]["mlp"]
+    assert set(result["overhead_ms"]) == {
+        "fastcomm",
+        "ddp",
+        "ddp_views",
+        "fastcomm_bf16",
+        "ddp_bf16",
+    }
+    assert "of 2 met" in printed.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+@pytest.mark.parametrize(
+    "arguments",
+    [["flatten.py"], ["allreduce.py", "--device", "cuda"], ["step.py", "--device", "cuda"]],
+)
+def test_a_benchmark_of_the_gpu_says_in_a_sentence_that_there_is_none(arguments):
+    done = start(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "CUDA" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+def test_the_suite_of_the_gpu_says_in_a_sentence_that_there_is_none(tmp_path):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", str(ROOT / "ci/gpu.sh"), str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PATH": path}
+    )
+    assert done.returncode == 2
+    assert "needs a GPU" in done.stderr and not list(tmp_path.iterdir())
+
+
+STEPS = """build\tpassed\t80\tdone
+tests\tfailed (1)\t33\t1 failed, 61 passed
+step\tno time left\t0\t
+"""
+
+
+def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCH)
+    gpu_report = importlib.import_module("gpu_report")
+    assert "has run on a GPU yet" in gpu_report.page(tmp_path)
+    (tmp_path / "steps").write_text(STEPS)
+    machine = {"gpu": "a card", "nccl": "2.28.9", "driver": "580.1", "commit": "abc1234"}
+    facts = gpu_report.this_machine() | machine
+    assert facts["torch"] == torch.__version__
+    steps = list(gpu_report.read_steps(tmp_path / "steps"))
+    (tmp_path / "gpu-summary.json").write_text(json.dumps({"machine": facts, "steps": steps}))
+    bars = [{"what": "launch", "figure": "3.1 us", "is_met": True}]
+    (tmp_path / "flatten.json").write_text(json.dumps({"bars": bars}))
+    page = gpu_report.page(tmp_path)
+    assert "on a card, driver 580.1, NCCL 2.28.9" in page and "commit abc1234" in page
+    assert "| tests | failed (1) | 33 | 1 failed, 61 passed |" in page
+    assert "| step | no time left | 0 |  |" in page
+    assert "| launch | 3.1 us | met |" in page
+
+
+def test_hierarchical_reduces_right_over_every_wire():
+    reason = namespaces.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    printed = run("hierarchical.py", "--mib", "1", "--rounds", "2")
+    assert "backend" in printed
+
+
+def test_hierarchical_says_which_results_are_wrong(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCH))
+    hierarchical = importlib.import_module("hierarchical")
+    assert hierarchical.report_wrong({"float32": 1e-7, "int8": 1e-3}) == 0
+    assert hierarchical.report_wrong({"float32": 1e-7, "int8": 1.0}) == 1
+    assert "int8 is 1.0e+00 of the largest value off Gloo's sum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "cost, half_width, verdict",
+    [(0.5, 0.1, "met"), (3.0, 1.0, "NOT met"), (-12.0, 44.6, "undecided")],
+)
+def test_timeline_leaves_undecided_what_scatters_too_much(monkeypatch, cost, half_width, verdict):
+    monkeypatch.syspath_prepend(str(BENCH))
+    timeline = importlib.import_module("timeline")
+    row = {"model": "mlp", "step_ms": 100.0, "cost_ms": {"on": cost}}
+    assert timeline.bar_of(row | {"half_width_ms": {"on": half_width}}).verdict().strip() == verdict

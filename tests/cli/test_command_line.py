@@ -1,0 +1,474 @@
+"""`python -m fastcomm`, and the options that all benchmarks share: what they print, and what they
+refuse before anything is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fastcomm
+import fastcomm.__main__ as command_line
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BENCH = ROOT / "bench"
+RESULTS = sorted(BENCH.glob("results/*.json"))
+BENCHMARKS = (
+    *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
+    *("meetings", "compiled"),
+    *("simulate", "timeline", "overhead"),
+)
+
+
+class Replaced(Exception):
+    """The process has become another program: `command`, without the interpreter."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+
+
+class Console:
+    """Runs a main() with arguments, as from a shell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str, of: ModuleType = command_line) -> tuple[int, str, str]:
+        """Returns the exit status and what was printed, out and err."""
+        self._monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        try:
+            status = of.main()
+        except SystemExit as end:
+            status = end.code or 0
+        return int(status), *self._capsys.readouterr()
+
+    def prints(self, *arguments: str, of: ModuleType = command_line) -> str:
+        status, out, err = self(*arguments, of=of)
+        assert status == 0, err
+        return out
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Console:
+    def replace(program: str, command: list[str]) -> None:
+        raise Replaced(command[1:])
+
+    monkeypatch.setattr(os, "execv", replace)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which --json - replaces
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):  # which become() and demo() set
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    return Console(monkeypatch, capsys)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Modules of bench/, which import each other by name."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return {
+        name: importlib.import_module(name) for name in (*BENCHMARKS, "report", "tables", "chart")
+    }
+
+
+def test_help_names_every_command(console: Console) -> None:
+    text = console.prints("--help")
+    assert all(command in text for command in ("info", "demo", "bench", "--version"))
+
+
+def test_version_is_the_packages(console: Console) -> None:
+    assert console.prints("--version") == f"fastcomm {fastcomm.__version__}\n"
+
+
+def test_info_as_json_holds_what_info_prints(console: Console) -> None:
+    facts = json.loads(console.prints("info", "--json"))
+    assert facts.pop("version") == fastcomm.__version__
+    assert facts["fastcomm"].startswith(fastcomm.__version__)
+    lines = [f"{name:<10}{fact}" for name, fact in facts.items()]
+    assert console.prints("info").splitlines() == lines
+
+
+def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> None:
+    status, _, err = console("run")
+    assert status == 2 and err.endswith("required: script\n")
+
+
+def test_info_has_a_help_of_its_own(console: Console) -> None:
+    assert "--json" in console.prints("info", "--help")
+
+
+def test_the_help_of_bench_names_every_benchmark(console: Console) -> None:
+    text = console.prints("bench", "--help")
+    assert all(name in text for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_bench_becomes_the_script_with_what_follows(console: Console, name: str) -> None:
+    with pytest.raises(Replaced) as replaced:
+        console("bench", name, "--json", "x.json", "--help")
+    assert replaced.value.command == [str(BENCH / f"{name}.py"), "--json", "x.json", "--help"]
+
+
+@pytest.mark.parametrize("arguments", [("--report", "x.html"), ("--from", "a", "--plot", "b")])
+def test_bench_with_options_and_no_name_runs_all(
+    console: Console, arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(Replaced) as replaced:
+        console("bench", *arguments)
+    assert replaced.value.command == [str(BENCH / "all.py"), *arguments]
+
+
+def test_tune_becomes_its_script_with_what_follows(console: Console) -> None:
+    with pytest.raises(Replaced) as replaced:
+        console("tune", "--model", "mlp", "--help")
+    assert replaced.value.command == [str(BENCH / "tune.py"), "--model", "mlp", "--help"]
+
+
+def test_the_demo_runs_on_two_ranks(console: Console) -> None:
+    pytest.importorskip("tqdm")
+    with pytest.raises(Replaced) as replaced:
+        console("demo", "--steps", "3")
+    assert "--nproc-per-node=2" in replaced.value.command
+    assert replaced.value.command[-2:] == ["--steps", "3"]
+
+
+@pytest.mark.parametrize(
+    "command", [(), ("info",), ("demo",), ("bench",), ("bench", "step"), ("tune",)]
+)
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
+def test_other_ranks_than_the_first_leave_the_help_to_it(
+    console: Console, monkeypatch: pytest.MonkeyPatch, variable: str, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert console.prints(*command, "--help") == ""
+
+
+def test_what_a_script_is_told_is_no_question_for_help(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else -h of a script would do nothing on all ranks but the first, and report success."""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    ran = []
+    monkeypatch.setattr(command_line.runner, "run", lambda *arguments: ran.append(arguments))
+    status, _, _ = console("run", "train.py", "-h", "128")
+    assert status == 0 and ran == [(["train.py", "-h", "128"], None, None)]
+
+
+def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert console.prints("--help").count("usage:") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "{run,info,demo,bench,tune}"),
+        (("bench",), "NAME"),
+        (("bench", "everything"), "choose from"),
+        (("info", "--yaml"), "--yaml"),
+        (("run", "--thread=2", "train.py"), "run does not take --thread=2"),
+        (("demo", "--steps", "many"), "invalid int value: 'many'"),
+        (("demo", "--width", "100"), "--width is a multiple of 64; got 100"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(
+    console: Console, arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = console(*arguments)
+    assert status == 2 and words in err and err.count("error:") == 1
+
+
+# The options of all benchmarks
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_a_help_and_can_draw(
+    console: Console, bench: dict[str, ModuleType], name: str
+) -> None:
+    text = console.prints("--help", of=bench[name])
+    assert "--plot" in text
+    # As an installed fastcomm is called, which has no folder bench/ beside it.
+    assert "usage: python -m fastcomm bench " in text and "python bench/" not in text
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("option", ["--plot", "--json", "--report"])
+def test_a_missing_folder_is_refused_before_anything_is_measured(
+    console: Console, bench: dict[str, ModuleType], name: str, option: str, tmp_path: Path
+) -> None:
+    status, out, err = console(option, str(tmp_path / "nowhere" / "x.png"), of=bench[name])
+    assert status == 2 and "nowhere is not a folder" in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--plot", "x.bmp"), ".png, .svg, .pdf"),
+        (("--report", "x.pdf"), ".html"),
+        (("--from", "x.json"), "--from is for --plot and --report"),
+        (("--from", "missing.json", "--plot", "x.png"), "there is no such file"),
+        (("--from", __file__, "--plot", "x.png"), "not JSON"),
+        (("--from", __file__, __file__, "--plot", "x.png"), "of one file, and --from names 2"),
+        (("--rounds", "1"), "--rounds: quartiles need at least 2; got 1"),
+        (("--ranks", "0"), "--ranks is at least 1"),
+        (("--steps", "-1"), "--steps is at least 1"),
+    ],
+)
+def test_what_cannot_be_drawn_or_measured_is_refused(
+    console: Console, bench: dict[str, ModuleType], arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and words in err
+
+
+def test_json_that_no_benchmark_wrote_is_refused(
+    console: Console, bench: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "x.json").write_text("[1]")
+    arguments = ("--from", str(tmp_path / "x.json"), "--report", str(tmp_path / "x.html"))
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and "not the results of a benchmark" in err
+
+
+@pytest.mark.parametrize("option, name", [("--report", "x.html"), ("--plot", "x.png")])
+def test_results_that_lack_something_are_refused(
+    console: Console, bench: dict[str, ModuleType], tmp_path: Path, option: str, name: str
+) -> None:
+    found = {"benchmark": "step", "machine": {"date": "2026-01-01"}}
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    arguments = ("--from", str(tmp_path / "x.json"), option, str(tmp_path / name))
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and "x.json: not as this version writes results: KeyError: " in err
+    assert not (tmp_path / name).exists()
+
+
+def test_a_folder_in_the_place_of_results_is_refused_before_anything_is_measured(
+    console: Console, bench: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "x.html").mkdir()
+    status, out, err = console("--report", str(tmp_path / "x.html"), of=bench["step"])
+    assert status == 2 and "x.html is there, and is not a file" in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "module, arguments",
+    [("matplotlib", ("--plot", "x.svg")), ("matplotlib", ("--report", "x.html"))],
+)
+def test_what_is_not_installed_is_said_in_a_sentence(
+    console: Console,
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    arguments: tuple[str, ...],
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else find(name)
+    )
+    status, _, err = console(*arguments, of=bench["step"])
+    assert status == 2 and err.count("error:") == 1
+    assert f"{module}" in err and "pip install 'fastcomm[bench]'" in err
+
+
+def test_without_rich_benchmarks_print_their_tables_and_no_bar(
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    tables = bench["tables"]
+    columns = [tables.Column(6, ("way",), "<"), tables.Column(8, ("ms",))]
+    tables.Table(columns, rows=[["local", "1.5"]]).print()
+    assert capsys.readouterr().out == "  way         ms\n  local      1.5\n"
+    assert list(bench["report"].tracked([1, 2], "rounds")) == [1, 2]
+
+
+class Measured(ModuleType):
+    """A benchmark that takes no time."""
+
+    def __init__(self, report: ModuleType) -> None:
+        super().__init__("measured")
+        self.report = report
+
+    def main(self) -> int:
+        options = self.report.parse(argparse.ArgumentParser(), rounds=5)
+        print("a table")
+        self.report.write_results("step", {"models": {}}, options)
+        return 0
+
+
+def test_with_json_to_stdout_all_else_goes_to_stderr(
+    console: Console, bench: dict[str, ModuleType]
+) -> None:
+    _, out, err = console("--rounds", "3", "--json", "-", of=Measured(bench["report"]))
+    assert json.loads(out)["benchmark"] == "step" and "a table" in err
+
+
+def test_results_tell_the_command_that_measures_them_again(
+    console: Console, bench: dict[str, ModuleType]
+) -> None:
+    arguments = ("--json=-", "--rounds", "3")
+    out = console.prints(*arguments, of=Measured(bench["report"]))
+    assert json.loads(out)["command"] == "python -m fastcomm bench step --rounds 3"
+
+
+# All in short
+
+
+@pytest.fixture
+def in_no_time(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench/all.py, whose benchmarks write what is committed; but the one of Gloo fails."""
+
+    def run(name: str, arguments: list[str]) -> tuple[int, str]:
+        committed = sorted(BENCH.glob(f"results/{name}-2ranks*.json"))
+        return (1, "") if name == "backend" else (0, committed[0].read_text())
+
+    monkeypatch.setattr(bench["all"], "run", run)
+    monkeypatch.setattr(bench["chart"], "inline", lambda results, name: "<svg></svg>")
+    return bench["all"]
+
+
+def test_all_writes_one_page_of_what_was_measured_and_says_what_failed(
+    console: Console, in_no_time: ModuleType, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    page, both = tmp_path / "report.html", tmp_path / "all.json"
+    status, out, err = console("--report", str(page), "--json", str(both), of=in_no_time)
+    assert status == 1 and "failed, see above: backend" in err and "three minutes" in out
+    assert [results["benchmark"] for results in json.loads(both.read_text())] == [
+        "allreduce",
+        "step",
+    ]
+    again = tmp_path / "again.html"
+    console.prints("--from", str(both), "--report", str(again), of=in_no_time)
+    assert again.read_text() == page.read_text()
+
+
+def test_all_writes_what_was_measured_before_it_was_cut_off(
+    console: Console, in_no_time: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    measure = in_no_time.run
+
+    def run(name: str, arguments: list[str]) -> tuple[int, str]:
+        if name == "step":
+            raise SystemExit(143)
+        measured: tuple[int, str] = measure(name, arguments)
+        return measured
+
+    monkeypatch.setattr(in_no_time, "run", run)
+    page, results = tmp_path / "report.html", tmp_path / "all.json"
+    status, _, _ = console("--report", str(page), "--json", str(results), of=in_no_time)
+    assert status == 143
+    assert [one["benchmark"] for one in json.loads(results.read_text())] == ["allreduce"]
+    assert "bench allreduce" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "--report FILE.html"),
+        (("--plot", "x.svg"), "--plot is of one benchmark"),
+        (("--report", "x.html", "--ranks", "1"), "--ranks is at least 2"),
+    ],
+)
+def test_all_refuses_what_makes_no_sense(
+    console: Console, in_no_time: ModuleType, arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = console(*arguments, of=in_no_time)
+    assert status == 2 and words in err
+
+
+# What is printed
+
+
+def test_a_table_shortens_no_figure(
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    tables = bench["tables"]
+    columns = [tables.Column(10, ("size", "(B)")), tables.Column(8, ("time", "(us)"))]
+    table = tables.Table(columns, prefix="# ", title="[all]")
+    table.rows = [["1024", "1.25"], ["1048576", "12345678901234567890.25"]]
+    table.print()
+    assert capsys.readouterr().out.splitlines() == [
+        "[all]",
+        "#       size    time",
+        "#        (B)    (us)",
+        "        1024    1.25",
+        "     1048576 12345678901234567890.25",
+    ]
+
+
+def test_a_bar_moves_on_a_terminal_only(
+    bench: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tracked = bench["report"].tracked
+    assert list(tracked(range(3), "rounds")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("TERM", "xterm")
+    outer, inner = os.openpty()
+    with open(outer, "rb", buffering=0) as screen, open(inner, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert list(tracked(range(3), "rounds", shown=False)) == [0, 1, 2]
+        assert list(tracked(range(3), "rounds")) == [0, 1, 2]
+        shown = ""
+        while shown.count("rounds") < 3:  # one read may end between two pictures of the bar
+            shown += screen.read(4096).decode()
+        monkeypatch.undo()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_drawn_again_without_measuring(
+    console: Console, bench: dict[str, ModuleType], path: Path, tmp_path: Path
+) -> None:
+    """And the same ones make the same picture, so that a new one is a new result."""
+    pytest.importorskip("matplotlib")
+    n_times = 2 if path in RESULTS[::6] else 1
+    main, pictures = bench[path.stem.partition("-")[0]], [tmp_path / "1.svg", tmp_path / "2.svg"]
+    for picture in pictures[:n_times]:
+        console.prints("--from", str(path), "--plot", str(picture), of=main)
+        assert picture.read_text().rstrip().endswith("</svg>")
+        assert picture.read_bytes() == pictures[0].read_bytes()
+
+
+def test_a_wide_spread_is_marked(bench: dict[str, ModuleType]) -> None:
+    report = bench["report"]
+    times = report.Times({"quiet": report.Spread(9, 10, 14), "loud": report.Spread(8, 10, 14)})
+    assert times.wide() == "~ loud"
+
+
+@pytest.mark.parametrize(
+    "microseconds, text",
+    [(0.5, "500 ns"), (1, "1 us"), (10, "10 us"), (1e3, "1 ms"), (1e5, "100 ms"), (1e6, "1 s")],
+)
+def test_times_have_plain_units(
+    bench: dict[str, ModuleType], microseconds: float, text: str
+) -> None:
+    assert bench["chart"].time_text(microseconds) == text
+
+
+@pytest.mark.parametrize(
+    "nbytes, text", [(512, "512 B"), (1024, "1 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
+)
+def test_sizes_have_plain_units(bench: dict[str, ModuleType], nbytes: int, text: str) -> None:
+    assert bench["chart"].size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.156, "0.16"), (1.46, "1.5"), (27.8, "28"), (458.2, "458")]
+)
+def test_figures_have_two_digits(bench: dict[str, ModuleType], value: float, text: str) -> None:
+    assert bench["chart"].number_text(value) == text

@@ -1,0 +1,72 @@
+"""The demo, run small: both ranks train, agree, and report what communication cost. How little it
+costs is for the benchmarks to show.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from tests.support.forked_python import python
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = ("--steps", "6", "--layers", "1", "--width", "64", "--rounds", "2")
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What the demo prints on two ranks. A rank that fails makes the launcher, and so the demo,
+    exit with another status than 0.
+    """
+    demo = python("-m", "fastcomm", "demo", *SMALL, timeout=60)
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    return demo.stdout + demo.stderr
+
+
+def test_ranks_end_with_the_same_parameters(output: str) -> None:
+    assert re.search(r"^parameters .*: 0$", output, re.MULTILINE), output
+
+
+def test_gradient_is_that_of_one_process(output: str) -> None:
+    difference = re.search(r"^gradient .*: (\S+) of the largest element$", output, re.MULTILINE)
+    assert difference, output
+    assert float(difference[1]) < 2e-6
+
+
+def test_loss_falls(output: str) -> None:
+    loss = re.search(
+        r"^loss +(\S+) at first, (\S+) in the last 6 of 6 steps$", output, re.MULTILINE
+    )
+    assert loss, output
+    assert float(loss[2]) < float(loss[1])
+
+
+def test_progress_shows_loss_and_speed(output: str) -> None:
+    assert re.search(r"6/6 .*loss \d+\.\d+, [\d,]+ tokens/s", output), output
+
+
+def test_step_times_are_compared(output: str) -> None:
+    for name in ("local", "fastcomm", "DDP over Gloo"):
+        assert re.search(rf"{name} +\d+\.\d ms", output), output
+    assert len(re.findall(r"communication cost +-?\d+\.\d ms", output)) == 2
+
+
+def test_training_script_stays_short() -> None:
+    assert len((ROOT / "examples" / "train_gpt.py").read_text().splitlines()) < 200
+
+
+def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "fastcomm", "demo", "--steps", "100000", "--width", "64"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline().startswith("2 ranks")
+        demo.send_signal(signal.SIGINT)
+        _, err = demo.communicate(timeout=100)
+    assert demo.returncode == 128 + signal.SIGINT, err
+    assert "Traceback" not in err

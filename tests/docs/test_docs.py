@@ -1,0 +1,111 @@
+"""The documentation says what the code does: its Python runs, or is a part of an example that runs;
+links lead somewhere, and lines fit a window. `make docs` checks the site made of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import fastcomm
+from ci.compatibility import page
+from tests.support.scripts import printed_by
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
+
+
+def blocks(page: Path) -> list[str]:
+    """Its Python that should run by itself, block by block."""
+    found = BLOCK.finditer(page.read_text())
+    return [
+        block["code"]
+        for block in found
+        if block["why"] is None and not any(block["code"] in text for text in EXAMPLES)
+    ]
+
+
+@pytest.mark.parametrize("page", list(filter(blocks, PAGES)), ids=lambda page: page.name)
+def test_python_on_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n".join(blocks(page)))
+    printed_by(script, folder=tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_a_page_can_be_compiled(page: Path) -> None:
+    for block in BLOCK.finditer(page.read_text()):
+        try:
+            compile(textwrap.dedent(block["code"]), page.name, "exec")
+        except SyntaxError as error:
+            assert "outside function" in str(error), f"{error}:\n{block['code']}"
+
+
+def test_the_first_script_is_the_same_wherever_it_stands() -> None:
+    assert blocks(ROOT / "README.md")[0] in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_the_page_on_loops_shows_lines_of_examples_alone() -> None:
+    page = ROOT / "docs" / "training_script.md"
+    shown = BLOCK.findall(page.read_text())
+    assert len(shown) > 5 and not blocks(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
+    text = page.read_text()
+    headings = {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    for anchor in re.findall(r"\]\(#([^)]*)\)", text):
+        assert anchor in headings, f"{page.name} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_outside_tables_fit_a_window(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), 1)
+    wide = [n for n, line in lines if len(line) > 100 and not line.startswith("|")]
+    assert not wide, f"wrap these lines of {page.name}: {wide}"
+
+
+def test_the_page_on_gpus_says_what_has_run_on_one(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    gpu_report = importlib.import_module("gpu_report")
+    current = (ROOT / "docs" / "gpu.md").read_text()
+    assert gpu_report.page(ROOT / "bench" / "results") in current, gpu_report.__doc__
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^::: fastcomm\.(\w+)$", page, re.MULTILINE)) == sorted(
+        fastcomm.__all__
+    )
+
+
+@pytest.mark.parametrize("name", fastcomm.__all__)
+def test_every_public_name_says_what_it_is_for(name: str) -> None:
+    public = getattr(fastcomm, name)
+    assert public.__doc__, f"{name} has no docstring"
+    classes = public.__mro__ if isinstance(public, type) else ()
+    for of in (cls for cls in classes if cls.__module__.startswith("fastcomm.")):
+        for member, value in vars(of).items():
+            if callable(value) and not member.startswith("_"):
+                assert value.__doc__, f"{name}.{member} has no docstring"
+
+
+def test_the_page_of_what_does_not_go_together_says_what_the_code_asks() -> None:
+    current = (ROOT / "docs" / "compatibility.md").read_text()
+    assert current == page(), "python -m ci.compatibility > docs/compatibility.md"

@@ -1,0 +1,196 @@
+"""Ranks that cannot begin over NCCL: each says why, or is missed at the deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+import fastcomm
+from fastcomm import (
+    FastcommError,
+    InitError,
+    NcclError,
+)
+from fastcomm.transports.nccl import link as nccl_link
+from tests.fakes.stand_ins import (
+    assert_all_ended,
+    failing,
+    hanging,
+    loaded,
+    log_of,
+)
+from tests.support.bodies import finish_together, raised
+from tests.support.models import SMALL_BUCKETS, mlp
+from tests.support.outcomes import values_of
+from tests.support.ranks import torchrun_env
+from tests.transports.nccl import CODES, communicator, outcomes_of
+
+
+def _fail_to_begin(place, function):
+    failing_rank = 0 if function == "ncclGetUniqueId" else 1
+    messages = []
+    for code in CODES:
+        with failing(function, code) if place.rank == failing_rank else contextlib.nullcontext():
+            messages.append(
+                raised(
+                    NcclError if place.rank == failing_rank else InitError,
+                    lambda code=code: communicator(
+                        place, init_method=f"{place.init_method}-{code}"
+                    ),
+                )[0]
+            )
+    communicator(place).close()
+    return messages
+
+
+@pytest.mark.parametrize("function", ["ncclGetUniqueId", "ncclCommInitRankConfig"])
+def test_a_rank_that_cannot_begin_says_why_and_the_others_are_told(function):
+    for messages in values_of(outcomes_of(2, _fail_to_begin, function)):
+        for message, (code, text) in zip(messages, CODES.items(), strict=True):
+            assert (
+                f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL "
+                f"2.29.7)" in message
+            )
+
+
+def _begin_for_ever(place):
+    with hanging("ncclCommInitRankConfig"):
+        return raised(InitError, lambda: communicator(place, timeout=timedelta(seconds=2)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_beginning_that_never_ends_is_given_up_at_the_deadline(world_size):
+    for message, seconds in values_of(outcomes_of(world_size, _begin_for_ever)):
+        assert 1.9 < seconds < 5
+        assert "ncclCommInitRankConfig" in message and "2 s" in message
+
+
+def _die_or_stay_away(place, how):
+    if place.rank == 1 and how == "stays away":
+        return None
+    if place.rank == 1:
+        with hanging("ncclCommInitRankConfig"):
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            communicator(place)
+    return raised(FastcommError, lambda: communicator(place, timeout=timedelta(seconds=3)))
+
+
+@pytest.mark.parametrize("how", ["dies", "stays away"])
+def test_a_rank_that_is_not_there_at_the_beginning_is_missed_at_the_deadline(how):
+    outcomes = outcomes_of(3, _die_or_stay_away, how)
+    for message, seconds in values_of([outcomes[0], outcomes[2]]):
+        assert seconds < 6
+        assert how == "dies" or re.search("missing: rank 1", message), message
+
+
+def _die_while_nccl_connects():
+    while not any("ncclCommInitRankConfig" in line for line in log_of(loaded("nccl"))):
+        time.sleep(0.01)
+    time.sleep(0.2)  # the other rank comes as far, too
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lose_the_store(place):
+    with hanging("ncclCommInitRankConfig"):
+        if place.rank == 0:
+            threading.Thread(target=_die_while_nccl_connects).start()
+        return raised(
+            FastcommError, lambda: communicator(place, init_method=os.environ["MEETING_POINT"])
+        )
+
+
+def test_a_store_that_goes_while_nccl_connects_is_fastcomms_error():
+    meeting_point = {"MEETING_POINT": f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}"}
+    ((_, seconds),) = values_of(outcomes_of(2, _lose_the_store, env=[meeting_point] * 2)[1:])
+    assert seconds < 3
+
+
+def _die_before_anybody_watches(place):
+    make_watchdog = nccl_link.Watchdog
+
+    def make_watchdog_late(*arguments):
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        return make_watchdog(*arguments)
+
+    nccl_link.Watchdog = make_watchdog_late
+    message, _ = raised(FastcommError, lambda: communicator(place))
+    assert_all_ended()
+    return message
+
+
+def test_a_rank_that_dies_before_it_is_watched_is_named():
+    (message,) = values_of(outcomes_of(2, _die_before_anybody_watches)[:1])
+    assert "rank 1" in message and "died" in message
+
+
+# NCCL's thread blocks
+
+
+def _configs():
+    return [line for line in log_of(loaded("nccl")) if line.startswith("config")]
+
+
+def _limit_thread_blocks(place, options):
+    comm = communicator(place, **options)
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
+    finish_together(comm)
+    comm.abandon()
+    comm.barrier()
+    return _configs()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, []),
+        ({"max_ctas": 4}, ["config max_ctas=4"]),
+        ({"cta_policy": "efficiency"}, ["config cta_policy=1"]),
+        ({"max_ctas": 1, "cta_policy": "zero"}, ["config max_ctas=1", "config cta_policy=2"]),
+    ],
+)
+def test_nccl_is_told_how_many_thread_blocks_to_take_whenever_ranks_meet(options, expected):
+    # both lanes, at the beginning and after an abandoned round
+    assert values_of(outcomes_of(1, _limit_thread_blocks, options)) == [expected * 4]
+
+
+def _disagree_about_thread_blocks(place):
+    return raised(InitError, lambda: communicator(place, max_ctas=4 + place.rank))[0]
+
+
+def test_ranks_that_were_given_different_options_all_hear_which():
+    for message in values_of(outcomes_of(2, _disagree_about_thread_blocks)):
+        assert "rank 0: max_ctas=4, cta_policy=None; rank 1: max_ctas=5" in message
+
+
+def _ask_for_a_policy(place):
+    return raised(InitError, lambda: communicator(place, cta_policy="zero"))[0]
+
+
+def test_a_policy_that_nccl_does_not_have_is_an_error():
+    env = {"FASTCOMM_STAND_IN_NCCL_VERSION": "22605"}
+    (message,) = values_of(outcomes_of(1, _ask_for_a_policy, env=env))
+    assert "cta_policy needs NCCL 2.27 or newer; this is 2.26.5" in message
+
+
+@pytest.mark.parametrize(
+    "error, backend, options",
+    [
+        (ValueError, "shm", {"max_ctas": 4}),
+        (ValueError, "nccl", {"max_ctas": 0}),
+        (TypeError, "nccl", {"max_ctas": 1.5}),
+        (TypeError, "nccl", {"max_ctas": True}),
+        (ValueError, "nccl", {"cta_policy": "all"}),
+    ],
+)
+def test_options_for_nccl_are_checked_at_the_call(error, backend, options):
+    with pytest.raises(error, match=next(iter(options))):
+        fastcomm.init(backend, world_size=1, device="cpu", **options)

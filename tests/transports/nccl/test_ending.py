@@ -1,0 +1,203 @@
+"""close() and abort() where NCCL fails or hangs in them."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+import time
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import (
+    FastcommError,
+    NcclError,
+    TimeoutError,
+)
+from fastcomm.transports.nccl import link as nccl_link
+from tests.fakes.stand_ins import (
+    assert_all_ended,
+    failing,
+    hanging,
+    loaded,
+    log_of,
+)
+from tests.support.bodies import note, raised, wait_for_note
+from tests.support.models import SMALL_BUCKETS, mlp
+from tests.support.outcomes import values_of
+from tests.transports.nccl import SOON, communicator, outcomes_of
+
+
+def _fail_to_end(place, function):
+    comm = communicator(place)
+    kept = comm.empty(10, dtype=torch.float32)
+    with failing(function, 3):
+        message, seconds = raised(NcclError, comm.close)
+    assert seconds < SOON
+    if function == "ncclCommDestroy":  # NCCL may have freed some of it: it is not touched again
+        assert _calls("ncclCommAbort") == 0
+    else:
+        assert_all_ended()
+    comm.close()
+    kept.zero_()
+    return message
+
+
+@pytest.mark.parametrize("function", ["ncclCommDeregister", "ncclCommFinalize", "ncclCommDestroy"])
+def test_a_close_that_fails_says_so_and_ends_the_communicator_all_the_same(function):
+    for message in values_of(outcomes_of(2, _fail_to_end, function)):
+        assert f"{function} failed with code 3, internal error" in message
+
+
+def _end_out_of_time(place):
+    comm = communicator(place)
+    with hanging("ncclCommFinalize"):
+        before = time.monotonic()
+        with pytest.raises(TimeoutError, match="waited 0.5 s .*it was aborted"):
+            comm.close(timeout=0.5)
+        assert 0.4 < time.monotonic() - before < SOON
+    assert_all_ended()
+    with pytest.raises(FastcommError):
+        comm.barrier()
+
+
+def test_a_close_that_takes_too_long_becomes_an_abort():
+    values_of(outcomes_of(2, _end_out_of_time))
+
+
+def _abort_for_ever(place):
+    comm = communicator(place)
+    with hanging("ncclCommAbort"):
+        before = time.monotonic()
+        comm.abort()
+        assert time.monotonic() - before < 12
+    with pytest.raises(FastcommError, match="aborted"):
+        comm.barrier()
+
+
+def test_an_abort_that_hangs_is_left_behind():
+    values_of(outcomes_of(1, _abort_for_ever))
+
+
+def _close_before_the_others(place):
+    nccl_link.FREE_S = 0.3
+    comm = communicator(place)
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
+    loaded("nccl").stand_in_end_together(1)
+    if place.rank == 1:
+        wait_for_note(place, "closed")
+    before = time.monotonic()
+    comm.close()
+    assert time.monotonic() - before < SOON
+    if place.rank == 0:
+        assert loaded("nccl").stand_in_live_comms() == 2
+        note(place, closed=True)
+    assert_all_ended()
+    return _calls("ncclCommAbort"), loaded("nccl").stand_in_overtaken()
+
+
+def test_a_close_leaves_what_nccl_frees_when_the_other_ranks_have_closed():
+    assert values_of(outcomes_of(2, _close_before_the_others)) == [(0, 0)] * 2
+
+
+# Revocations that do not return at once: NCCL waits in them for its kernels to leave the device,
+# which stand behind whatever else was launched. To abort meanwhile would free what they use.
+
+NEVER = 99
+
+
+def _calls(name):
+    return [line.split()[0] for line in log_of(loaded("nccl"))].count(name)
+
+
+def _abort_behind_seconds_of_work(place):
+    comm = communicator(place)
+    loaded("nccl").stand_in_hold_revocations(NEVER)
+    aborting = threading.Thread(target=comm.abort)
+    aborting.start()
+    time.sleep(2.5)
+    assert (_calls("ncclCommRevoke"), _calls("ncclCommAbort")) == (1, 0)
+    loaded("nccl").stand_in_hold_revocations(0)
+    aborting.join(SOON)
+    assert not aborting.is_alive() and _calls("ncclCommAbort") == 1
+    assert loaded("nccl").stand_in_overtaken() == 0
+    assert_all_ended()
+
+
+def test_an_abort_begins_when_the_revocation_has_returned():
+    values_of(outcomes_of(1, _abort_behind_seconds_of_work))
+
+
+def _abort_lanes_that_wait_for_each_other(place):
+    comm = communicator(place)
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
+    loaded("nccl").stand_in_hold_revocations(2)
+    loaded("nccl").stand_in_clear_log()
+    before = time.monotonic()
+    comm.abort()
+    assert time.monotonic() - before < 1.5
+    assert_all_ended()
+    ends = [line.split()[0] for line in log_of(loaded("nccl")) if "Comm" in line]
+    return [name for name in ends if name in ("ncclCommRevoke", "ncclCommAbort")]
+
+
+def test_all_lanes_are_revoked_before_one_is_aborted():
+    expected = ["ncclCommRevoke"] * 2 + ["ncclCommAbort"] * 2
+    assert values_of(outcomes_of(1, _abort_lanes_that_wait_for_each_other)) == [expected]
+
+
+def _leave_lanes_behind(place, end):
+    nccl_link.ABORT_S = 0.5
+    comm = communicator(place)
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
+    loaded("nccl").stand_in_hold_revocations(NEVER)
+    before = time.monotonic()
+    with contextlib.suppress(FastcommError):
+        end(comm)
+    assert time.monotonic() - before < SOON
+    message, _ = raised(FastcommError, comm.barrier)
+    assert _calls("ncclCommAbort") == 0
+    loaded("nccl").stand_in_hold_revocations(0)
+    assert_all_ended()  # their threads are still at it
+    assert loaded("nccl").stand_in_overtaken() == 0
+    return message
+
+
+@pytest.mark.parametrize("how", ["abort", "abandon"])
+def test_lanes_whose_revocation_does_not_return_in_time_are_left_behind(how):
+    (message,) = values_of(outcomes_of(1, _leave_lanes_behind, operator.methodcaller(how)))
+    assert how in message
+    assert "NCCL has not ended 2 of 2 lanes within 0.5 s: they are left behind" in message
+
+
+def _close_and_leave_behind(place):
+    comm = communicator(place)
+    loaded("nccl").stand_in_hold_revocations(NEVER)
+    with hanging("ncclCommFinalize"):
+        message, seconds = raised(TimeoutError, lambda: comm.close(timeout=0.5))
+    assert seconds < SOON and _calls("ncclCommAbort") == 0
+    loaded("nccl").stand_in_hold_revocations(0)
+    assert_all_ended()
+    return message
+
+
+def test_a_close_says_that_it_leaves_a_lane_behind():
+    (message,) = values_of(outcomes_of(1, _close_and_leave_behind))
+    assert "waited 0.5 s for what was launched to end" in message and "left behind" in message
+
+
+def _close_until_the_device_comes_to_rest(place):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    with pytest.raises(TimeoutError, match="it was aborted"):
+        comm.close(timeout=0.3)
+    assert_all_ended()
+    loaded("cuda").stand_in_hold_events(0)
+    time.sleep(0.3)
+    return _calls("ncclCommFinalize")
+
+
+def test_a_close_that_was_given_up_does_not_finalize_what_is_gone():
+    assert values_of(outcomes_of(1, _close_until_the_device_comes_to_rest)) == [0]

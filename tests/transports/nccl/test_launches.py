@@ -1,0 +1,396 @@
+"""What reaches the streams, in which order: by the logs of the two libraries, and under capture
+into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import FastcommError
+from fastcomm.comm.transport import Weight
+from tests.fakes.stand_ins import (
+    assert_all_ended,
+    loaded,
+    log_of,
+)
+from tests.support.models import (
+    SMALL_BUCKETS,
+    assert_gradients,
+    backward,
+    mean_gradients,
+    mlp,
+)
+from tests.transports.nccl import SOON, communicator, stand_in_values
+
+# The order of launches, by the logs. The two libraries keep one each; what comes between is ordered
+# by the streams' events.
+
+
+def _launch_one_bucket(place, wire_dtype):
+    comm = communicator(place)
+    model = torch.nn.Linear(8, 8)
+    fastcomm.Reducer(comm, wire_dtype=wire_dtype).attach(model)
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+    model.zero_grad()
+    loss = model(x).sum()
+    for library in (loaded("cuda"), loaded("nccl")):
+        library.stand_in_clear_log()
+    loss.backward()
+    return log_of(loaded("cuda")), log_of(loaded("nccl"))
+
+
+def _events(line):
+    """What a line of the log does: call, stream and event."""
+    found = dict(re.findall(r"(stream|event)=(\w+)", line))
+    return line.split()[0], found.get("stream"), found.get("event")
+
+
+def _without_marks(calls):
+    """Leaves out events that nobody waits for: the watchdog's marks, of which there is one where it
+    has seen the launch before end.
+    """
+    waited_for = {event for name, _, event in calls if name == "cuStreamWaitEvent"}
+    return [call for call in calls if call[0] != "cuEventRecord" or call[2] in waited_for]
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+def test_a_bucket_is_one_launch_ordered_by_events(wire_dtype):
+    for cuda, nccl in stand_in_values(2, _launch_one_bucket, wire_dtype):
+        (all_reduce,) = nccl
+        lane = re.search(r"stream=(0x\w+)", all_reduce)[1]
+        assert lane != "0x0"
+        calls = _without_marks([_events(line) for line in cuda])
+        begin = ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"]
+        unflatten = ["cuLaunchKernel"] if wire_dtype else []
+        assert [name for name, _, _ in calls] == [
+            *begin,
+            *unflatten,
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+        ]
+        flattened, ready, lane_waits, *cast, done, caller_waits = calls
+        assert cuda[0].startswith("cuLaunchKernel flatten") and flattened[1] == "0x0"
+        assert ready[1] == "0x0" and lane_waits[1:] == (lane, ready[2])
+        assert all(stream == lane for _, stream, _ in cast)
+        assert done[1] == lane and done[2] != ready[2]
+        assert caller_waits[1:] == ("0x0", done[2])
+
+
+def _launch_with_weights(place):
+    comm = communicator(place)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    for _ in range(2):
+        for library in (loaded("cuda"), loaded("nccl")):
+            library.stand_in_clear_log()
+        reducer.set_weight(place.rank + 1)
+        backward(model, place.rank)
+    return len(reducer.buckets), log_of(loaded("cuda")), log_of(loaded("nccl"))
+
+
+def test_weights_are_one_collective_of_one_number_before_the_first_bucket():
+    for n_buckets, cuda, nccl in stand_in_values(2, _launch_with_weights):
+        counts = [int(re.search(r"numel=(\d+)", line)[1]) for line in nccl]
+        assert len(counts) == 1 + n_buckets and counts[0] == 1 and min(counts[1:]) > 1
+        assert not [line for line in cuda if "Synchronize" in line.split()[0]]
+
+
+def _train(place):
+    comm = communicator(place)
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 1:
+            loaded("cuda").stand_in_clear_log()
+        optimizer.zero_grad()
+        backward(model, place.rank, step)
+        reducer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return log_of(loaded("cuda"))
+
+
+def test_training_never_waits_for_the_device():
+    for log in stand_in_values(2, _train):
+        names = [line.split()[0] for line in log]
+        assert names.count("cuLaunchKernel") >= 3 * 3
+        assert not {
+            name for name in names if "Synchronize" in name or "Create" in name or "Mem" in name
+        }
+
+
+def _note_side_streams(place):
+    comm = communicator(place)
+    current = [0]
+    comm.cuda.raw_stream = lambda index: current[0]
+    flat = comm.empty(101, dtype=torch.float32).fill_(1)
+    views = [flat[:100]]
+    bucket = comm.bind_bucket(flat, views, [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = views[0]
+    current[0] = 1
+    bucket.note_stream()
+    current[0] = 2
+    loaded("cuda").stand_in_clear_log()
+    bucket.gather([parameter])
+    bucket.launch("mean", []).wait()
+    return [_events(line) for line in log_of(loaded("cuda"))], flat[:100].tolist()
+
+
+def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
+    for calls, values in stand_in_values(2, _note_side_streams):
+        (record, produced_on, event), (wait, waits, awaited), (kernel, flattened_on, _) = calls[:3]
+        assert (record, wait, kernel) == ("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel")
+        assert (produced_on, waits, flattened_on) == ("0x1", "0x2", "0x2") and event == awaited
+        assert calls[-1][:2] == ("cuStreamWaitEvent", "0x2")
+        assert values == [1.0] * 100
+
+
+CURRENT = 2  # a stream that the stand-in has from the start
+COLLECTIVES = {
+    "all_reduce": lambda comm, flat: comm.all_reduce(flat),
+    "broadcast": lambda comm, flat: comm.broadcast(flat),
+    "broadcast_all": lambda comm, flat: comm.broadcast_all([flat, flat.clone()]),
+    "all_gather_single": lambda comm, flat: comm.all_gather_single(torch.zeros(16), flat),
+    "reduce_scatter_single": lambda comm, flat: comm.reduce_scatter_single(torch.zeros(4), flat),
+}
+
+
+def _call_on_a_stream(place, name):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: CURRENT
+    flat = torch.ones(8)
+    loaded("cuda").stand_in_clear_log()
+    COLLECTIVES[name](comm, flat)
+    return [_events(line) for line in log_of(loaded("cuda"))]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it(name):
+    for calls in stand_in_values(2, _call_on_a_stream, name):
+        streams = [call for call in calls if "stream" in call[0].lower() or "Record" in call[0]]
+        ready, lane_waits, done, caller_waits = streams[:2] + streams[-2:]
+        assert ready[:2] == ("cuEventRecord", hex(CURRENT))
+        assert lane_waits[0] == "cuStreamWaitEvent" and lane_waits[1] != hex(CURRENT)
+        assert lane_waits[2] == ready[2]
+        assert done[:2] == ("cuEventRecord", lane_waits[1])
+        assert caller_waits == ("cuStreamWaitEvent", hex(CURRENT), done[2])
+
+
+def _gather_on_another_stream(place):
+    comm = communicator(place)
+    current = [1]
+    comm.cuda.raw_stream = lambda index: current[0]
+    flat = comm.empty(101, dtype=torch.float32).fill_(1)
+    bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = flat[:100]
+    logs = []
+    for stream in (1, 1, CURRENT):
+        current[0] = stream
+        loaded("cuda").stand_in_clear_log()
+        bucket.gather([parameter])
+        logs.append([_events(line) for line in log_of(loaded("cuda"))])
+        bucket.launch("sum", []).wait()
+    *_, (_, _, done) = [_events(line) for line in log_of(loaded("cuda")) if "Record" in line]
+    return logs, done
+
+
+def test_a_bucket_waits_for_its_last_round_where_that_was_awaited_on_another_stream():
+    for (first, same, other), done in stand_in_values(2, _gather_on_another_stream):
+        assert first == same == []
+        assert other == [("cuStreamWaitEvent", hex(CURRENT), done)]
+
+
+# Capture into a CUDA graph. The stand-in runs what is captured at once.
+
+BEGIN_GLOBAL, BEGIN_THREAD_LOCAL, END = 1, 2, 0
+LEGACY_STREAM = (
+    1  # a handle of the stream that the stand-in captures; 0 stands for "cannot be captured"
+)
+
+
+def _capture(place, mode, streams, wire_dtype):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    model = mlp()
+    expected = mean_gradients(model, place.world_size, backward)
+    fastcomm.Reducer(comm, streams=streams, wire_dtype=wire_dtype, **SMALL_BUCKETS).attach(model)
+    backward(model, place.rank)
+    for _ in range(2):
+        model.zero_grad()
+        loaded("cuda").stand_in_capture(mode)
+        backward(model, place.rank)
+        other = torch.ones(10)
+        comm.all_reduce(other)
+        time.sleep(0.5)  # the watchdog looks several times
+        assert loaded("cuda").stand_in_capture(END) == 0
+        assert other.tolist() == [float(place.world_size)] * 10
+        if wire_dtype is None:
+            assert_gradients(model, expected)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, place.rank)
+        if wire_dtype is None:
+            assert_gradients(model, expected)
+    with pytest.raises(FastcommError, match="2 CUDA graph.*delete them first"):
+        comm.close()
+    comm.barrier()
+    loaded("cuda").stand_in_destroy_graphs()
+    comm.close()
+    assert loaded("nccl").stand_in_live_comms() == 0
+
+
+@pytest.mark.parametrize("mode", [BEGIN_GLOBAL, BEGIN_THREAD_LOCAL], ids=["global", "thread local"])
+@pytest.mark.parametrize(
+    "streams, wire_dtype",
+    [(1, None), (2, torch.bfloat16)],
+    ids=["one lane", "two lanes and a cast"],
+)
+def test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs(mode, streams, wire_dtype):
+    stand_in_values(2, _capture, mode, streams, wire_dtype)
+
+
+def _capture_what_differs_by_step(place):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    model = mlp()
+    fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    with pytest.raises(FastcommError, match="replay the weight of its capture"):
+        comm.share_weight(Weight(2.0, 2.0))
+    waits = "skip_nonfinite=True waits for the device, which cannot"
+    with pytest.raises(FastcommError, match=waits):
+        backward(model, place.rank)
+    assert loaded("cuda").stand_in_capture(END) == 0
+    loaded("cuda").stand_in_destroy_graphs()
+    comm.close()
+
+
+def test_weights_and_skips_are_not_captured():
+    stand_in_values(2, _capture_what_differs_by_step)
+
+
+def _launch_after_a_work_was_collected(place):
+    comm = communicator(place)
+    tensor = comm.empty(4, dtype=torch.float32).fill_(1)
+    cycle = [comm.all_reduce(tensor, async_op=True)]
+    cycle[0].wait()
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    before = _n_events_made()
+    for _ in range(2):
+        comm.all_reduce(tensor, async_op=True).wait()
+    return tensor.tolist(), _n_events_made() - before
+
+
+def _n_events_made():
+    return sum("cuEventCreate" in call for call in log_of(loaded("cuda")))
+
+
+def test_a_work_that_the_garbage_collector_finds_leaves_a_good_ticket():
+    assert stand_in_values(2, _launch_after_a_work_was_collected) == [([8.0] * 4, 0)] * 2
+
+
+def _abort_with_a_graph_alive(place):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    comm.all_reduce(torch.ones(10))
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    comm.all_reduce(torch.ones(10))
+    assert loaded("cuda").stand_in_capture(END) == 0
+    before = time.monotonic()
+    comm.abort()
+    assert time.monotonic() - before < SOON
+    with pytest.raises(FastcommError) as caught:
+        comm.barrier()
+    assert "left behind" not in str(caught.value)
+    del comm
+    gc.collect()
+    time.sleep(0.3)
+    assert loaded("nccl").stand_in_live_comms() == 1  # the graph writes to it when it goes
+    loaded("cuda").stand_in_destroy_graphs()
+    assert_all_ended()
+    return loaded("nccl").stand_in_freed_under_graphs()
+
+
+def test_a_graph_may_outlive_an_aborted_communicator():
+    assert stand_in_values(2, _abort_with_a_graph_alive) == [0, 0]
+
+
+# Gradients that autograd has produced on another stream. Their memory belongs to that stream.
+
+
+def _gather_what_must_be_copied(place, how):
+    comm = communicator(place)
+    current, recorded = [1], []
+    comm.cuda.raw_stream = lambda index: current[0]
+    comm.cuda.record_stream = lambda tensor: recorded.append((tensor.data_ptr(), current[0]))
+    flat = comm.empty(101, dtype=torch.float32).zero_()
+    view = flat[:100].view(10, 10)
+    bucket = comm.bind_bucket(flat, [view], [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(10, 10))
+    parameter.grad = torch.ones(10, 10).t() if how == "copied" else torch.ones(10, 10)
+    gradient = parameter.grad.data_ptr()
+    bucket.note_stream()
+    current[0] = CURRENT
+    bucket.gather([parameter])
+    bucket.launch("sum", []).wait()
+    assert view.tolist() == [[2.0] * 10] * 10
+    return recorded == [(gradient, CURRENT)]
+
+
+@pytest.mark.parametrize("how", ["copied", "read where it is"])
+def test_a_gradient_of_another_stream_is_kept_for_the_current_one(how):
+    assert stand_in_values(2, _gather_what_must_be_copied, how) == [True] * 2
+
+
+def _sum(comm, bucket):
+    work = comm.all_reduce(bucket.buffer(), async_op=True)
+    return _Done(work, bucket.buffer())
+
+
+class _Done:
+    def __init__(self, work, tensor):
+        self._work, self._tensor = work, tensor
+
+    def done(self):
+        return self._work.is_completed()
+
+    def wait(self):
+        self._work.wait()
+        return self._tensor
+
+
+def _reduce_by_a_hook(place):
+    comm = communicator(place)
+    model = torch.nn.Linear(8, 8, bias=False)
+    fastcomm.Reducer(comm, hook=(comm, _sum)).attach(model)
+    current, recorded = [1], []
+    comm.cuda.raw_stream = lambda index: current[0]
+    comm.cuda.record_stream = lambda tensor: recorded.append(current[0])
+    loaded("cuda").stand_in_clear_log()
+    loss = model(torch.ones(2, 8)).sum()
+
+    def go_on(parameter):  # called when the reducer has heard of the gradient
+        current[0] = CURRENT
+
+    model.weight.register_post_accumulate_grad_hook(go_on)
+    loss.backward()
+    return [_events(line) for line in log_of(loaded("cuda"))], recorded
+
+
+def test_a_hooked_bucket_waits_for_the_streams_its_gradients_were_produced_on():
+    for calls, recorded in stand_in_values(2, _reduce_by_a_hook):
+        (record, produced_on, event), (wait, waits, awaited), *_ = calls
+        assert (record, produced_on) == ("cuEventRecord", "0x1")
+        assert (wait, waits, awaited) == ("cuStreamWaitEvent", hex(CURRENT), event)
+        assert recorded == [CURRENT]

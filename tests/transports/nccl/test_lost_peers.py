@@ -1,0 +1,123 @@
+"""Peers that go away, or never come, while a rank attaches, waits or trains."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm import PeerLostError, TimeoutError
+from fastcomm.comm import watchdog
+from tests.fakes.stand_ins import (
+    assert_all_ended,
+    loaded,
+)
+from tests.support.bodies import leave, left, raised
+from tests.support.models import (
+    SMALL_BUCKETS,
+    backward,
+    mlp,
+)
+from tests.support.outcomes import values_of
+from tests.transports.nccl import communicator, outcomes_of
+
+WAITS = {
+    "barrier": lambda comm: comm.barrier(),
+    "all_reduce": lambda comm: comm.all_reduce(torch.ones(10)),
+    "broadcast": lambda comm: comm.broadcast(torch.ones(10), comm.world_size - 1),
+    "attach": lambda comm: fastcomm.Reducer(comm).attach(mlp()),
+    "a bucket": lambda comm: _bind(comm, lane=0),
+    "a bucket of a second lane": lambda comm: _bind(comm, lane=1),
+}
+
+
+def _bind(comm, lane):
+    flat = comm.empty(101, dtype=torch.float32).zero_()
+    comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=1, lane=lane)
+
+
+def _lose_a_peer(place, wait, how):
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == place.world_size - 1:
+        time.sleep(0.3)
+        leave(place, comm, how)
+        return None
+    message, _ = raised(PeerLostError, lambda: WAITS[wait](comm))
+    pid, seconds = left(place)
+    with pytest.raises(PeerLostError):
+        comm.barrier()
+    assert_all_ended()
+    return message, pid, seconds
+
+
+def assert_told_of_the_loss(outcomes, words):
+    *others, last = outcomes
+    for message, pid, seconds in values_of(others):
+        assert f"rank {last.rank} (pid {pid})" in message
+        assert words in message
+        assert seconds < 2
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_killed_peer_is_named_within_two_seconds(wait):
+    assert_told_of_the_loss(outcomes_of(3, _lose_a_peer, wait, "killed"), "died")
+
+
+def _train_until_a_peer_dies(place, delay):
+    comm = communicator(place)
+    model = mlp()
+    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
+    comm.barrier()
+    if place.rank == place.world_size - 1:
+        threading.Timer(delay, leave, (place, comm, "killed")).start()
+    with pytest.raises(PeerLostError) as lost:
+        while True:
+            model.zero_grad()
+            backward(model, place.rank)
+    pid, seconds = left(place)
+    assert_all_ended()
+    return str(lost.value), pid, seconds
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.1314, 0.1777])
+def test_a_peer_may_be_killed_at_any_moment_of_training(delay):
+    assert_told_of_the_loss(outcomes_of(3, _train_until_a_peer_dies, delay), "died")
+
+
+def _miss_a_bucket(place):
+    comm = communicator(place, timeout=timedelta(seconds=2))
+    model = mlp()
+    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    if place.rank == 1:
+        time.sleep(4.5)
+        return None
+    return raised(TimeoutError, lambda: backward(model, place.rank))[0]
+
+
+def test_a_bucket_that_a_rank_does_not_launch_is_named():
+    message, _ = values_of(outcomes_of(2, _miss_a_bucket))
+    assert re.search(r"bucket 0 of reducer 0.*missing: rank 1", message), message
+
+
+def _hold_several_launches(place):
+    watchdog.ANSWER_S = 0.1
+    comm = communicator(place, timeout=timedelta(seconds=0.4))
+    time.sleep(0.3)  # the watchdog has seen the ranks' meeting end
+    loaded("cuda").stand_in_hold_events(1)
+    works = [comm.all_reduce(torch.ones(numel), async_op=True) for numel in (10, 20, 30)]
+    deadline = time.monotonic() + 20
+    with pytest.raises(TimeoutError, match="rank 0 waits for .*all_reduce of 10 float32"):
+        while time.monotonic() < deadline:
+            comm.check()
+            time.sleep(0.01)
+    del works
+
+
+def test_the_oldest_launch_is_the_one_that_is_waited_for():
+    values_of(outcomes_of(1, _hold_several_launches))

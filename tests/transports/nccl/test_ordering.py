@@ -1,0 +1,349 @@
+"""Who waits for whom: torch's work, our kernels and NCCL's collectives on streams, each of which
+could run ahead of the others. A body fails where something is not ordered: see
+tests/fakes/torch_streams.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fastcomm
+from tests.fakes.stand_ins import loaded, log_of
+from tests.fakes.torch_streams import TorchStreams
+from tests.support.models import (
+    SMALL_BUCKETS,
+    Heads,
+    assert_gradients,
+    backward,
+    loss_of,
+    mean_gradients,
+    mlp,
+)
+from tests.transports.nccl import communicator, stand_in_values
+
+# Whole training steps, on one stream.
+
+
+def _train(place, options):
+    comm = communicator(place)
+    with TorchStreams(comm):
+        model = mlp()
+        expected = mean_gradients(model, place.world_size, backward)
+        reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS, **options).attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step < 2)
+            backward(model, place.rank)
+            reducer.clip_grad_norm_(1e9)
+            reducer.nonfinite_count()
+            optimizer.step()
+        reducer.check_in_sync()
+    if "wire_dtype" not in options:
+        assert_gradients(model, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"streams": 2}, {"wire_dtype": torch.bfloat16}, {"overlap": False}],
+    ids=["as it is", "two lanes", "cast", "at the end"],
+)
+def test_training_is_ordered(options):
+    stand_in_values(2, _train, options)
+
+
+def _train_some(place):
+    comm = communicator(place)
+    with TorchStreams(comm):
+        model = Heads(3)
+        reducer = fastcomm.Reducer(comm).attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            with reducer.no_sync():
+                loss_of(model, place.rank, step, 0).backward()
+            loss_of(model, place.rank, step, 0, *([1] if step % 2 == place.rank else [])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_training_is_ordered_where_gradients_are_missing_or_accumulated():
+    stand_in_values(2, _train_some)
+
+
+# Gradients that autograd produces on another stream than the one that is current at the launch.
+
+
+def _gradients_of_another_stream(place, make, wire_dtype):
+    comm = communicator(place)
+    with TorchStreams(comm, 2) as streams:
+        flat = comm.empty(101, dtype=torch.float32).zero_()
+        view = flat[:100].view(10, 10)
+        bucket = comm.bind_bucket(flat, [view], [0], wire_dtype=wire_dtype, label=1)
+        parameter = torch.nn.Parameter(torch.zeros(10, 10))
+        for _ in range(3):
+            with streams.on(streams.streams[1]):
+                parameter.grad = GRADIENTS[make]()
+                bucket.note_stream()
+            bucket.gather([parameter])
+            bucket.launch("sum", []).wait()
+            assert parameter.grad.sum().item() == 200
+
+
+GRADIENTS = {
+    "read where it is": lambda: torch.ones(10, 10),
+    "copied": lambda: torch.ones(10, 10).t(),
+}
+
+
+@pytest.mark.parametrize("make", GRADIENTS)
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+def test_a_bucket_is_ordered_after_gradients_of_another_stream(make, wire_dtype):
+    stand_in_values(2, _gradients_of_another_stream, make, wire_dtype)
+
+
+def _rounds_on_other_streams(place, wire_dtype):
+    """Each round is launched on a stream that has not waited for the one before."""
+    comm = communicator(place)
+    with TorchStreams(comm, 3) as streams:
+        flat = comm.empty(101, dtype=torch.float32).fill_(1)
+        bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=wire_dtype, label=1)
+        parameter = torch.nn.Parameter(torch.zeros(100))
+        parameter.grad = flat[:100]
+        for stream in streams.streams:
+            with streams.on(stream):
+                streams.wait_for(streams.streams[0])
+        for i in (0, 2, 1, 0):
+            with streams.on(streams.streams[i]):
+                bucket.gather([parameter])
+                work = bucket.launch("mean", [])
+            with streams.on(streams.streams[(i + 1) % 3]):
+                work.wait()
+        with streams.on(streams.streams[1]):
+            assert parameter.grad.sum().item() == 100
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+def test_a_bucket_is_ordered_after_its_last_round_on_whatever_streams(wire_dtype):
+    stand_in_values(2, _rounds_on_other_streams, wire_dtype)
+
+
+def _sum(state, bucket):
+    """A hook that goes on with the sum on a stream of its own, which is to be waited for."""
+    streams = state.streams
+    work = state.comm.all_reduce(bucket.buffer(), async_op=True)
+    with streams.on(streams.streams[2]):
+        work.wait()
+        bucket.buffer().mul_(1)
+    return _Done(streams, bucket.buffer())
+
+
+class _Done:
+    def __init__(self, streams, tensor):
+        self._streams, self._tensor = streams, tensor
+
+    def done(self):
+        return True
+
+    def wait(self):
+        self._streams.wait_for(self._streams.streams[2])
+        return self._tensor
+
+
+def _train_on_two_streams(place, options, is_hooked):
+    """The weights' gradients come from another stream, as if the forward had used it for them."""
+    comm = communicator(place)
+    with TorchStreams(comm, 3) as streams:
+        if is_hooked:
+            options = {**options, "hook": (SimpleNamespace(comm=comm, streams=streams), _sum)}
+        model = Heads()  # one is not used, so that ranks have to hear who has its gradient
+        one, other, _ = streams.streams
+        for parameter in list(model.parameters())[::2]:
+            parameter.register_hook(lambda gradient: _produced_on(streams, other, gradient))
+        fastcomm.Reducer(comm, **options).attach(model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: setattr(streams, "current", one)
+            )
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, place.rank, step, 0).backward()
+            streams.wait_for(other)  # as autograd does at the end of a backward
+            for parameter in model.heads[0].parameters():
+                parameter.grad.sum()
+
+
+def _produced_on(streams, other, gradient):
+    """A copy that belongs to the other stream, which is current until the gradient has arrived."""
+    before, streams.current = streams.current, other
+    streams.wait_for(before)
+    streams.record(gradient)  # as autograd does
+    return gradient.clone()
+
+
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["reducer", "hook"])
+@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS], ids=["one bucket", "many buckets"])
+def test_training_on_two_streams_is_ordered(options, is_hooked):
+    stand_in_values(2, _train_on_two_streams, options, is_hooked)
+
+
+# Collectives of single tensors.
+
+COLLECTIVES = {
+    "all_reduce": lambda comm, t, **how: comm.all_reduce(t, **how),
+    "mean": lambda comm, t, **how: comm.all_reduce(t, "mean", **how),
+    "broadcast": lambda comm, t, **how: comm.broadcast(t, **how),
+    "all_gather_single": lambda comm, t, **how: comm.all_gather_single(t, t[:4] + 0, **how),
+    "reduce_scatter_single": lambda comm, t, **how: comm.reduce_scatter_single(
+        t[:4], torch.cat([t, t])[4:12], **how
+    ),
+    "mean of a share": lambda comm, t, **how: comm.reduce_scatter_single(
+        t[:4], torch.cat([t, t])[4:12], "mean", **how
+    ),
+}
+# A mean takes another way for each: scaled before, or after, or summed in a wider type.
+DTYPES = (torch.float32, torch.float16, torch.int32)
+
+
+def _call(place):
+    comm = communicator(place)
+    with TorchStreams(comm):
+        for call in COLLECTIVES.values():
+            for dtype in DTYPES:
+                tensor = torch.ones(8, dtype=dtype)
+                call(comm, tensor)
+                tensor.add_(1)
+        comm.broadcast_all([tensor, tensor + 1])
+        tensor.add_(1)
+        comm.barrier()
+
+
+def test_a_collective_is_ordered_with_the_caller_s_stream():
+    stand_in_values(2, _call)
+
+
+def _wait_on_other_streams(place):
+    """The stream of the launch has no part in what becomes of the results."""
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)  # or the host would know what is over
+    with TorchStreams(comm, 3) as streams:
+        one, other, third = streams.streams
+        tensors = [torch.ones(8, dtype=dtype) for dtype in DTYPES for _ in COLLECTIVES]
+        calls = [call for _ in DTYPES for call in COLLECTIVES.values()]
+        works = [
+            call(comm, tensor, async_op=True) for call, tensor in zip(calls, tensors, strict=True)
+        ]
+        for stream in (other, third):
+            with streams.on(stream):
+                for work, tensor in zip(works, tensors, strict=True):
+                    work.wait()
+                    tensor + 1
+        del work, works
+        loaded("cuda").stand_in_hold_events(0)
+        time.sleep(0.3)  # the watchdog finds them over, and lets go of their tensors
+        streams.wait_for(other)
+        streams.wait_for(third)
+
+
+def test_a_collective_is_ordered_with_all_streams_that_wait_for_it():
+    stand_in_values(2, _wait_on_other_streams)
+
+
+def _wait_for_nothing(place):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    with TorchStreams(comm):
+        for call in COLLECTIVES.values():
+            for _ in range(2):
+                call(comm, torch.ones(8), async_op=True)
+        for is_held in (1, 0):  # the watchdog lets go of their tensors only when they are over
+            loaded("cuda").stand_in_hold_events(is_held)
+            time.sleep(0.3)
+
+
+def test_tensors_that_nobody_waits_for_live_until_they_are_reduced():
+    stand_in_values(2, _wait_for_nothing)
+
+
+# Memory of NCCL's.
+
+
+def _drop_memory(place):
+    comm = communicator(place)
+    with TorchStreams(comm):
+        for _ in range(3):
+            tensor = comm.empty(1000, dtype=torch.float32).fill_(1)
+            comm.all_reduce(tensor)
+            tensor.mul_(2)
+            del tensor
+
+
+def test_memory_is_freed_when_the_device_is_done_with_it():
+    stand_in_values(2, _drop_memory)
+
+
+# What the host waits for.
+
+
+def _split_while_busy(place):
+    comm = communicator(place)
+    comm.all_reduce(torch.ones(8))
+    flat = comm.empty(9, dtype=torch.float32)
+    loaded("cuda").stand_in_hold_events(1)
+    binding = threading.Thread(
+        target=comm.bind_bucket,
+        args=(flat, [flat[:8]], [0]),
+        kwargs={"wire_dtype": None, "label": 1, "lane": 1},
+    )
+    binding.start()
+    time.sleep(0.3)
+    at_once = any("ncclCommSplit" in line for line in log_of(loaded("nccl")))
+    loaded("cuda").stand_in_hold_events(0)
+    binding.join()
+    return at_once, any("ncclCommSplit" in line for line in log_of(loaded("nccl")))
+
+
+def test_a_lane_is_split_off_when_the_first_is_idle():
+    assert stand_in_values(2, _split_while_busy) == [(False, True)] * 2
+
+
+def _barrier_while_busy(place, async_op):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    returned = []
+    calling = threading.Thread(target=lambda: returned.append(_barrier(comm, async_op)))
+    calling.start()
+    time.sleep(0.3)
+    at_once = bool(returned)
+    loaded("cuda").stand_in_hold_events(0)
+    calling.join()
+    return at_once, bool(returned)
+
+
+def _barrier(comm, async_op):
+    work = comm.barrier(async_op=async_op)
+    return work is None or work.wait() is None
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_barrier_waits_for_the_device(async_op):
+    assert stand_in_values(2, _barrier_while_busy, async_op) == [(False, True)] * 2
+
+
+# That the bodies would see what is not ordered.
+
+
+def _launch_without_order(place):
+    comm = communicator(place)
+    with TorchStreams(comm, 2) as streams:
+        tensor = torch.ones(8)
+        with streams.on(streams.streams[1]):
+            comm.all_reduce(tensor)
+
+
+def test_a_body_fails_where_a_stream_was_not_waited_for():
+    with pytest.raises(AssertionError, match="ncclAllReduce on stream .* after aten.* on stream"):
+        stand_in_values(2, _launch_without_order)

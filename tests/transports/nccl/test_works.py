@@ -1,0 +1,191 @@
+"""Asynchronous collectives: how long they keep their tensors, and what they cost the watchdog."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastcomm import NcclError
+from tests.fakes.stand_ins import loaded, log_of
+from tests.transports.nccl import SOON, communicator, stand_in_values
+
+LAUNCHED_ON, OTHER = 1, 2  # streams that the stand-in has from the start
+BEGIN_GLOBAL, END = 1, 0  # of a capture
+
+
+def _watched_tensor(dtype):
+    """A tensor, and a reference that is dead when its memory is free."""
+    memory = numpy.ones(100, dtype=dtype)
+    return torch.from_numpy(memory), weakref.ref(memory)
+
+
+def _drop_after_wait(place, waits_on, dtype):
+    """Whether the tensor's memory is free at once, and when the collective is over."""
+    comm = communicator(place)
+    current = [LAUNCHED_ON]
+    comm.cuda.raw_stream = lambda index: current[0]
+    loaded("cuda").stand_in_hold_events(1)
+    tensor, memory = _watched_tensor(dtype)
+    work = comm.all_reduce(tensor, "mean", async_op=True)
+    current[0] = waits_on
+    work.wait()
+    del tensor
+    time.sleep(0.3)  # the watchdog looks, and finds that it is not over
+    at_once = memory() is None
+    loaded("cuda").stand_in_hold_events(0)
+    time.sleep(0.3)
+    return at_once, memory() is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("waits_on", [LAUNCHED_ON, OTHER])
+def test_tensors_are_let_go_at_a_wait_on_the_stream_of_the_launch(waits_on, dtype):
+    expected = waits_on == LAUNCHED_ON, True
+    assert stand_in_values(1, _drop_after_wait, waits_on, dtype) == [expected]
+
+
+def _wait_for_nothing(place):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    tensor, memory = _watched_tensor("float32")
+    comm.all_reduce(tensor, async_op=True)
+    del tensor
+    time.sleep(0.3)
+    is_kept = memory() is not None
+    loaded("cuda").stand_in_hold_events(0)
+    time.sleep(0.3)
+    return is_kept, memory() is None
+
+
+def test_tensors_nobody_waits_for_are_kept_until_the_collective_is_over():
+    assert stand_in_values(1, _wait_for_nothing) == [(True, True)]
+
+
+def _launch_many(place, waits):
+    comm = communicator(place)
+    tensor = torch.ones(10)
+    n_events = []
+    for _ in range(3):
+        for _ in range(500):
+            work = comm.all_reduce(tensor, async_op=True)
+            if waits:
+                work.wait()
+        del work
+        n_events.append(loaded("cuda").stand_in_live_events())
+    return n_events, sum("cuEventCreate" in line for line in log_of(loaded("cuda")))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_works_take_the_events_of_those_that_are_over(waits):
+    ((n_events, n_created),) = stand_in_values(1, _launch_many, waits)
+    assert n_events[0] == n_events[-1] < 20 and n_created < 30
+
+
+def _launch_in_a_capture(place):
+    comm = communicator(place)
+    comm.all_reduce(torch.ones(10), async_op=True).wait()
+    comm.cuda.raw_stream = lambda index: LAUNCHED_ON
+    loaded("cuda").stand_in_capture(BEGIN_GLOBAL)  # no call may ask about events in it
+    for _ in range(3):
+        comm.all_reduce(torch.ones(10), async_op=True).wait()
+    code = loaded("cuda").stand_in_capture(END)
+    loaded("cuda").stand_in_destroy_graphs()
+    return code
+
+
+def test_a_capture_is_not_spoilt_by_the_look_for_an_event():
+    assert stand_in_values(1, _launch_in_a_capture) == [0]
+
+
+def _capture_what_is_watched(place):
+    """Another launch is captured under a ticket while the watchdog asks for the ticket's event."""
+    comm = communicator(place)
+    cuda = loaded("cuda")
+    comm.cuda.raw_stream = lambda index: LAUNCHED_ON
+    cuda.stand_in_hold_events(1)
+    comm.all_reduce(torch.ones(10))
+    cuda.stand_in_slow_queries(500_000)
+    time.sleep(0.2)  # the watchdog asks, and gets its answer in a while
+    cuda.stand_in_capture(BEGIN_GLOBAL)
+    comm.all_reduce(torch.ones(10))
+    assert cuda.stand_in_capture(END) == 0
+    time.sleep(1)
+    cuda.stand_in_slow_queries(0)
+    comm.check()
+    cuda.stand_in_destroy_graphs()
+
+
+def test_an_event_that_is_captured_while_the_watchdog_asks_for_it_is_no_error():
+    stand_in_values(1, _capture_what_is_watched)
+
+
+def _keep_the_gil_from_the_watchdog(place):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    works = [comm.all_reduce(torch.ones(10), async_op=True) for _ in range(400)]
+    sys.setswitchinterval(0.02)
+    loaded("cuda").stand_in_slow_queries(100)
+    before = time.monotonic()
+    while time.monotonic() < before + 0.5:  # the watchdog begins to look at them
+        comm.check()
+    loaded("nccl").stand_in_async_error(1)
+    with pytest.raises(NcclError):
+        while time.monotonic() < before + 20:
+            comm.check()
+    seconds = time.monotonic() - before
+    sys.setswitchinterval(0.005)
+    loaded("cuda").stand_in_hold_events(0)
+    del works
+    return seconds
+
+
+def test_the_watchdog_takes_the_gil_once_for_all_events():
+    (seconds,) = stand_in_values(1, _keep_the_gil_from_the_watchdog)
+    assert seconds < SOON
+
+
+# What a collective takes beside NCCL
+
+
+class _Passes(TorchDispatchMode):
+    """Notes how many elements each of torch's operations makes or writes, views apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.numels = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.detach.default:
+            self.numels.append(result.numel())
+        return result
+
+
+def _reduce_scatter_means(place, dtype, async_op):
+    comm = communicator(place)
+    inp = torch.full((2000,), 40000.0 + 8000 * place.rank).to(dtype)
+    inp[::2] = float(place.rank)
+    before, out = inp.clone(), torch.zeros(1000, dtype=dtype)
+    with _Passes() as passes:
+        work = comm.reduce_scatter_single(out, inp, "mean", async_op=async_op)
+        if work is not None:
+            work.wait()
+            work.wait()
+    assert torch.equal(inp, before)
+    return out[:4].tolist(), passes.numels
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_mean_of_a_reduce_scatter_is_one_pass(dtype, async_op):
+    passes = [2000] if dtype is torch.float16 else [1000]  # float16 would overflow
+    for values, numels in stand_in_values(2, _reduce_scatter_means, dtype, async_op):
+        assert values == [0.5, 44000.0, 0.5, 44000.0] or dtype is torch.bfloat16
+        assert numels == passes
+        assert values[1] == pytest.approx(44000.0, rel=0.01)

@@ -1,0 +1,247 @@
+"""The shared-memory core: the C driver built and run as it is (ci/sanitize.sh runs it under the
+sanitizers), and the arithmetic, bit by bit, against torch's.
+"""
+
+import os
+import subprocess
+from glob import glob
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcomm.transports.shm.reduce import reduce_shards
+from tests.fakes.stand_ins import compiled
+from tests.support.reference import (
+    DTYPES,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    OPS,
+    assert_same_bits,
+    reduced,
+    shards_of,
+)
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+
+# The driver
+
+
+@pytest.fixture(scope="module")
+def driver():
+    compiler = os.environ.get("CC", "gcc")
+    sources = [*glob(f"{ROOT}/kernels/shm/*.c"), *glob(f"{ROOT}/tests/transports/shm/*.c")]
+    options = [
+        "-std=gnu11",
+        "-O1",  # to compile with more takes longer than it saves
+        "-ffp-contract=off",
+        "-DFASTCOMM_NO_CLONES",
+        f"-I{ROOT}/kernels",
+    ]
+    return compiled("shm_driver", compiler, *options, *sources)
+
+
+@pytest.mark.parametrize("ranks_are, sizes", [("processes", "full"), ("threads", "quick")])
+def test_driver(driver, ranks_are, sizes):
+    run = subprocess.run([driver, ranks_are, sizes], capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+# The arithmetic
+
+
+def check(shards, op):
+    expected = reduced(shards, op)
+    found = reduce_shards(shards, op)
+    assert found == (not expected.isfinite().all()) or len(shards) == 1
+    for shard in shards:
+        assert_same_bits(shard, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 9),
+    numel=st.one_of(st.integers(0, 200), st.integers(200, 5000)),
+    seed=st.integers(0, 2**32),
+)
+def test_reduction_is_torchs_in_rank_order(dtype, op, n, numel, seed):
+    check(shards_of(dtype, n, numel, seed), op)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reduction_of_64_shards(dtype, op):
+    check(shards_of(dtype, 64, 1500, 0), op)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sum_is_close_to_the_sum_in_float64(dtype, n):
+    shards = shards_of(dtype, n, 100_000, 1)
+    exact = torch.stack(shards).double().sum(0)
+    reduce_shards(shards)
+    # Half a unit in the last place of a result below 16, and as much again for each addition.
+    torch.testing.assert_close(
+        shards[0].double(), exact, rtol=0, atol=8 * n * torch.finfo(dtype).eps
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_nan_of_any_shard_reaches_the_result(dtype, op, n):
+    for position in range(n):
+        shards = shards_of(dtype, n, 1000, 2)
+        shards[position][::7] = float("nan")
+        check(shards, op)
+        assert shards[0][::7].isnan().all()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_infinity_is_found_wherever_it_stands(dtype, op):
+    for at in (0, 7, 511, 512, 1000):  # the last one fills no vector
+        for n in (2, 3):
+            shards = shards_of(dtype, n, 1001, 2)
+            for shard in shards:
+                shard[at] = -float("inf")
+            check(shards, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_infinities_and_overflow(dtype, op):
+    largest = torch.finfo(dtype).max
+    special = torch.tensor(
+        [float("inf"), -float("inf"), largest, -largest, 0.0, 1.0, torch.finfo(dtype).tiny],
+        dtype=dtype,
+    )
+    check(list(torch.cartesian_prod(special, special, special).T.contiguous()), op)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_integers_wrap_around(n):
+    for dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        for op in ("sum", "prod"):
+            check([torch.full((1000,), limits.max, dtype=dtype) for _ in range(n)], op)
+            check([torch.full((1000,), limits.min, dtype=dtype) for _ in range(n)], op)
+
+
+def test_an_integer_mean_is_truncated_towards_zero():
+    shards = [torch.tensor([-1, 1, -3, 3], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)]
+    reduce_shards(shards, "mean")
+    assert shards[0].tolist() == [0, 0, -1, 1]
+
+
+def test_an_integer_mean_does_not_overflow_on_the_way():
+    for dtype in INTEGERS:
+        for extreme in (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+            for n in (2, 3, 64):
+                shards = [torch.full((10,), extreme, dtype=dtype) for _ in range(n)]
+                reduce_shards(shards, "mean")
+                assert (shards[0] == extreme).all()
+
+
+# 16-bit floats: all of them
+
+
+@pytest.fixture
+def flush_subnormals():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def every_value(dtype):
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def assert_conversions_lose_nothing(dtype):
+    """max(x, x) is x, once widened and narrowed."""
+    values = every_value(dtype)
+    shards = [values.clone(), values.clone()]
+    reduce_shards(shards, "max")
+    numbers = ~(values != values)
+    assert torch.equal(shards[0].view(torch.int16)[numbers], values.view(torch.int16)[numbers])
+    assert (shards[0] != shards[0])[~numbers].all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_16_bit_float_survives_the_conversions(dtype):
+    assert_conversions_lose_nothing(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_16_bit_float_survives_the_conversions_where_subnormals_are_flushed(
+    dtype, flush_subnormals
+):
+    assert_conversions_lose_nothing(dtype)
+
+
+def pairs(dtype):
+    """Every 16-bit float with many others, near and far: their sums and products fall everywhere
+    between 16-bit floats.
+    """
+    values = every_value(dtype)
+    for distance in (1, 2, 3, 1023, 1025, 4097, 16384, 21845, 30001, 32768):
+        yield values, values.roll(distance)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_16_bit_results_are_rounded_as_torch_rounds(dtype, op):
+    for one, other in pairs(dtype):
+        check([one.clone(), other.clone()], op)
+        check([one.clone(), other.clone(), one.roll(7)], op)
+
+
+def test_float16_results_are_right_where_subnormals_are_flushed(flush_subnormals):
+    for one, other in pairs(torch.float16):
+        torch.set_flush_denormal(False)
+        expected = reduced([one, other], "sum")
+        torch.set_flush_denormal(True)
+        shards = [one.clone(), other.clone()]
+        reduce_shards(shards, "sum")
+        torch.set_flush_denormal(False)
+        assert_same_bits(shards[0], expected)
+
+
+def test_ties_go_to_even():
+    for dtype, unit in ((torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)):
+        one = torch.tensor([1.0, 1 + unit, 1 + unit, 1.0], dtype=dtype)
+        half_a_unit = torch.tensor(
+            [unit / 2, unit / 2, -unit / 2, unit / 2 + unit / 64], dtype=dtype
+        )
+        shards = [one, half_a_unit]
+        reduce_shards(shards)
+        assert shards[0].tolist() == [1.0, 1 + 2 * unit, 1.0, 1 + unit]
+
+
+# Arguments
+
+
+def test_reduce_shards_refuses_what_does_not_fit_together():
+    for shards in (
+        [],
+        [torch.zeros(3)] * 65,
+        [torch.zeros(3), torch.zeros(4)],
+        [torch.zeros(3), torch.zeros(3, dtype=torch.float64)],
+        [torch.zeros(3), torch.zeros(6)[::2]],
+        [torch.zeros(3), torch.zeros(3, device="meta")],
+    ):
+        with pytest.raises(ValueError):
+            reduce_shards(shards)
+
+
+def test_reduce_shards_refuses_other_dtypes_and_operations():
+    with pytest.raises(TypeError, match="complex64"):
+        reduce_shards([torch.zeros(3, dtype=torch.complex64)] * 2)
+    with pytest.raises(ValueError, match="median"):
+        reduce_shards([torch.zeros(3)] * 2, "median")
