@@ -67,6 +67,6 @@ def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
         assert demo.stdout is not None
         assert demo.stdout.readline().startswith("2 ranks")
         demo.send_signal(signal.SIGINT)
-        _, err = demo.communicate(timeout=100)
+        _, err = demo.communicate(timeout=280)
     assert demo.returncode == 128 + signal.SIGINT, err
     assert "Traceback" not in err

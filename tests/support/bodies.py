@@ -66,7 +66,7 @@ def noted(place: Place, name: str) -> str:
 
 
 def wait_for_note(place: Place, name: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not Path(place.directory, name).exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -84,7 +84,7 @@ def finish_together(comm: Any) -> None:
 def hear_of_it(comm: Any) -> None:
     """For bodies, after a backward that fails on another rank. Over NCCL, where backward does not
     wait, this raises the error."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while comm.backend == "nccl" and time.monotonic() < deadline:
         comm.check()
 

@@ -46,7 +46,7 @@ def driver():
 
 @pytest.mark.parametrize("ranks_are, sizes", [("processes", "full"), ("threads", "quick")])
 def test_driver(driver, ranks_are, sizes):
-    run = subprocess.run([driver, ranks_are, sizes], capture_output=True, text=True, timeout=110)
+    run = subprocess.run([driver, ranks_are, sizes], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
