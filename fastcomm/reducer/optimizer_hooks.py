@@ -287,7 +287,12 @@ def _drop_where_skipped(optimizer: Optimizer, steps: _Steps, closure: Callable[[
 
 
 def _idle(optimizer: Optimizer) -> Optimizer:
-    """A copy without parameters, and so without a state: its step changes neither."""
+    """A copy without parameters, and so without a state: its step changes neither.
+
+    copy.copy() would ask Optimizer.__getstate__, which leaves out what a class of the user's own
+    keeps. And the optimizer itself cannot be emptied for its step: nobody would fill it again when
+    that raises.
+    """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__ = {
         **optimizer.__dict__,

@@ -396,9 +396,8 @@ class Reducer(ReducerFlags):
     @property
     def is_announced(self) -> bool:
         """Whether set_weight() or skip_step() was called for a round that has not come."""
-        weighting, skipping = self.find(Weighting), self.find(Skipping)
-        has_weight = weighting is not None and weighting.is_set
-        return has_weight or (skipping is not None and skipping.vote is not None)
+        weighting = self.find(Weighting)
+        return self._votes or (weighting is not None and weighting.is_set)
 
     def features(self) -> dict[Feature, str]:
         """What this reducer is used with now, and a word for each in messages."""

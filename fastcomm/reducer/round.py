@@ -92,7 +92,7 @@ class Round(RoundFlags):
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._result: State | None = None  # the last state, once it is reached
-        self._is_closed = False
+        self.is_over = False  # it has ended, and everybody who asked to know of it does
         self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
         comm.left_in_backward = None
 
@@ -108,12 +108,7 @@ class Round(RoundFlags):
     @property
     def is_committed(self) -> bool:
         """Whether the other ranks count on this one's part, or have had it."""
-        return self._result is not None or self.buckets[-1].is_launched
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, and everybody who asked to know of it does."""
-        return self._is_closed
+        return self.state not in (State.OPEN, State.LAUNCHING)
 
     def weigh(self, op: str, weight: Weight) -> None:
         """Let this rank's gradients count so much. op: one of collective.WEIGHTED_OPS."""
@@ -281,7 +276,7 @@ class Round(RoundFlags):
         """Drop the round on all ranks, which hear that this one cannot go on. Does nothing once
         the round is over. error: the reason.
         """
-        if not self._is_closed:
+        if not self.is_over:
             try:
                 self._leave()
             finally:
@@ -313,7 +308,7 @@ class Round(RoundFlags):
         for bucket in self.buckets:
             bucket.reset()
         self._when_over(self)
-        self._is_closed = True
+        self.is_over = True
 
     def _explained(self, error: MismatchError) -> MismatchError:
         if RECORD in str(error) and self._last_in_words is not None:

@@ -46,6 +46,10 @@ _METADATA: frozenset[Any] = frozenset(
 class Arriving(Parameter):
     """What a parameter is while it is on its way: the first use waits for it, and makes it a
     Parameter again.
+
+    Only a tensor's class can see its use, as torch asks it in __torch_function__. And it must stay
+    the same tensor: optimizers, tied modules and the user hold it. So its class changes, for as
+    long as it is on its way.
     """
 
     @classmethod

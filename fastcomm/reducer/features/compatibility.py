@@ -50,10 +50,10 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     ),
     (Feature.SPARSE, Feature.NO_SUM): "rows that a rank lacks have no {}; use op mean or sum",
     (Feature.SPARSE, Feature.ERROR_FEEDBACK): (
-        "its rows travel in 16 bits or more, without error feedback; choose another wire_dtype"
+        "its rows travel without error_feedback; leave that out"
     ),
     (Feature.SPARSE, Feature.EIGHT_BITS): (
-        "its rows travel in 16 bits or more, without error feedback; choose another wire_dtype"
+        "its rows travel in 16 bits or more; choose another wire_dtype"
     ),
     (Feature.SPARSE, Feature.AUTO): 'bucket_cap_mb="auto" knows dense ones; choose a number',
     (Feature.SPARSE, Feature.SHARDED): (
