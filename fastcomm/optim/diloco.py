@@ -1,9 +1,9 @@
-"""DiLoCo: each rank steps by itself, and where ranks meet, an outer optimizer steps with what they
+"""DiLoCo: each rank steps by itself, and where ranks sync, an outer optimizer steps with what they
 have done since (arXiv 2311.08105), in fragments and beside the compute that follows if asked to
 (arXiv 2501.18512).
 
 Keeps an outer copy of the parameters, equal on all ranks. What travels are pseudo-gradients: outer
-parameters minus this rank's. Schedule, meetings and checkpoints are local_sgd.py's.
+parameters minus this rank's. Schedule, syncs and checkpoints are local_sgd.py's.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class DiLoCo(LocalSGD):
         parameters and `defaults`; not LBFGS. The attribute of this name is the optimizer itself,
         for schedulers, say.
     fragments: the reducer's buckets are dealt out to so many fragments of about one size, which
-        meet one after the other, every / fragments steps apart. `every` is a multiple of it.
-    delay: how many steps after its launch a meeting is waited for, less than every / fragments;
+        sync one after the other, every / fragments steps apart. `every` is a multiple of it.
+    delay: how many steps after its launch a sync is waited for, less than every / fragments;
         compute goes on meanwhile. Then parameters become the mean of this rank's and the outer
-        ones. 0: step() waits. Where comm.progresses_itself is False (shm), a meeting moves forward
+        ones. 0: step() waits. Where comm.progresses_itself is False (shm), a sync moves forward
         inside step() only.
     defaults: for outer_optimizer.
 
@@ -111,7 +111,7 @@ class DiLoCo(LocalSGD):
             if is_written_to and not torch.equal(parameter, self._outer[name]):
                 self._versions = versions
                 raise FastcommError(
-                    f"parameter {name} was changed after DiLoCo() had copied it, and meetings "
+                    f"parameter {name} was changed after DiLoCo() had copied it, and syncs "
                     "would pull it back: load or change parameters first, and then make the "
                     "DiLoCo, on every rank; or load a checkpoint of both"
                 )

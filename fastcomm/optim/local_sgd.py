@@ -1,11 +1,11 @@
-"""LocalSGD: each rank steps by itself, and every so many steps the ranks meet and average their
+"""LocalSGD: each rank steps by itself, and every so many steps the ranks sync and average their
 parameters (arXiv 1805.09767). Base class of DiLoCo, which averages otherwise.
 
-Between meetings the reducer that they are given reduces nothing: a step uses this rank's own
+Between syncs the reducer that they are given reduces nothing: a step uses this rank's own
 gradients, and ranks differ on purpose. Steps are counted by the hooks on all torch.optim
-optimizers; the meeting is a part of the step() that makes it due. What is averaged lies in the
-flat buffers of the reducer's buckets, which hold no gradients meanwhile. See meeting.py for what
-travels, and for what ends a meeting.
+optimizers; the sync is a part of the step() that makes it due. What is averaged lies in the
+flat buffers of the reducer's buckets, which hold no gradients meanwhile. See sync.py for what
+travels, and for what ends a sync.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
-from fastcomm.optim.meeting import ALL, Meeting, Standing
 from fastcomm.optim.schedule import (
     Schedule,
     fragments_of,
@@ -28,6 +27,7 @@ from fastcomm.optim.schedule import (
     refuse_rounding,
     require_reducer,
 )
+from fastcomm.optim.sync import ALL, Standing, Sync
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.local_steps import LocalSteps
@@ -48,27 +48,27 @@ class LocalSGD(LocalSteps):
                 loss_of(model(x), y).backward()
                 optimizer.step()              # every eighth one averages
 
-    Making it is collective, and so is every meeting: the step() that makes it due, meet() and
+    Making it is collective, and so is every sync: the step() that makes it due, sync() and
     finish(). A step is counted when optimizers of torch.optim that together hold all trainable
     parameters of the model have stepped, each once. Optimizers' states and buffers stay each
     rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again. An
-    exception that leaves the block ends it without a meeting: every backward is an error then,
+    exception that leaves the block ends it without a sync: every backward is an error then,
     until reducer.refresh() has made the ranks equal.
 
     reducer: attached, with op "mean"; without a hook, wire_dtype, skip_nonfinite, sparse gradients
         or a ShardedOptimizer.
-    every: how many steps there are from one meeting to the next: an int, at least 1.
+    every: how many steps there are from one sync to the next: an int, at least 1.
 
-    Between meetings reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
+    Between syncs reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
     grad_norm(), clip_grad_norm_() and nonfinite_count() are of this rank's own gradients;
-    check_in_sync() raises FastcommError unless all ranks have just met.
+    check_in_sync() raises FastcommError unless all ranks have just synced.
 
     Raises ValueError or TypeError for a reducer or numbers that it cannot take, and FastcommError
     on the other ranks then; MismatchError, on every rank, for options that differ.
 
-    A meeting raises, on every rank, MismatchError if the ranks have made different numbers of
+    A sync raises, on every rank, MismatchError if the ranks have made different numbers of
     steps; PeerLostError, TimeoutError or AbandonedError. Then no parameter was changed, and the
-    next meeting makes up for it.
+    next sync makes up for it.
     """
 
     def __init__(self, reducer: Reducer, *, every: int) -> None:
@@ -99,14 +99,16 @@ class LocalSGD(LocalSteps):
             bucket.stepped = 0  # parameters may differ between the ranks from here on
         self.reducer = reducer
         self.n_steps = 0  # of this rank, that were counted
-        self.n_meetings = 0  # that are over
+        self.n_syncs = 0  # that are over
         self._schedule = schedule
         self._fragments = fragments_of(reducer.buckets, schedule.n_fragments)
-        self._met_at = [0] * schedule.n_fragments  # after how many steps all ranks had equal ones
+        self._synced_at = [
+            0
+        ] * schedule.n_fragments  # after how many steps all ranks had equal ones
         self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
         self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
-        self._under_way: Meeting | None = None
-        self._is_torn = False  # this rank alone has not applied a meeting
+        self._under_way: Sync | None = None
+        self._is_torn = False  # this rank alone has not applied a sync
         reducer.install(self)
         reducer.steps_alone = True
 
@@ -116,7 +118,7 @@ class LocalSGD(LocalSteps):
         return (
             f"<{type(self).__name__}: every {schedule.every} steps"
             f"{streaming if schedule != Schedule(schedule.every) else ''}; {self.n_steps} steps, "
-            f"{self.n_meetings} meetings{'' if self.is_on else ', finished'}>"
+            f"{self.n_syncs} syncs{'' if self.is_on else ', finished'}>"
         )
 
     def __enter__(self) -> Any:
@@ -141,7 +143,7 @@ class LocalSGD(LocalSteps):
                 self.reducer.stand_still(
                     self.reducer.attached_model(),
                     f"a block of {type(self).__name__} was left by an exception, without a "
-                    "meeting, and the ranks' parameters differ: call refresh() on every rank, "
+                    "sync, and the ranks' parameters differ: call refresh() on every rank, "
                     "which copies rank 0's",
                 )
 
@@ -157,8 +159,8 @@ class LocalSGD(LocalSteps):
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all parameters are equal on all ranks: no step since a meeting of all of them."""
-        return all(n_steps == self.n_steps for n_steps in self._met_at) and not self._stepped
+        """Whether all parameters are equal on all ranks: no step since a sync of all of them."""
+        return all(n_steps == self.n_steps for n_steps in self._synced_at) and not self._stepped
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -189,15 +191,15 @@ class LocalSGD(LocalSteps):
 
     def count_step(self) -> None:
         """Counts a step that no optimizer of torch.optim has made on this rank: one that GradScaler
-        or you have left out, so that all ranks count alike, or one made by hand. Meets if the step
-        makes a meeting due, and raises as a meeting.
+        or you have left out, so that all ranks count alike, or one made by hand. Syncs if the step
+        makes a sync due, and raises as a sync.
         """
         self._refuse_torn()
         self._stepped.clear()
         self.n_steps += 1
         if self._under_way is not None:
             if self.n_steps - self._under_way.standing.n_steps >= self._schedule.delay:
-                self._finish_meeting()
+                self._finish_sync()
             else:
                 self._under_way.advance()
         fragment = self._schedule.fragment_at(self.n_steps)
@@ -214,31 +216,31 @@ class LocalSGD(LocalSteps):
         self._refuse_ended()
         if self._is_torn:
             raise FastcommError(
-                "what a meeting has agreed on was not applied on this rank, because an exception "
+                "what a sync has agreed on was not applied on this rank, because an exception "
                 "came in between, and the ranks differ: load a checkpoint, or call detach() and "
                 "attach(model), on every rank"
             )
 
-    # -- meetings ----------------------------------------------------------------------------------
+    # -- syncs ----------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Agrees on all parameters now: they are equal on all ranks when it returns. Collective.
-        Fragments that have met at this very step do not meet again. Does not move the meetings to
-        come. Raises as a meeting, and FastcommError after finish().
+        Fragments that have synced at this very step do not sync again. Does not move the syncs to
+        come. Raises as a sync, and FastcommError after finish().
         """
         self._refuse_torn()
         if self._under_way is not None:
-            self._finish_meeting()
-        left = [i for i, n_steps in enumerate(self._met_at) if n_steps != self.n_steps]
+            self._finish_sync()
+        left = [i for i, n_steps in enumerate(self._synced_at) if n_steps != self.n_steps]
         self._launch(ALL, [bucket for i in left for bucket in self._fragments[i]])
 
     def finish(self) -> None:
-        """Agrees on all parameters and buffers, as meet() and average_buffers(), and lets the
+        """Agrees on all parameters and buffers, as sync() and average_buffers(), and lets the
         reducer reduce gradients again. Collective. Does nothing when called again.
         """
         if not self.is_on:
             return
-        self.meet()
+        self.sync()
         self.average_buffers()
         self.reducer.remove(self)
         self.reducer.steps_alone = False
@@ -252,64 +254,64 @@ class LocalSGD(LocalSteps):
 
     def let_go(self) -> None:
         """See LocalSteps."""
-        meeting, self._under_way = self._under_way, None
+        sync, self._under_way = self._under_way, None
         self.reducer.steps_alone = False
         interruption = None
-        if meeting is not None and self.comm.failure is None:
+        if sync is not None and self.comm.failure is None:
             with contextlib.suppress(FastcommError):
-                interruption = meeting.finish()
+                interruption = sync.finish()
         if interruption is not None:
             raise interruption
 
     def _launch(self, fragment: int, buckets: list[Bucket]) -> None:
-        """Launches a meeting of these buckets. Waits for it, unless a delay lets compute go on."""
-        standing = Standing(self.n_steps, self.n_meetings, fragment)
-        meeting = self._under_way = Meeting(self.comm, buckets, standing)
+        """Launches a sync of these buckets. Waits for it, unless a delay lets compute go on."""
+        standing = Standing(self.n_steps, self.n_syncs, fragment)
+        sync = self._under_way = Sync(self.comm, buckets, standing)
         is_awaited = fragment == ALL or not self._schedule.delay
         try:
-            meeting.launch(self._fill, is_awaited=is_awaited)
+            sync.launch(self._fill, is_awaited=is_awaited)
         except BaseException as error:
-            if meeting.is_over:
+            if sync.is_over:
                 self._under_way = None
             elif is_awaited:
-                self._finish_meeting(error)
+                self._finish_sync(error)
             raise
         if is_awaited:
-            self._finish_meeting()
+            self._finish_sync()
 
-    def _finish_meeting(self, interruption: BaseException | None = None) -> None:
-        """Waits for the meeting under way, and applies it. Raises the interruption afterwards."""
-        meeting = self._under_way
-        assert meeting is not None  # for the type checker
-        interruption = self._wait_for(meeting) or interruption
+    def _finish_sync(self, interruption: BaseException | None = None) -> None:
+        """Waits for the sync under way, and applies it. Raises the interruption afterwards."""
+        sync = self._under_way
+        assert sync is not None  # for the type checker
+        interruption = self._wait_for(sync) or interruption
         self._under_way = None
         self._is_torn = True
-        self._take(meeting)
+        self._take(sync)
         self._is_torn = False
         if interruption is not None:
             raise interruption
 
-    def _wait_for(self, meeting: Meeting) -> BaseException | None:
-        """See Meeting.finish(). One that fails is under way no more."""
+    def _wait_for(self, sync: Sync) -> BaseException | None:
+        """See Sync.finish(). One that fails is under way no more."""
         try:
-            return meeting.finish()
+            return sync.finish()
         except BaseException:
             self._under_way = None
             raise
 
-    def _take(self, meeting: Meeting) -> None:
-        """Gives this rank's parameters what a meeting that is over has agreed on."""
-        standing = meeting.standing
-        if not meeting.buckets:
+    def _take(self, sync: Sync) -> None:
+        """Gives this rank's parameters what a sync that is over has agreed on."""
+        standing = sync.standing
+        if not sync.buckets:
             return
         is_now = standing.n_steps == self.n_steps
         with torch.no_grad():
-            self._apply(meeting.buckets, 0.0 if is_now else _OWN_PART)
-        self.n_meetings += 1
+            self._apply(sync.buckets, 0.0 if is_now else _OWN_PART)
+        self.n_syncs += 1
         if is_now:
-            for i in range(len(self._met_at)):
+            for i in range(len(self._synced_at)):
                 if standing.fragment in (i, ALL):
-                    self._met_at[i] = self.n_steps
+                    self._synced_at[i] = self.n_steps
 
     def _fill(self, bucket: Bucket) -> None:
         """Writes what is averaged into the bucket's views."""
@@ -327,7 +329,7 @@ class LocalSGD(LocalSteps):
 
     def average_buffers(self) -> None:
         """Averages the model's floating-point buffers (batch-norm statistics) over all ranks, and
-        copies rank 0's others: before an evaluation, say. finish() does it, too; a meeting does
+        copies rank 0's others: before an evaluation, say. finish() does it, too; a sync does
         not. Collective.
         """
         model = self.reducer.attached_model()
@@ -345,24 +347,24 @@ class LocalSGD(LocalSteps):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, and the mean of a meeting under way, for which it waits: collective. Equal
+        """The counters, and the mean of a sync under way, for which it waits: collective. Equal
         on all ranks. Training goes on as if nothing had happened with this, every rank's optimizers
-        and every rank's model, or one rank's model if all ranks have just met.
+        and every rank's model, or one rank's model if all ranks have just synced.
         """
         state: dict[str, Any] = {
             "n_steps": self.n_steps,
-            "n_meetings": self.n_meetings,
-            "met_at": list(self._met_at),
+            "n_syncs": self.n_syncs,
+            "synced_at": list(self._synced_at),
             "under_way": None,
         }
-        meeting = self._under_way
-        if meeting is not None:
-            interruption = self._wait_for(meeting)
+        sync = self._under_way
+        if sync is not None:
+            interruption = self._wait_for(sync)
             if interruption is not None:
                 raise interruption
             state["under_way"] = {
-                "standing": tuple(meeting.standing),
-                "mean": {name: view.clone() for name, view in _named_views(meeting.buckets)},
+                "standing": tuple(sync.standing),
+                "mean": {name: view.clone() for name, view in _named_views(sync.buckets)},
             }
         return state
 
@@ -384,18 +386,18 @@ class LocalSGD(LocalSteps):
 
     def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         """The state, as the ranks compare it. Raises ValueError for one that does not fit."""
-        if len(state_dict["met_at"]) != len(self._fragments):
+        if len(state_dict["synced_at"]) != len(self._fragments):
             raise ValueError(
-                f"the state was saved with {len(state_dict['met_at'])} fragments, and there are "
+                f"the state was saved with {len(state_dict['synced_at'])} fragments, and there are "
                 f"{len(self._fragments)}"
             )
-        numbers = ("n_steps", "n_meetings", "met_at")
+        numbers = ("n_steps", "n_syncs", "synced_at")
         values = [(key, validation.shown(state_dict[key])) for key in numbers]
         saved, tensors = state_dict["under_way"], []
-        values.append(("the meeting under way", "none" if saved is None else "one"))
+        values.append(("the sync under way", "none" if saved is None else "one"))
         if saved is not None:
             standing = Standing(*saved["standing"])
-            values.append(("the standing of the meeting under way", validation.shown(standing)))
+            values.append(("the standing of the sync under way", validation.shown(standing)))
             views = dict(_named_views(self._fragments[standing.fragment]))
             refuse_other_model(saved["mean"], views, "this fragment")
             tensors = [
@@ -414,10 +416,10 @@ class LocalSGD(LocalSteps):
                 bucket.vacate()
             for name, view in _named_views(buckets):
                 view.copy_(saved["mean"][name])
-            under_way = Meeting.of_checkpoint(self.comm, buckets, standing)
+            under_way = Sync.of_checkpoint(self.comm, buckets, standing)
         self._under_way = under_way
-        self.n_steps, self.n_meetings = state_dict["n_steps"], state_dict["n_meetings"]
-        self._met_at = list(state_dict["met_at"])
+        self.n_steps, self.n_syncs = state_dict["n_steps"], state_dict["n_syncs"]
+        self._synced_at = list(state_dict["synced_at"])
         self._stepped.clear()
         self._is_torn = False
 

@@ -1,4 +1,4 @@
-"""Schedule: after how many steps ranks that step by themselves meet, and which buckets do. Also
+"""Schedule: after how many steps ranks that step by themselves sync, and which buckets do. Also
 which reducers and numbers LocalSGD and DiLoCo cannot take.
 """
 
@@ -13,10 +13,10 @@ from fastcomm.reducer.reducer import Reducer
 
 @dataclass(frozen=True)
 class Schedule:
-    """When which fragment meets.
+    """When which fragment syncs.
 
-    every: each fragment meets once in so many steps; the fragments take turns, at equal distances.
-    delay: how many steps after its launch a meeting is waited for.
+    every: each fragment syncs once in so many steps; the fragments take turns, at equal distances.
+    delay: how many steps after its launch a sync is waited for.
     """
 
     every: int
@@ -32,20 +32,20 @@ class Schedule:
                 raise ValueError(f"{name} must be at least 1; got {value}")
         if self.every % self.n_fragments:
             raise ValueError(
-                "every must be a multiple of fragments, which meet at equal distances; got "
+                "every must be a multiple of fragments, which sync at equal distances; got "
                 f"{self.every} and {self.n_fragments}"
             )
         if not isinstance(self.delay, int):
             raise TypeError(f"delay must be an int; got {self.delay!r}")
         if not 0 <= self.delay < self._distance:
             raise ValueError(
-                "delay must be less than every / fragments, so that one meeting is over before the "
+                "delay must be less than every / fragments, so that one sync is over before the "
                 f"next: from 0 to {self._distance - 1}; got {self.delay}"
             )
 
     @property
     def _distance(self) -> int:
-        """In steps, from one meeting to the next."""
+        """In steps, from one sync to the next."""
         return self.every // self.n_fragments
 
     def fragment_at(self, n_steps: int) -> int | None:
@@ -74,7 +74,7 @@ def require_reducer(kind: type, given: object) -> None:
 
 
 def refuse(reducer: Reducer, schedule: Schedule) -> None:
-    """Raises TypeError or ValueError for what no meeting can be made of."""
+    """Raises TypeError or ValueError for what no sync can be made of."""
     reducer.attached_model()
     schedule.check()
     check(Feature.LOCAL_STEPS, reducer.features())
@@ -103,7 +103,7 @@ def _refuse_bucket(bucket: Bucket) -> None:
     for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
         if parameter is not None and parameter.dtype != view.dtype:
             raise ValueError(
-                f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: meetings "
+                f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: syncs "
                 "take gradients of the parameters' dtype"
             )
 

@@ -382,7 +382,7 @@ class Reducer(ReducerFlags):
         return None if stepper is None else stepper.sharding
 
     def end_local_steps(self) -> None:
-        """Let the ranks step together again, without a meeting."""
+        """Let the ranks step together again, without a sync."""
         local_steps = self.find(LocalSteps)
         if local_steps is not None:
             self.remove(local_steps)

@@ -70,9 +70,9 @@ def test_tokens_are_averaged_over_ranks_whose_data_ends_and_has_nans() -> None:
     assert re.findall(r"\d+ of \d+ steps dropped", printed) == ["1 of 30 steps dropped"] * 2
 
 
-def test_hosts_meet_seldom_and_ranks_of_a_host_at_every_step() -> None:
+def test_hosts_sync_seldom_and_ranks_of_a_host_at_every_step() -> None:
     options = ("--per-host", "2", "--steps", "16")
-    printed = printed_by(ROOT / "examples" / "hosts_meet_seldom.py", *options, ranks=4)
+    printed = printed_by(ROOT / "examples" / "hosts_sync_seldom.py", *options, ranks=4)
     # each rank has compared its optimizer with its host's; between hosts parameters alone agree
     totals = re.findall(r"parameters (-?[\d.]+)", printed)
     assert len(totals) == 4 and len(set(totals)) == 1

@@ -1,4 +1,4 @@
-"""Ranks that step by themselves: LocalSGD and DiLoCo, and how their meetings end."""
+"""Ranks that step by themselves: LocalSGD and DiLoCo, and how their syncs end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 LOCAL_SGD = "fastcomm/optim/local_sgd.py"
 DILOCO = "fastcomm/optim/diloco.py"
-MEETING = "fastcomm/optim/meeting.py"
+SYNC = "fastcomm/optim/sync.py"
 SCHEDULE = "fastcomm/optim/schedule.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 HOOK = "fastcomm/reducer/hooks.pyx"
@@ -16,18 +16,18 @@ def _result(name: str) -> tuple[str, ...]:
     return (f"tests/optim/test_local_sgd.py::test_{name}",)
 
 
-def _meeting(name: str) -> tuple[str, ...]:
-    return (f"tests/optim/test_meetings.py::test_{name}",)
+def _sync(name: str) -> tuple[str, ...]:
+    return (f"tests/optim/test_syncs.py::test_{name}",)
 
 
-_IN_TURN = _result("fragments_meet_in_turn_and_are_applied_after_the_delay")
+_IN_TURN = _result("fragments_sync_in_turn_and_are_applied_after_the_delay")
 _BEFORE_AND_AFTER = _result("steps_before_and_after_are_those_of_all_ranks")
 _RESUMED = _result("a_run_that_is_resumed_has_the_same_bits")
-_FAILS = _meeting("a_meeting_that_fails_changes_nothing")
-_INTERRUPTED = _meeting("an_interrupted_meeting_is_applied_all_the_same")
-_DIFFERENT = _meeting("different_numbers_of_steps_are_an_error_on_all_ranks")
-_SEVERAL = _meeting("steps_of_several_optimizers_count_as_one")
-_OWN = _meeting("norms_and_clipping_are_of_own_gradients_of_any_origin")
+_FAILS = _sync("a_sync_that_fails_changes_nothing")
+_INTERRUPTED = _sync("an_interrupted_sync_is_applied_all_the_same")
+_DIFFERENT = _sync("different_numbers_of_steps_are_an_error_on_all_ranks")
+_SEVERAL = _sync("steps_of_several_optimizers_count_as_one")
+_OWN = _sync("norms_and_clipping_are_of_own_gradients_of_any_origin")
 
 MUTATIONS = (
     Mutation(
@@ -52,10 +52,10 @@ MUTATIONS = (
         within="LocalSGD._forget_own_gradients",
         old="bucket.gradient_state.begin_period()",
         new="pass",
-        tests=_meeting("what_was_made_alone_is_no_accumulation_afterwards"),
+        tests=_sync("what_was_made_alone_is_no_accumulation_afterwards"),
     ),
     Mutation(
-        name="local sgd: backwards between meetings reduce",
+        name="local sgd: backwards between syncs reduce",
         file=HOOK,
         within="GradientHook.__call__",
         old="if self.reducer.steps_alone or not self.reducer.is_synchronizing:",
@@ -63,7 +63,7 @@ MUTATIONS = (
         tests=_BEFORE_AND_AFTER,
     ),
     Mutation(
-        name="local sgd: gradients made by hand are refused between meetings",
+        name="local sgd: gradients made by hand are refused between syncs",
         file="fastcomm/reducer/reducer.py",
         within="Reducer._require_reduced",
         old=("if self.steps_alone:\n    return"),
@@ -87,8 +87,8 @@ MUTATIONS = (
         tests=_BEFORE_AND_AFTER,
     ),
     Mutation(
-        name="local sgd: gradients after a meeting are what was averaged",
-        file=MEETING,
+        name="local sgd: gradients after a sync are what was averaged",
+        file=SYNC,
         within="_gradients_aside",
         old="parameter.grad = gradient",
         new="pass",
@@ -103,60 +103,60 @@ MUTATIONS = (
         tests=_SEVERAL,
     ),
     Mutation(
-        name="local sgd: a parameter that nobody steps puts meetings off for ever",
+        name="local sgd: a parameter that nobody steps puts syncs off for ever",
         file=LOCAL_SGD,
         within="LocalSGD.after_step",
         old="self._stepped & slots",
         new="False",
-        tests=_meeting("a_parameter_that_nobody_steps_is_named"),
+        tests=_sync("a_parameter_that_nobody_steps_is_named"),
     ),
     Mutation(
-        name="local sgd: ranks meet though they have made different numbers of steps",
-        file=MEETING,
-        within="Meeting._difference",
+        name="local sgd: ranks sync though they have made different numbers of steps",
+        file=SYNC,
+        within="Sync._difference",
         old="all(row == rows[0] for row in rows)",
         new="rows",
         tests=_DIFFERENT,
     ),
     Mutation(
-        name="local sgd: fragments that have just met meet again",
+        name="local sgd: fragments that have just synced sync again",
         file=LOCAL_SGD,
-        within="LocalSGD.meet",
-        old="[i for i, n_steps in enumerate(self._met_at) if n_steps != self.n_steps]",
-        new="[i for i, _ in enumerate(self._met_at)]",
-        tests=_result("a_meeting_of_all_is_in_between_the_others"),
+        within="LocalSGD.sync",
+        old="[i for i, n_steps in enumerate(self._synced_at) if n_steps != self.n_steps]",
+        new="[i for i, _ in enumerate(self._synced_at)]",
+        tests=_result("a_sync_of_all_is_in_between_the_others"),
     ),
     Mutation(
-        name="local sgd: a meeting is applied before all buckets are reduced",
+        name="local sgd: a sync is applied before all buckets are reduced",
         file=LOCAL_SGD,
-        within="LocalSGD._finish_meeting",
-        old="assert meeting is not None",
-        new=("assert meeting is not None\nself._take(meeting)"),
+        within="LocalSGD._finish_sync",
+        old="assert sync is not None",
+        new=("assert sync is not None\nself._take(sync)"),
         tests=_FAILS,
     ),
     Mutation(
         name="local sgd: an interruption drops what all ranks have agreed on",
-        file=MEETING,
-        within="Meeting.finish",
+        file=SYNC,
+        within="Sync.finish",
         old=("if not self.is_reduced:\n    raise"),
         new="raise",
         tests=_INTERRUPTED,
     ),
     Mutation(
         name="local sgd: an interrupted launch is left though the others count on it",
-        file=MEETING,
-        within="Meeting.launch",
+        file=SYNC,
+        within="Sync.launch",
         old="isinstance(error, FastcommError) or not self._round.is_committed",
         new="True",
         tests=_INTERRUPTED,
     ),
     Mutation(
-        name="local sgd: a rank that has not applied a meeting goes on",
+        name="local sgd: a rank that has not applied a sync goes on",
         file=LOCAL_SGD,
-        within="LocalSGD._finish_meeting",
+        within="LocalSGD._finish_sync",
         old="self._is_torn = True",
         new="self._is_torn = False",
-        tests=_meeting("a_meeting_that_is_not_applied_ends_training"),
+        tests=_sync("a_sync_that_is_not_applied_ends_training"),
     ),
     Mutation(
         name="local sgd: constant buffers lose their bits",
@@ -167,12 +167,12 @@ MUTATIONS = (
         tests=_result("buffers_stay_own_until_they_are_averaged"),
     ),
     Mutation(
-        name="local sgd: an exception in the block leads to a meeting",
+        name="local sgd: an exception in the block leads to a sync",
         file=LOCAL_SGD,
         within="LocalSGD.__exit__",
         old="kind is None",
         new="True",
-        tests=_meeting("an_exception_ends_the_block_without_a_meeting"),
+        tests=_sync("an_exception_ends_the_block_without_a_sync"),
     ),
     Mutation(
         name="local sgd: the reducer stays without reductions after finish()",
@@ -188,13 +188,13 @@ MUTATIONS = (
         within="LocalSGD.let_go",
         old="self.reducer.steps_alone = False",
         new="",
-        tests=_meeting("a_reducer_that_is_detached_takes_its_meetings_along"),
+        tests=_sync("a_reducer_that_is_detached_takes_its_syncs_along"),
     ),
     Mutation(
         name="local sgd: a state under way is not saved",
         file=LOCAL_SGD,
         within="LocalSGD.state_dict",
-        old="meeting.buckets",
+        old="sync.buckets",
         new="[]",
         tests=_RESUMED,
     ),
@@ -211,7 +211,7 @@ MUTATIONS = (
         tests=_RESUMED,
     ),
     Mutation(
-        name="diloco: nothing of what was learned beside a meeting is kept",
+        name="diloco: nothing of what was learned beside a sync is kept",
         file=LOCAL_SGD,
         within="LocalSGD._take",
         old="0.0 if is_now else _OWN_PART",
@@ -219,7 +219,7 @@ MUTATIONS = (
         tests=_IN_TURN,
     ),
     Mutation(
-        name="diloco: a meeting is applied a step late",
+        name="diloco: a sync is applied a step late",
         file=LOCAL_SGD,
         within="LocalSGD.count_step",
         old="self.n_steps - self._under_way.standing.n_steps >= self._schedule.delay",
@@ -227,7 +227,7 @@ MUTATIONS = (
         tests=_IN_TURN,
     ),
     Mutation(
-        name="diloco: the first fragment meets every time",
+        name="diloco: the first fragment syncs every time",
         file=SCHEDULE,
         within="Schedule.fragment_at",
         old="(number - 1) % self.n_fragments",
@@ -275,7 +275,7 @@ MUTATIONS = (
         tests=_RESUMED,
     ),
     Mutation(
-        name="diloco: what was learned beside a meeting counts as agreed on",
+        name="diloco: what was learned beside a sync counts as agreed on",
         file=LOCAL_SGD,
         within="LocalSGD._take",
         old="if is_now:",
@@ -288,15 +288,15 @@ MUTATIONS = (
         within="fragments_of",
         old="sorted(range(len(buckets)), key=lambda i: -buckets[i].flat.nbytes)",
         new="range(len(buckets))",
-        tests=_meeting("fragments_are_of_about_one_size"),
+        tests=_sync("fragments_are_of_about_one_size"),
     ),
     Mutation(
         name="local sgd: what was averaged counts as reduced gradients",
-        file=MEETING,
-        within="Meeting.finish",
+        file=SYNC,
+        within="Sync.finish",
         old="bucket.gradient_state.forget_rounds()",
         new="pass",
-        tests=_meeting("gradients_of_a_ranks_own_are_not_stepped_after_the_last_meeting"),
+        tests=_sync("gradients_of_a_ranks_own_are_not_stepped_after_the_last_sync"),
     ),
     Mutation(
         name="local sgd: skip_nonfinite looks at what is not reduced",
@@ -304,7 +304,7 @@ MUTATIONS = (
         within="",
         old="(Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE)",
         new="(Feature.LOCAL_STEPS, Feature.ROUNDING)",
-        tests=_meeting("reducers_and_numbers_that_are_refused"),
+        tests=_sync("reducers_and_numbers_that_are_refused"),
     ),
     Mutation(
         name="local sgd: a loaded checkpoint does not mend what was torn",
@@ -312,7 +312,7 @@ MUTATIONS = (
         within="LocalSGD._load",
         old="self._is_torn = False",
         new="",
-        tests=_meeting("a_meeting_that_is_not_applied_ends_training"),
+        tests=_sync("a_sync_that_is_not_applied_ends_training"),
     ),
     Mutation(
         name="diloco: the outer states that ranks load are not compared",
@@ -320,6 +320,6 @@ MUTATIONS = (
         within="DiLoCo._described",
         old="super()._described(state_dict) | contents",
         new="super()._described(state_dict)",
-        tests=("tests/optim/test_meetings.py",),
+        tests=("tests/optim/test_syncs.py",),
     ),
 )

@@ -297,7 +297,7 @@ MUTATIONS = (
         within="Reducer.skipped",
         old="skipping is None or self.steps_alone",
         new="skipping is None",
-        tests=("tests/optim/test_meetings.py::test_steps_of_several_optimizers_count_as_one",),
+        tests=("tests/optim/test_syncs.py::test_steps_of_several_optimizers_count_as_one",),
     ),
     Mutation(
         name="skips: a vote may come after the reduction of shares",

@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo: ranks step by themselves, and agree where they meet."""
+"""LocalSGD and DiLoCo: ranks step by themselves, and agree where they sync."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Alone:
             for p in self.own(name):
                 p.data.copy_(own_part * p + (1 - own_part) * self.outer[name])
 
-    def meet(self, lr=1.0, momentum=0.0):
+    def sync(self, lr=1.0, momentum=0.0):
         """With lr 1 and no momentum: averages the parameters."""
         mean = {name: self.pseudo_gradient(name) for name in self.outer}
         self.outer_step(mean, lr=lr, momentum=momentum)
@@ -75,15 +75,15 @@ def test_local_sgd_averages_the_parameters(comm, every, buckets):
     alone = Alone(model, comm.world_size)
     optimizer = adamw(model)
     reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    with fastcomm.LocalSGD(reducer, every=every) as meetings:
+    with fastcomm.LocalSGD(reducer, every=every) as syncs:
         for i in range(1, 6):
             alone.step(i)
             if i % every == 0:
-                alone.meet()
+                alone.sync()
             step(model, optimizer, comm.rank, i)
             assert_close(model, alone.models[comm.rank])
-    if meetings.n_steps % every:
-        alone.meet()
+    if syncs.n_steps % every:
+        alone.sync()
     assert_close(model, alone.models[0])
     reducer.check_in_sync()
 
@@ -98,7 +98,7 @@ def test_diloco_with_an_outer_sgd_of_1_averages_the_parameters(comm):
     with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, lr=1.0):
         for i in range(4):
             alone.step(i)
-            alone.meet()
+            alone.sync()
             step(model, optimizer, comm.rank, i)
             assert_close(model, alone.models[comm.rank])
 
@@ -108,15 +108,15 @@ def test_diloco_with_an_outer_sgd_of_1_averages_the_parameters(comm):
     "every, fragments, delay", [(2, 1, 0), (3, 1, 2), (4, 2, 0), (4, 2, 1)], ids=str
 )
 @on_ranks(2)
-def test_fragments_meet_in_turn_and_are_applied_after_the_delay(comm, every, fragments, delay):
+def test_fragments_sync_in_turn_and_are_applied_after_the_delay(comm, every, fragments, delay):
     model = mlp()
     alone = Alone(model, comm.world_size)
     optimizer = adamw(model)
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    meetings = fastcomm.DiLoCo(
+    syncs = fastcomm.DiLoCo(
         reducer, torch.optim.SGD, every=every, fragments=fragments, delay=delay, **NESTEROV
     )
-    names = [[name for b in part for name in b.names] for part in meetings._fragments]
+    names = [[name for b in part for name in b.names] for part in syncs._fragments]
     assert sorted(sum(names, [])) == sorted(alone.outer) and all(names)
     launched = {}
     for i in range(1, 11):
@@ -131,28 +131,28 @@ def test_fragments_meet_in_turn_and_are_applied_after_the_delay(comm, every, fra
         assert_close(model, alone.models[comm.rank])
     for mean in launched.values():
         alone.outer_step(mean, 0.5)
-    meetings.finish()
+    syncs.finish()
     reducer.check_in_sync()
 
 
 @every_transport
 @on_ranks(2)
-def test_a_meeting_of_all_is_in_between_the_others(comm):
+def test_a_sync_of_all_is_in_between_the_others(comm):
     model = mlp()
     alone = Alone(model, comm.world_size)
     optimizer = adamw(model)
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=3, **NESTEROV)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=3, **NESTEROV)
     for i in range(1, 7):
         alone.step(i)
         step(model, optimizer, comm.rank, i)
         if i in (2, 3, 6):
-            alone.meet(0.7, 0.9)
+            alone.sync(0.7, 0.9)
         if i in (2, 6):
-            meetings.meet()  # where all have just met, nothing is stepped once more
-        assert meetings.is_agreed == (i in (2, 3, 6))
+            syncs.sync()  # where all have just synced, nothing is stepped once more
+        assert syncs.is_agreed == (i in (2, 3, 6))
         assert_close(model, alone.models[comm.rank])
-    meetings.finish()
+    syncs.finish()
     assert_close(model, alone.models[0])
 
 
@@ -179,7 +179,7 @@ def test_pseudo_gradients_travel_in_the_wire_dtype(comm, wire_dtype):
             alone.step(i)
             step(model, optimizer, comm.rank, i)
             if i == 2:
-                alone.meet()
+                alone.sync()
                 pairs = zip(model.parameters(), alone.models[0].parameters(), strict=True)
                 largest = max((a - b).abs().max().item() for a, b in pairs)
     # of two steps of 0.01: rounded, and not by more than a wire of 8 bits does
@@ -196,14 +196,14 @@ def test_buffers_stay_own_until_they_are_averaged(comm):
     optimizer = adamw(model)
     constant = model.constant.clone()
     means = [replica_of(convnet()) for _ in range(2)]
-    with fastcomm.LocalSGD(reducer, every=1) as meetings:
+    with fastcomm.LocalSGD(reducer, every=1) as syncs:
         optimizer.zero_grad()
         image_backward(model, comm.rank)
         optimizer.step()
         for rank, replica in enumerate(means):
             image_backward(replica, rank)
         assert torch.equal(model[1].running_mean, means[comm.rank][1].running_mean)
-        meetings.average_buffers()
+        syncs.average_buffers()
         expected = (means[0][1].running_mean + means[1][1].running_mean) / 2
         torch.testing.assert_close(model[1].running_mean, expected)
         model[1].num_batches_tracked += comm.rank
@@ -253,24 +253,24 @@ def test_a_run_that_is_resumed_has_the_same_bits(comm):
         reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
         return model, adamw(model), fastcomm.DiLoCo(reducer, torch.optim.SGD, **options)
 
-    model, optimizer, meetings = begin()
+    model, optimizer, syncs = begin()
     for i in range(1, 12):
         step(model, optimizer, comm.rank, i)
-        if i == 6:  # with a meeting under way, and after others
-            saved = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, meetings)]
+        if i == 6:  # with a sync under way, and after others
+            saved = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, syncs)]
             assert saved[2]["under_way"] is not None
-    meetings.finish()
-    other, other_optimizer, other_meetings = begin()
+    syncs.finish()
+    other, other_optimizer, other_syncs = begin()
     # as torch.distributed.checkpoint writes it
     outer = saved[2]["outer_optimizer"]
     outer["state"] = {str(number): state for number, state in outer["state"].items()}
-    for thing, state in zip((other, other_optimizer, other_meetings), saved, strict=True):
+    for thing, state in zip((other, other_optimizer, other_syncs), saved, strict=True):
         thing.load_state_dict(state)
     for i in range(7, 12):
         step(other, other_optimizer, comm.rank, i)
-    other_meetings.finish()
+    other_syncs.finish()
     assert_same_parameters(model, other)
-    assert other_meetings.n_meetings == meetings.n_meetings
+    assert other_syncs.n_syncs == syncs.n_syncs
 
 
 class _EarlyStop(Exception):
@@ -287,12 +287,12 @@ def test_an_exception_that_leaves_the_block_ends_it(comm, is_delayed):
     options = {"every": 2, "delay": 1, **NESTEROV} if is_delayed else {"every": 2, **NESTEROV}
     with (
         pytest.raises(_EarlyStop),
-        fastcomm.DiLoCo(reducer, torch.optim.SGD, **options) as meetings,
+        fastcomm.DiLoCo(reducer, torch.optim.SGD, **options) as syncs,
     ):
         for i in (1, 2, 3)[: 2 if is_delayed else 3]:
             step(model, optimizer, comm.rank, i)
         raise _EarlyStop
-    assert not meetings.is_on
+    assert not syncs.is_on
     with pytest.raises(FastcommError, match=r"was left by an exception.*refresh\(\)"):
         backward(model, comm.rank)
     model.zero_grad()
@@ -310,11 +310,11 @@ def test_parameters_loaded_after_diloco_has_copied_them_are_refused(comm):
     torch.nn.init.ones_(pretrained[2].bias)
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
     model.load_state_dict(pretrained.state_dict())
     with pytest.raises(FastcommError, match=r"parameter \d\.\w+ was changed after DiLoCo\(\)"):
         step(model, optimizer, comm.rank, 1)
-    meetings.finish()
+    syncs.finish()
     model.load_state_dict(pretrained.state_dict())
     with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, lr=1.0):
         step(model, optimizer, comm.rank, 1)
@@ -326,13 +326,13 @@ def test_parameters_loaded_after_diloco_has_copied_them_are_refused(comm):
 def test_a_parameter_that_is_frozen_midway_asks_for_another_local_sgd(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    meetings = fastcomm.LocalSGD(reducer, every=2)
+    syncs = fastcomm.LocalSGD(reducer, every=2)
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)
     step(model, optimizer, comm.rank, 1)
     with pytest.raises(FastcommError, match=r"parameter 0\.\w+ .*call finish\(\), freeze it"):
         step(model, optimizer, comm.rank, 2)
-    meetings.finish()
+    syncs.finish()
     reducer.refresh()
     with fastcomm.LocalSGD(reducer, every=2):
         for i in (3, 4):

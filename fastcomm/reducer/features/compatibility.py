@@ -84,22 +84,20 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         f"step: use a torch.optim optimizer, or {_BY_HAND}"
     ),
     (Feature.JOIN, Feature.LOCAL_STEPS): (
-        "a {}, whose ranks meet after the same number of steps: call its finish() first, on every "
+        "a {}, whose ranks sync after the same number of steps: call its finish() first, on every "
         "rank"
     ),
     (Feature.JOIN, Feature.SPARSE): (
         "the sparse gradient of parameter {}, whose rows all ranks gather, with data or without: "
         f"use sparse=False, or {_BY_HAND}"
     ),
-    (Feature.LOCAL_STEPS, Feature.OTHER_OP): (
-        "meetings average over the ranks: use op mean; got {}"
-    ),
+    (Feature.LOCAL_STEPS, Feature.OTHER_OP): ("syncs average over the ranks: use op mean; got {}"),
     (Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE): (
         "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
-        "meetings: leave it out"
+        "syncs: leave it out"
     ),
     (Feature.LOCAL_STEPS, Feature.HOOK): (
-        "a hook reduces gradients, and ranks meet without: leave the hook out"
+        "a hook reduces gradients, and ranks sync without: leave the hook out"
     ),
     (Feature.LOCAL_STEPS, Feature.SHARDED): (
         "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
@@ -112,7 +110,7 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "join() ends with the parameters of one rank on all: let ranks step alone outside of it"
     ),
     (Feature.LOCAL_STEPS, Feature.SPARSE): (
-        "the gradient of parameter {} is sparse, and meetings average whole parameters: use "
+        "the gradient of parameter {} is sparse, and syncs average whole parameters: use "
         "sparse=False"
     ),
     (Feature.LOCAL_SGD, Feature.ROUNDING): (

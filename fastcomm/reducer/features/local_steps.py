@@ -1,5 +1,5 @@
-"""LocalSteps: each rank of a reducer steps by itself, and meets the others by LocalSGD or DiLoCo.
-Base class of those. Refuses what needs reduced gradients.
+"""LocalSteps, the base of LocalSGD and DiLoCo: each rank of a reducer steps by itself, and syncs.
+Refuses what needs reduced gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class LocalSteps(RoundExtension):
 
     @property
     def name(self) -> str:
-        """How the ranks meet, in messages: "LocalSGD"."""
+        """How the ranks sync, in messages: "LocalSGD"."""
         return type(self).__name__
 
     @property
@@ -24,7 +24,7 @@ class LocalSteps(RoundExtension):
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """The reducer is detached. Does nothing where no meeting is under way; else waits for it,
+        """The reducer is detached. Does nothing where no sync is under way; else waits for it,
         if the communicator still works.
         """
         raise NotImplementedError
@@ -38,12 +38,12 @@ class LocalSteps(RoundExtension):
 
     def refuse_comparison(self, comm: Transport) -> None:
         """Raises FastcommError, on every rank, if one has made steps of its own since all ranks
-        have met. Collective.
+        have synced. Collective.
         """
         problem = None
         if not self.is_agreed:
             problem = FastcommError(
-                f"it has made steps of its own since the ranks met: call meet() of {self.name} "
+                f"it has made steps of its own since the ranks synced: call sync() of {self.name} "
                 "before you compare the ranks"
             )
         validation.compare(comm, problem, {}, [], validation.CHECK_IN_SYNC)

@@ -257,7 +257,7 @@ def test_a_sharded_optimizer_cannot_join(comm):
 def test_ranks_that_step_by_themselves_cannot_join(comm):
     model = small().float()
     reducer = fastcomm.Reducer(comm).attach(model)
-    why = "a LocalSGD, whose ranks meet after the same number"
+    why = "a LocalSGD, whose ranks sync after the same number"
     with fastcomm.LocalSGD(reducer, every=2), pytest.raises(ValueError, match=why):
         reducer.join()
 

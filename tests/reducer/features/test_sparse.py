@@ -479,7 +479,7 @@ def test_what_does_not_go_with_them_is_refused_by_name(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match=r"table\.weight is sparse: ShardedOptimizer steps dense"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match=r"table\.weight is sparse, and meetings average whole"):
+    with pytest.raises(ValueError, match=r"table\.weight is sparse, and syncs average whole"):
         fastcomm.LocalSGD(reducer, every=2)
     with pytest.raises(ValueError, match=r"join\(\) is not possible with the sparse gradient of"):
         reducer.join()

@@ -1,6 +1,6 @@
-"""Meeting: buckets of a reducer that are averaged over the ranks while each rank steps by itself.
+"""Sync: buckets of a reducer that are averaged over the ranks while each rank steps by itself.
 
-A meeting is a Round on the buckets' own views, which hold no gradients meanwhile, so it travels as
+A sync is a Round on the buckets' own views, which hold no gradients meanwhile, so it travels as
 gradients do: in the reducer's wire dtype, over any transport, abandoned and interrupted alike. It
 also compares how many steps the ranks have made. Changes no parameter: what is done with the mean
 is local_sgd.py's.
@@ -21,25 +21,25 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.round import NOTE, Round, State
 
-ALL = -1  # in place of a fragment's number: every fragment that has not met at this step
+ALL = -1  # in place of a fragment's number: every fragment that has not synced at this step
 
 
 class Standing(NamedTuple):
-    """What must be equal on all ranks that meet. n_meetings: how many are over. fragment: its
+    """What must be equal on all ranks that sync. n_syncs: how many are over. fragment: its
     number, or ALL.
     """
 
     n_steps: int
-    n_meetings: int
+    n_syncs: int
     fragment: int
 
     def __str__(self) -> str:
         what = "all fragments" if self.fragment == ALL else f"fragment {self.fragment}"
-        return f"{what} after {self.n_steps} steps and {self.n_meetings} meetings"
+        return f"{what} after {self.n_steps} steps and {self.n_syncs} syncs"
 
 
-class Meeting:
-    """One meeting, from its launch until the mean lies in the buckets' views. It may be launched
+class Sync:
+    """One sync, from its launch until the mean lies in the buckets' views. It may be launched
     at one step and waited for at another.
 
     buckets: may be none; then ranks only compare their standings, in a launch that is awaited.
@@ -56,13 +56,11 @@ class Meeting:
         self._comparing: Work | None = None
 
     @classmethod
-    def of_checkpoint(
-        cls, comm: Transport, buckets: Sequence[Bucket], standing: Standing
-    ) -> Meeting:
+    def of_checkpoint(cls, comm: Transport, buckets: Sequence[Bucket], standing: Standing) -> Sync:
         """One whose mean lies in the views already."""
-        meeting = cls(comm, buckets, standing)
-        meeting._is_agreed = True
-        return meeting
+        sync = cls(comm, buckets, standing)
+        sync._is_agreed = True
+        return sync
 
     @property
     def is_over(self) -> bool:
@@ -80,7 +78,7 @@ class Meeting:
         is_awaited: finish() follows at once, so the ranks may as well compare their standings
             before anything is launched.
 
-        Raises what ends the meeting; the other ranks hear of it. What a signal handler raises does
+        Raises what ends the sync; the other ranks hear of it. What a signal handler raises does
         not end it once the other ranks count on this one.
         """
         if is_awaited:
@@ -143,7 +141,7 @@ class Meeting:
         since the other ranks have the mean, too. May be called again.
 
         Raises MismatchError if the ranks have made different numbers of steps, and what else ends
-        the meeting: FastcommError.
+        the sync: FastcommError.
         """
         if self.is_over:
             return None
@@ -203,17 +201,17 @@ class Meeting:
             return None
         places = "; ".join(f"rank {rank}: {Standing(*row)}" for rank, row in enumerate(rows))
         return MismatchError(
-            f"the ranks do not meet at the same step: {places}. Let all ranks make as many steps; "
+            f"the ranks do not sync at the same step: {places}. Let all ranks make as many steps; "
             "count_step() counts one that a rank leaves out. No parameter was changed"
         )
 
 
 def _note(interruption: BaseException) -> None:
-    """Says of a meeting what round.NOTE says of a backward that was interrupted."""
+    """Says of a sync what round.NOTE says of a backward that was interrupted."""
     notes: list[str] = getattr(interruption, "__notes__", [])
     if NOTE in notes:
         notes[notes.index(NOTE)] = (
-            "fastcomm: the ranks have met; this one takes what they have agreed on, as the others"
+            "fastcomm: the ranks have synced; this one takes what they agreed on, as the others do"
         )
 
 

@@ -1,8 +1,8 @@
 """Ranks of a host reduce every gradient; hosts, whose link is slow, average their parameters every
 16 steps. A communicator for each host, and one for the ranks of one number, one in each host.
 
-    torchrun --nnodes=2 --nproc-per-node=8 ... examples/hosts_meet_seldom.py
-    torchrun --standalone --nproc-per-node=4 examples/hosts_meet_seldom.py --per-host 2
+    torchrun --nnodes=2 --nproc-per-node=8 ... examples/hosts_sync_seldom.py
+    torchrun --standalone --nproc-per-node=4 examples/hosts_sync_seldom.py --per-host 2
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import fastcomm
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=64, help="of each rank (%(default)s)")
-    parser.add_argument("--every", type=int, default=16, help="steps to a meeting (%(default)s)")
+    parser.add_argument("--every", type=int, default=16, help="steps to a sync (%(default)s)")
     of_launcher = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     parser.add_argument("--per-host", type=int, default=of_launcher, help="ranks (%(default)s)")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What counts as a step of LocalSGD and DiLoCo, what they refuse, and how meetings fail."""
+"""What counts as a step of LocalSGD and DiLoCo, what they refuse, and how syncs fail."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
-from fastcomm.optim.meeting import Meeting
 from fastcomm.optim.schedule import fragments_of
+from fastcomm.optim.sync import Sync
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.round import Round
 from tests.support.models import (
@@ -49,15 +49,15 @@ def test_steps_of_several_optimizers_count_as_one(comm):
     reducer.skip_step()  # of the steps of all ranks
     reducer.synchronize()
     assert reducer.skipped
-    with fastcomm.LocalSGD(reducer, every=2) as meetings:
+    with fastcomm.LocalSGD(reducer, every=2) as syncs:
         for i in range(4):
             model.zero_grad()
             backward(model, comm.rank, i)
             first.step()
-            assert meetings.n_meetings == i // 2
+            assert syncs.n_syncs == i // 2
             last.step()
-        assert (meetings.n_steps, meetings.n_meetings) == (4, 2)
-        assert meetings.is_agreed
+        assert (syncs.n_steps, syncs.n_syncs) == (4, 2)
+        assert syncs.is_agreed
 
 
 @on_ranks(1)
@@ -65,14 +65,14 @@ def test_a_parameter_that_nobody_steps_is_named(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model[0])
-    meetings = fastcomm.LocalSGD(reducer, every=2)
+    syncs = fastcomm.LocalSGD(reducer, every=2)
     step(model, optimizer, comm.rank, 0)
     with pytest.raises(FastcommError, match=r"parameter [24].(weight|bias) was not stepped"):
         step(model, optimizer, comm.rank, 1)
-    meetings.count_step()
-    assert meetings.n_steps == 1
+    syncs.count_step()
+    assert syncs.n_steps == 1
     step(model, optimizer, comm.rank, 2)
-    assert not meetings.is_agreed
+    assert not syncs.is_agreed
 
 
 @on_ranks(2)
@@ -81,17 +81,17 @@ def test_a_step_that_grad_scaler_leaves_out_is_counted_by_hand(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with fastcomm.LocalSGD(reducer, every=2) as meetings:
+    with fastcomm.LocalSGD(reducer, every=2) as syncs:
         for i in range(4):
             optimizer.zero_grad()
             loss = loss_of(model, comm.rank, i)
             scaler.scale(loss * float("inf") if i == comm.rank else loss).backward()
-            before = meetings.n_steps
+            before = syncs.n_steps
             scaler.step(optimizer)
             scaler.update()
-            if meetings.n_steps == before:
-                meetings.count_step()
-        assert (meetings.n_steps, meetings.n_meetings) == (4, 2)
+            if syncs.n_steps == before:
+                syncs.count_step()
+        assert (syncs.n_steps, syncs.n_syncs) == (4, 2)
     reducer.check_in_sync()
 
 
@@ -112,10 +112,10 @@ def test_a_closure_with_several_backwards_is_one_step(comm):
         optimizer.step(closure)
 
     reducer = fastcomm.Reducer(comm).attach(model)
-    with fastcomm.LocalSGD(reducer, every=2) as meetings:
+    with fastcomm.LocalSGD(reducer, every=2) as syncs:
         descend(model, comm.rank)
         descend(alone[comm.rank], comm.rank)
-        assert meetings.n_steps == 1
+        assert syncs.n_steps == 1
         assert_same_parameters(model, alone[comm.rank])
 
 
@@ -184,7 +184,7 @@ def test_norms_and_clipping_are_of_own_gradients_of_any_origin(comm):
 def test_what_needs_reduced_gradients_is_refused_meanwhile(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    meetings = fastcomm.LocalSGD(reducer, every=2)
+    syncs = fastcomm.LocalSGD(reducer, every=2)
     reducer.check_in_sync()
     for call in (reducer.reduce, reducer.refresh, lambda: reducer.set_weight(1)):
         with pytest.raises(FastcommError, match="while LocalSGD lets each rank step with its own"):
@@ -194,15 +194,15 @@ def test_what_needs_reduced_gradients_is_refused_meanwhile(comm):
     with pytest.raises(ValueError, match="the reducer has a LocalSGD already"):
         fastcomm.LocalSGD(reducer, every=2)
     if comm.rank == 1:  # only one rank's own steps are enough, and all ranks hear of it
-        meetings.count_step()
+        syncs.count_step()
     why = "rank 1 cannot compare its model" if comm.rank == 0 else "steps of its own since"
     with pytest.raises(FastcommError, match=why):
         reducer.check_in_sync()
     if comm.rank == 0:
-        meetings.count_step()
-    meetings.finish()
-    meetings.finish()
-    for call in (meetings.meet, meetings.count_step):
+        syncs.count_step()
+    syncs.finish()
+    syncs.finish()
+    for call in (syncs.sync, syncs.count_step):
         with pytest.raises(FastcommError, match=r"this LocalSGD has ended, by finish\(\)"):
             call()
     reducer.check_in_sync()
@@ -278,17 +278,17 @@ def test_ranks_do_not_begin_to_step_alone_inside_a_join(comm):
 def test_states_of_other_models_and_fragments_are_refused(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, fragments=2)
-    state = meetings.state_dict()
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, fragments=2)
+    state = syncs.state_dict()
     with pytest.raises(ValueError, match="was saved with 1 fragments, and there are 2"):
-        meetings.load_state_dict(state | {"met_at": [0]})
+        syncs.load_state_dict(state | {"synced_at": [0]})
     outer = state["outer_parameters"]
     with pytest.raises(ValueError, match="the state has no parameter 0.bias"):
-        meetings.load_state_dict(
+        syncs.load_state_dict(
             state | {"outer_parameters": {k: v for k, v in outer.items() if k != "0.bias"}}
         )
     with pytest.raises(ValueError, match=r"0.bias was saved with shape \(3,\), and has \(16,\)"):
-        meetings.load_state_dict(state | {"outer_parameters": {**outer, "0.bias": torch.zeros(3)}})
+        syncs.load_state_dict(state | {"outer_parameters": {**outer, "0.bias": torch.zeros(3)}})
 
 
 @every_transport
@@ -296,18 +296,18 @@ def test_states_of_other_models_and_fragments_are_refused(comm):
 def test_a_state_that_differs_between_ranks_is_refused_on_all(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, lr=0.5, momentum=0.9)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, lr=0.5, momentum=0.9)
     optimizer = adamw(model)
     for i in range(4):
         step(model, optimizer, comm.rank, i)
-    saved = copy.deepcopy(meetings.state_dict())
+    saved = copy.deepcopy(syncs.state_dict())
 
     def refused(change, match, error=MismatchError):
         state = copy.deepcopy(saved)
         if comm.rank == 1:
             change(state)
         with pytest.raises(error, match=match):
-            meetings.load_state_dict(state)
+            syncs.load_state_dict(state)
 
     refused(lambda s: s.update(n_steps=3), "n_steps is 4 on rank 0 and 3 on rank 1")
     refused(
@@ -323,8 +323,8 @@ def test_a_state_that_differs_between_ranks_is_refused_on_all(comm):
         r"the state has no parameter 2\.bias",
         ValueError if comm.rank == 1 else FastcommError,
     )
-    meetings.load_state_dict(saved)
-    meetings.finish()
+    syncs.load_state_dict(saved)
+    syncs.finish()
     reducer.check_in_sync()
 
 
@@ -335,10 +335,10 @@ def test_a_state_that_one_rank_alone_loads_is_an_error_on_both(comm, kind):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     outer = () if kind is fastcomm.LocalSGD else (torch.optim.SGD,)
-    meetings = kind(reducer, *outer, every=1)
+    syncs = kind(reducer, *outer, every=1)
     with pytest.raises(MismatchError) as caught:
         if comm.rank == 0:
-            meetings.load_state_dict(meetings.state_dict())
+            syncs.load_state_dict(syncs.state_dict())
         else:
             step(model, adamw(model), comm.rank, 0)
     if comm.rank == 0:
@@ -356,7 +356,7 @@ def test_fragments_are_of_about_one_size(n, loads):
 
 
 @on_ranks(2)
-def test_between_meetings_no_collective_is_called(comm):
+def test_between_syncs_no_collective_is_called(comm):
     model = mlp()
     optimizer = adamw(model)
 
@@ -379,7 +379,7 @@ def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
-    meetings = fastcomm.LocalSGD(reducer, every=4)
+    syncs = fastcomm.LocalSGD(reducer, every=4)
     for i in range(3 - comm.rank):
         step(model, optimizer, comm.rank, i)
     before = replica_of(model)
@@ -387,12 +387,12 @@ def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
         MismatchError,
         match="rank 0: all fragments after 3 steps .*; rank 1: all fragments after 2 steps",
     ):
-        meetings.finish()
+        syncs.finish()
     assert_same_parameters(model, before)
-    assert meetings.is_on
+    assert syncs.is_on
     if comm.rank == 1:
-        meetings.count_step()
-    meetings.finish()
+        syncs.count_step()
+    syncs.finish()
     reducer.check_in_sync()
     optimizer.state.clear()  # each rank's own
     step(model, optimizer, comm.rank, 9)  # of all ranks, though one has made a step more
@@ -401,11 +401,11 @@ def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
 
 @every_transport
 @on_ranks(2)
-def test_a_meeting_that_fails_changes_nothing(comm):
+def test_a_sync_that_fails_changes_nothing(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV)
     step(model, optimizer, comm.rank, 0)
     optimizer.zero_grad()
     backward(model, comm.rank, 1)
@@ -413,7 +413,7 @@ def test_a_meeting_that_fails_changes_nothing(comm):
     for ours, theirs in zip(model.parameters(), after.parameters(), strict=True):
         theirs.grad = ours.grad.clone()
     torch.optim.SGD(after.parameters(), lr=0.1).step()
-    outer = {name: p.clone() for name, p in meetings.state_dict()["outer_parameters"].items()}
+    outer = {name: p.clone() for name, p in syncs.state_dict()["outer_parameters"].items()}
     last, kept = model[4].weight, model[4].weight.data
     if comm.rank == 1:
         handle = optimizer.register_step_post_hook(
@@ -429,25 +429,25 @@ def test_a_meeting_that_fails_changes_nothing(comm):
             optimizer.step()
         assert_gradients(model, gradients(after))
     assert_same_parameters(model, after)
-    state = meetings.state_dict()
+    state = syncs.state_dict()
     assert all(torch.equal(outer[name], p) for name, p in state["outer_parameters"].items())
-    assert state["n_steps"] == 2 and state["n_meetings"] == 0
-    meetings.finish()
+    assert state["n_steps"] == 2 and state["n_syncs"] == 0
+    syncs.finish()
     reducer.check_in_sync()
 
 
 @on_ranks(2)
-def test_an_exception_ends_the_block_without_a_meeting(comm):
+def test_an_exception_ends_the_block_without_a_sync(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
-    meetings = fastcomm.LocalSGD(reducer, every=8)
+    syncs = fastcomm.LocalSGD(reducer, every=8)
     step(model, optimizer, comm.rank, 0)
     before = replica_of(model)
-    with pytest.raises(ZeroDivisionError), meetings:
+    with pytest.raises(ZeroDivisionError), syncs:
         1 / 0  # noqa: B018
     assert_same_parameters(model, before)
-    assert not meetings.is_on
+    assert not syncs.is_on
     reducer.refresh()
     reducer.check_in_sync()
     with pytest.raises(FastcommError, match="was made without a backward"):
@@ -455,14 +455,14 @@ def test_an_exception_ends_the_block_without_a_meeting(comm):
 
 
 @on_ranks(2)
-def test_gradients_of_a_ranks_own_are_not_stepped_after_the_last_meeting(comm):
+def test_gradients_of_a_ranks_own_are_not_stepped_after_the_last_sync(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
-    meetings = fastcomm.LocalSGD(reducer, every=8)
+    syncs = fastcomm.LocalSGD(reducer, every=8)
     step(model, optimizer, comm.rank, 0)
-    assert not meetings.is_agreed
-    meetings.finish()
+    assert not syncs.is_agreed
+    syncs.finish()
     reducer.check_in_sync()
     with pytest.raises(FastcommError, match="was made without a backward"):
         optimizer.step()
@@ -470,16 +470,16 @@ def test_gradients_of_a_ranks_own_are_not_stepped_after_the_last_meeting(comm):
 
 @every_transport
 @on_ranks(2)
-def test_a_reducer_that_is_detached_takes_its_meetings_along(comm):
+def test_a_reducer_that_is_detached_takes_its_syncs_along(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=1, **NESTEROV)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=1, **NESTEROV)
     for i in range(2):
         step(model, optimizer, comm.rank, i)
-    reducer.detach()  # with a meeting under way
+    reducer.detach()  # with a sync under way
     with pytest.raises(FastcommError, match="has ended"):
-        meetings.meet()
+        syncs.sync()
     reducer.attach(model)
     reducer.check_in_sync()
     expected = mean_gradients(model, 2, backward)
@@ -489,13 +489,13 @@ def test_a_reducer_that_is_detached_takes_its_meetings_along(comm):
 
 
 @on_ranks(2)
-def test_a_meeting_that_is_not_applied_ends_training(comm):
+def test_a_sync_that_is_not_applied_ends_training(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
-    meetings = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
     if comm.rank == 1:
-        handle = meetings.outer_optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        handle = syncs.outer_optimizer.register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             step(model, optimizer, comm.rank, 0)
         handle.remove()
@@ -503,8 +503,8 @@ def test_a_meeting_that_is_not_applied_ends_training(comm):
             step(model, optimizer, comm.rank, 1)
     else:
         step(model, optimizer, comm.rank, 0)
-    with pytest.raises(MismatchError, match="n_meetings is 1 on rank 0 and 0 on rank 1"):
-        meetings.load_state_dict(meetings.state_dict())
+    with pytest.raises(MismatchError, match="n_syncs is 1 on rank 0 and 0 on rank 1"):
+        syncs.load_state_dict(syncs.state_dict())
 
 
 class Interrupted(BaseException):
@@ -513,7 +513,7 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interrupted(kind, method, after=False):
-    """A signal comes as this rank begins, or ends, a part of its meeting."""
+    """A signal comes as this rank begins, or ends, a part of its sync."""
     original = getattr(kind, method)
 
     def interrupt(*arguments, **options):
@@ -531,16 +531,16 @@ def interrupted(kind, method, after=False):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     "where",
-    [(Round, "commit", True), (Meeting, "_difference"), (Bucket, "finish")],
+    [(Round, "commit", True), (Sync, "_difference"), (Bucket, "finish")],
     ids=["launched", "comparing", "waiting"],
 )
 @on_ranks(2)
-def test_an_interrupted_meeting_is_applied_all_the_same(comm, where, delay):
+def test_an_interrupted_sync_is_applied_all_the_same(comm, where, delay):
     model = mlp()
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     optimizer = adamw(model)
-    is_dropped = where[0] is Meeting and not delay  # nothing was launched yet
-    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=delay, **NESTEROV) as meetings:
+    is_dropped = where[0] is Sync and not delay  # nothing was launched yet
+    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=delay, **NESTEROV) as syncs:
         step(model, optimizer, comm.rank, 0)
         n_interruptions = 0
         with interrupted(*where) if comm.rank else contextlib.nullcontext():
@@ -552,5 +552,5 @@ def test_an_interrupted_meeting_is_applied_all_the_same(comm, where, delay):
                 except AbandonedError:
                     assert is_dropped and comm.rank == 0
         assert n_interruptions == comm.rank
-        assert meetings.n_meetings == 1 - is_dropped
+        assert syncs.n_syncs == 1 - is_dropped
     reducer.check_in_sync()
