@@ -1,4 +1,4 @@
-"""The house's floors: a wing or module of fastcomm imports only from floors below its own, and
+"""The house's layers: a package or module of fastcomm imports only from layers below its own, and
 nothing imports in a circle, C included; no line is wider than a window. Reads sources only."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fastcomm"
 
-# From the ground up. Those of one floor do not import each other; inside a wing, modules may.
-FLOORS = (
+# From the ground up. Those of one layer do not import each other; inside a package, modules may.
+LAYERS = (
     ("errors",),
     ("comm", "transports"),  # the latter's own file, which imports nothing
     ("transports.cuda",),
@@ -23,8 +23,8 @@ FLOORS = (
     ("optim", "torch_backend"),
     ("__init__", "__main__"),
 )
-FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
-# By module: what it uses of its own floor.
+LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
+# By module: what it uses of its own layer.
 NEIGHBOURS = {
     "transports.group.hierarchical": {"transports.shm"},
     "__main__": {"__init__"},
@@ -62,7 +62,7 @@ def written_by_hand() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """Of a module, without the package: "errors", "comm.objects"; a wing's own is "comm"."""
+    """Of a module, without the package: "errors", "comm.objects"; a package's own is "comm"."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -111,8 +111,8 @@ def modules_named(source: str, names: list[str]) -> set[str]:
 
 
 def unit_of(module: str) -> str:
-    wing, *inner = module.split(".")
-    return f"{wing}.{inner[0]}" if wing == "transports" and inner else wing
+    package, *inner = module.split(".")
+    return f"{package}.{inner[0]}" if package == "transports" and inner else package
 
 
 def test_python_imports_are_found_wherever_they_stand() -> None:
@@ -138,11 +138,11 @@ def test_cython_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
     assert imports_of(path) == {"transports.cuda.driver", "transports.shm.memory", "errors"}
 
 
-def test_modules_import_only_from_floors_below() -> None:
-    without = {name_of(path) for path in sources() if unit_of(name_of(path)) not in FLOOR_OF}
-    assert not without, f"give these a floor in FLOORS: {', '.join(sorted(without))}"
+def test_modules_import_only_from_layers_below() -> None:
+    without = {name_of(path) for path in sources() if unit_of(name_of(path)) not in LAYER_OF}
+    assert not without, f"give these a layer in LAYERS: {', '.join(sorted(without))}"
     wrong = [f"{path.name} imports {', '.join(above(path))}" for path in sources() if above(path)]
-    assert not wrong, "from the same floor or one above: " + "; ".join(wrong)
+    assert not wrong, "from the same layer or one above: " + "; ".join(wrong)
 
 
 def above(path: Path) -> list[str]:
@@ -150,7 +150,7 @@ def above(path: Path) -> list[str]:
     name = name_of(path)
     unit = unit_of(name)
     others = {unit_of(module) for module in imports_of(path)} - {unit} - NEIGHBOURS.get(name, set())
-    return sorted(other for other in others if FLOOR_OF[other] >= FLOOR_OF[unit])
+    return sorted(other for other in others if LAYER_OF[other] >= LAYER_OF[unit])
 
 
 def test_modules_do_not_import_in_a_circle() -> None:
