@@ -4,10 +4,7 @@ all; ci/launchers.sh runs the real mpiexecs.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import socket
 import subprocess
 import sys
 
@@ -19,7 +16,7 @@ from fastcomm import InitError
 from fastcomm.launching import launchers
 from tests.support.outcomes import values_of
 from tests.support.rank_process import LAUNCHER_VARIABLES
-from tests.support.ranks import fresh_ranks, torchrun_env
+from tests.support.ranks import fresh_ranks, own_port, torchrun_env
 from tests.support.reference import check_all_reduce
 
 SLURM = {
@@ -68,17 +65,9 @@ ENVIRONMENTS = {
 }
 
 
-def _free_port_of_slurm():
-    for port in random.sample(range(15_000, 25_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
 def environments(names, n):
     """By rank. The job's number leads to a port that is free."""
-    job = _free_port_of_slurm() - 15_000
+    job = own_port(15_000) - 15_000
     return [
         {key: value.format(rank=rank, n=n, job=job) for key, value in names.items()}
         for rank in range(n)

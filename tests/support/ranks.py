@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -212,16 +213,29 @@ class _BodyOf:
 
 def torchrun_env(world_size: int) -> list[dict[str, str]]:
     """The variables torchrun would set for `world_size` ranks of one host, by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(own_port()),
     }
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
+
+
+def own_port(lowest: int = 25_000) -> int:
+    """A port at which nobody listens, nor will until the ranks do: from a few that no other process
+    of tests takes, and the kernel deals out to none. lowest: of the 7,200 that they share.
+    """
+    first = lowest + 12 * (os.getpid() % 600)
+    for _ in range(12):
+        port = first + next(_n_ports) % 12
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError(f"the ports from {first} to {first + 11} are all taken")
+
+
+_n_ports = itertools.count()
 
 
 class _World:
