@@ -52,6 +52,7 @@ EXTENSIONS = (
         "comm.lifetime",
         "comm.flat_buffers",
         "comm.gradient_slot",
+        "comm.gathering",
         "transports.group.blocks",
         "insight.recorder",
         "reducer.gradient_state",

@@ -245,7 +245,7 @@ MUTATIONS = (
     Mutation(
         name="order: a gradient that was copied is not kept",
         file=BUCKET,
-        within="NcclBucket._take",
+        within="NcclBucket.note_copied",
         old="self.producers.keep(gradient)",
         new="",
         tests=(PRODUCERS,),
@@ -261,7 +261,7 @@ MUTATIONS = (
     Mutation(
         name="order: gradients are dropped before the launch",
         file=BUCKET,
-        within="NcclBucket._take",
+        within="NcclBucket.move",
         old="self.kept.append(gradient)",
         new="pass",
         tests=(PRODUCERS, TRAINING),

@@ -5,18 +5,18 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 
 import torch
 
-from fastcomm.comm.collective import OTHERS_GRADIENT, presence_values, real_numel
+from fastcomm.comm.collective import presence_values, real_numel
 from fastcomm.comm.transport import BoundBucket, BucketWork
-from fastcomm.errors import FastcommError
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from fastcomm.transports.cuda.clock cimport Span
 from fastcomm.transports.cuda.driver cimport CUcontext, CUevent, CUstream, Producers, check, driver
 from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
-from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
+from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.nccl.calls cimport (
     ALL_REDUCE, REDUCE_SHARES, Call, call_all, name_of, reduce_shares,
@@ -81,7 +81,7 @@ cdef class NcclWeight:
         self.scale, self.total, self.adding_up = scale, total, adding_up
 
 
-cdef class NcclBucket:
+cdef class NcclBucket(GatheringBucket):
     """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
     round.
 
@@ -94,13 +94,11 @@ cdef class NcclBucket:
     cdef object __weakref__
     cdef Lane lane
     cdef Ticket ticket
-    cdef object flat, wire
+    cdef object wire
     cdef void *wire_address
     cdef object token  # whose address the last of `gathering.addresses` is
     cdef Call *calls  # of a launch
     cdef size_t n_calls
-    cdef list views, slots
-    cdef FlatBuffer known
     cdef Presence presence
     cdef MultiTensor gathering, scattering, measuring
     cdef list kept  # gradients of this round that the launch will read where they are
@@ -112,7 +110,7 @@ cdef class NcclBucket:
         tuple bounds,
     ):
         cdef size_t n = len(views)
-        self.link, self.flat, self.wire, self.views = link, flat, wire, views
+        self.link, self.wire = link, wire
         self.lane, self.ticket = link.lane(lane), link.launches.new_ticket()
         self.ticket.kind = ALL_REDUCE if bounds is None else REDUCE_SHARES
         self.ticket.label = label
@@ -121,7 +119,7 @@ cdef class NcclBucket:
         self._fill_in_calls(bounds)
         self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.producers = Producers(link.cuda)
-        self.slots = [GradientSlot(view) for view in views]
+        self.hold(flat, views)
         numels = [real_numel(view) for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
@@ -135,7 +133,6 @@ cdef class NcclBucket:
             self.gathering.addresses[i] = (<GradientSlot>self.slots[i]).address
             self.measuring.addresses[i] = self.gathering.addresses[i]
         link.register(self.lane, wire, label)
-        self.known = FlatBuffer(flat)
         link.buckets.add(self)
 
     def __dealloc__(self):
@@ -194,44 +191,24 @@ cdef class NcclBucket:
 
     def gather(self, list parameters):
         """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
-        cdef list left = []
-        cdef GradientSlot slot
-        cdef char *source = NULL
-        cdef Py_ssize_t i
-        cdef bint is_fit
         self.posted = None
         self._order_gathering()
         self.kept = []
-        for i in range(len(parameters)):
-            parameter, view = parameters[i], self.views[i]
-            slot = self.slots[i]
-            self.gathering.addresses[i] = slot.address
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None:
-                left.append(i)
-            elif gradient is not view:
-                try:
-                    # first: while the parameter has it, torch answers in half the time
-                    is_fit = slot.fits(gradient, &source)
-                    # before it is moved: torch refuses it if the parameter's data has been replaced
-                    parameter.grad = view
-                    self._take(i, gradient, view, source, is_fit)
-                except BaseException as error:
-                    parameter.grad, error.slot = gradient, i
-                    raise
-        return left
+        # in their slots, as `measuring` knows them, but for what move() finds elsewhere
+        memcpy(
+            self.gathering.addresses, self.measuring.addresses, len(self.views) * sizeof(void *)
+        )
+        return self.gather_gradients(parameters)
 
-    cdef int _take(self, Py_ssize_t i, gradient, view, char *source, bint is_fit) except -1:
-        """Notes that one gradient is at `source`, or moves it to its slot if it does not fit."""
-        cdef bint is_at_home = source == self.gathering.addresses[i]
-        if not is_at_home and is_in_a_flat_buffer(source):
-            raise FastcommError(OTHERS_GRADIENT)
-        if not is_fit:
-            view.copy_(gradient.clone() if is_at_home else gradient)
-            self.producers.keep(gradient)
-        elif not is_at_home:
-            self.gathering.addresses[i] = source
-            self.kept.append(gradient)
+    cdef int move(self, Py_ssize_t i, gradient, char *source) except -1:
+        """See GatheringBucket.move. The launch does."""
+        self.gathering.addresses[i] = source
+        self.kept.append(gradient)
+        return 0
+
+    cdef int note_copied(self, gradient) except -1:
+        """See GatheringBucket.note_copied."""
+        self.producers.keep(gradient)
         return 0
 
     def clear(self):

@@ -3,16 +3,15 @@
 
 import torch
 
-from fastcomm.comm.collective import OTHERS_GRADIENT, presence_values, real_numel
+from fastcomm.comm.collective import presence_values, real_numel
 from fastcomm.comm.transport import BoundBucket, BucketWork
-from fastcomm.errors import FastcommError
 
 from libc.math cimport isnan
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
+from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.shm.core cimport (
     SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_counting, shm_descriptor, shm_piece,
@@ -29,19 +28,17 @@ cdef struct Span:
     uint64_t offset, numel  # of real numbers
 
 
-cdef class ShmBucket:
+cdef class ShmBucket(GatheringBucket):
     """A flat buffer and the slots of the gradients in it. Prepared once, launched once per round.
     """
 
     cdef readonly ShmWork posted  # see BoundBucket.posted
     cdef Ring ring
     cdef Py_ssize_t end  # of the gradients in `flat`; behind it lies their presence
-    cdef FlatBuffer known
-    cdef object flat, wire, dtype, presence
+    cdef object wire, dtype, presence
     cdef tuple bounds  # of the ranks' shares; None: every rank gets the whole
     cdef list narrow, wide  # what a launch casts, and where it casts the result back
     cdef dict tokens  # by op and by what is missing: what to put into `presence`
-    cdef list views, slots
     cdef uint32_t label
     cdef size_t itemsize
     cdef Span *spans  # of the slots in the flat buffer
@@ -51,17 +48,16 @@ cdef class ShmBucket:
     def __cinit__(
         self, Ring ring, flat, wire, list views, list offsets, uint32_t label, tuple bounds
     ):
-        self.ring, self.flat, self.wire, self.views, self.label = ring, flat, wire, views, label
+        self.hold(flat, views)
+        self.ring, self.wire, self.label = ring, wire, label
         self.dtype, self.itemsize = flat.dtype, flat.element_size()
         self.end = flat.numel() - len(views)
         self.presence, self.tokens = flat[self.end:], {}
-        self.slots = [GradientSlot(view) for view in views]
         self.spans = <Span *>malloc(max(len(views), 1) * sizeof(Span))
         if self.spans == NULL:
             raise MemoryError("out of memory")
         for i, view in enumerate(views):
             self.spans[i] = Span(offsets[i], real_numel(view))
-        self.known = FlatBuffer(flat)
         parts = [slice(None)]
         if bounds is not None:
             self.bounds = bounds
@@ -77,46 +73,16 @@ cdef class ShmBucket:
         copies what the peers will read, and the reduction reads the rest there. Small ones are
         copied here, which is cheaper than to keep many tensors alive.
         """
-        cdef ShmWork work = self._next_work(len(parameters))
-        cdef list left = []
-        cdef GradientSlot slot
-        cdef char *source = NULL
-        cdef Py_ssize_t i
-        cdef bint is_fit
+        self._next_work(len(parameters))
         self.posted = None
-        for i in range(len(parameters)):
-            parameter, view = parameters[i], self.views[i]
-            slot = self.slots[i]
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None:
-                left.append(i)
-            elif gradient is not view:
-                try:
-                    # first: while the parameter has it, torch answers in half the time
-                    is_fit = slot.fits(gradient, &source)
-                    # before it is moved: torch refuses it if the parameter's data has been replaced
-                    parameter.grad = view
-                    self._take(work, i, gradient, source, is_fit)
-                except BaseException as error:
-                    parameter.grad, error.slot = gradient, i
-                    raise
-        return left
+        return self.gather_gradients(parameters)
 
-    cdef int _take(
-        self, ShmWork work, Py_ssize_t i, gradient, const char *source, bint is_fit
-    ) except -1:
-        """Moves the gradient at `source` to its slot, now or in the launch."""
-        cdef char *target = (<GradientSlot>self.slots[i]).address
+    cdef int move(self, Py_ssize_t i, gradient, char *source) except -1:
+        """See GatheringBucket.move. A small one now."""
+        cdef ShmWork work = self.next
         cdef size_t nbytes = self.spans[i].numel * self.itemsize
-        cdef bint is_at_home = source == target
-        if not is_at_home and is_in_a_flat_buffer(source):
-            raise FastcommError(OTHERS_GRADIENT)
-        if not is_fit:
-            self.views[i].copy_(gradient.clone() if is_at_home else gradient)
-        elif is_at_home:  # the user's own tensor on our memory
-            pass
-        elif self.wire is not self.flat or nbytes < SMALL_GRADIENT:
-            memcpy(target, source, nbytes)
+        if self.wire is not self.flat or nbytes < SMALL_GRADIENT:
+            memcpy((<GradientSlot>self.slots[i]).address, source, nbytes)
         else:
             work.pieces[work.n_pieces] = shm_piece(
                 source, self.spans[i].offset, self.spans[i].numel
