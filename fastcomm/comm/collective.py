@@ -1,21 +1,48 @@
-"""What all transports share about collectives: ops and dtypes, the labels of buckets, what a rank
-without a gradient contributes, the words for a collective in messages, and the checks made before
-any peer is involved.
+"""What all transports share about collectives: the tables of ops and dtypes, the labels of buckets,
+what a rank without a gradient contributes, the words for a collective in messages, and the checks
+made before any peer is involved.
 
-Knows no transport. Raises only ValueError and TypeError.
+What else lists ops or dtypes takes them from here; what cannot, as the C core, is compared with the
+tables by tests/comm/test_collective.py. Knows no transport. Raises only ValueError and TypeError.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-OPS = ("sum", "mean", "min", "max", "prod")
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+class Reduction(NamedTuple):
+    """A row of the table of ops."""
+
+    name: str
+    of_torch: str  # the member of torch.distributed.ReduceOp; in lower case, a second name
+    nccl: int  # ncclRedOp_t
+    combine: Callable[..., Tensor]  # two ranks' elements, without what a mean does at the end
+    # What a rank contributes for a parameter without a gradient, and with one. The reduction over
+    # all ranks is the former only if no rank has a gradient.
+    presence: tuple[float, float] = (0.0, 1.0)
+    is_linear: bool = False  # so that complex numbers may be reduced, part by part
+
+
+# In the order of enum shm_op. Over NCCL a mean is a scaled sum: ncclAvg would turn NVLink SHARP
+# off.
+REDUCTIONS = (
+    Reduction("sum", "SUM", 0, torch.add, is_linear=True),
+    Reduction("mean", "AVG", 0, torch.add, is_linear=True),
+    Reduction("min", "MIN", 3, torch.minimum, (0.0, -1.0)),
+    Reduction("max", "MAX", 2, torch.maximum),
+    Reduction("prod", "PRODUCT", 1, torch.mul, (1.0, 0.0)),
+)
+OPS = tuple(one.name for one in REDUCTIONS)
+LINEAR_OPS = tuple(one.name for one in REDUCTIONS if one.is_linear)
 Op: TypeAlias = str | ReduceOp.RedOpType  # which canonical_op takes
 # Of buckets alone, where ranks have weights: gradients are of losses that are means over a rank's
 # data, or sums over it. Both divide by the sum of the weights.
@@ -23,18 +50,34 @@ WEIGHTED_OPS = {"mean": "weighted mean", "sum": "weighted sum"}
 # In place of any op of a bucket: this rank votes to drop the round. Nothing moves then.
 SKIP = "skip"
 BUCKET_OPS = (*OPS, *WEIGHTED_OPS.values(), SKIP)
-_ALIASES = {"avg": "mean", "product": "prod"}
+_ALIASES = {one.of_torch.lower(): one.name for one in REDUCTIONS}
 
-# What the CPU transports reduce; NCCL's list depends on its version.
-CPU_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
+# ---- dtypes --------------------------------------------------------------------------------------
+
+
+class Dtype(NamedTuple):
+    """A row of the table of dtypes."""
+
+    dtype: torch.dtype
+    nccl: int  # ncclDataType_t
+    is_on_cpu: bool = True  # the CPU transports reduce it
+
+
+# Those of the CPU in the order of enum shm_dtype. Which ones NCCL reduces depends on its version.
+DTYPES = (
+    Dtype(torch.float32, 7),
+    Dtype(torch.float64, 8),
+    Dtype(torch.float16, 6),
+    Dtype(torch.bfloat16, 9),
+    Dtype(torch.int32, 2),
+    Dtype(torch.int64, 4),
+    Dtype(torch.uint8, 1),
+    Dtype(torch.float8_e4m3fn, 10, is_on_cpu=False),
+    Dtype(torch.float8_e5m2, 11, is_on_cpu=False),
 )
+CPU_DTYPES = tuple(one.dtype for one in DTYPES if one.is_on_cpu)
+FLOATS = tuple(dtype for dtype in CPU_DTYPES if dtype.is_floating_point)
+HALVES = tuple(dtype for dtype in FLOATS if dtype.itemsize == 2)  # added in float32
 
 # In which gradients may travel over every transport, and those of 8 bits in which they travel with
 # a scale for each block; see group/wire.py.
@@ -66,7 +109,7 @@ def as_pairs(tensor: Tensor, op: str = "sum") -> Tensor:
     """
     if not tensor.is_complex():
         return tensor
-    if op not in ("sum", "mean"):
+    if op not in LINEAR_OPS:
         raise TypeError(complex_refusal(f"a {name_of(tensor.dtype)} tensor", op))
     if tensor.is_conj():
         raise ValueError("the tensor is a conjugated view: pass tensor.resolve_conj()")
@@ -102,14 +145,12 @@ def buffers_label(reducer: int) -> int:
 
 
 def presence_values(op: str) -> tuple[float, float]:
-    """The values that a rank contributes for a parameter without and with a gradient. Their
-    reduction over all ranks is the first value only if no rank has a gradient.
-    """
+    """See Reduction.presence. op: also one of WEIGHTED_OPS, or SKIP."""
     return _PRESENCE.get(op, (0.0, 1.0))
 
 
 # A weight may be a small part of all: even in float16 its product with 2**14 is not 0.
-_PRESENCE = {"min": (0.0, -1.0), "prod": (1.0, 0.0)} | dict.fromkeys(
+_PRESENCE = {one.name: one.presence for one in REDUCTIONS} | dict.fromkeys(
     WEIGHTED_OPS.values(), (0.0, 2.0**14)
 )
 

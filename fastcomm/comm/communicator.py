@@ -85,7 +85,7 @@ class Communicator(abc.ABC):
         """Reduces `tensor` over all ranks, in place. The result has the same bits on every rank.
 
         tensor: contiguous, on `device`, of any shape; numel and dtype are the same on every rank.
-        op: "sum", "mean", "min", "max", "prod", or a member of torch.distributed.ReduceOp. Of
+        op: "sum", "mean", "min", "max", "prod", or the same of torch.distributed.ReduceOp. Of
             complex tensors, which all collectives take as pairs of real numbers, sum or mean.
 
         On the CPU 16-bit floats are added in float32 and rounded once.

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcomm.comm.collective import WIRE_DTYPES, complex_refusal, refuse_error_feedback
+from fastcomm.comm.collective import (
+    LINEAR_OPS,
+    WIRE_DTYPES,
+    complex_refusal,
+    refuse_error_feedback,
+)
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.ddp_hooks import Hook, HookCalls
@@ -64,7 +69,7 @@ class Options:
         wire = str(self.wire_dtype)
         present = {
             Feature.OTHER_OP: (self.op != "mean", self.op),
-            Feature.NO_SUM: (self.op not in ("sum", "mean"), self.op),
+            Feature.NOT_LINEAR: (self.op not in LINEAR_OPS, self.op),
             Feature.HOOK: (bool(self.hooks), "hook"),
             Feature.WIRE: (self.wire_dtype is not None, wire),
             Feature.EIGHT_BITS: (self.wire_dtype not in (None, *WIRE_DTYPES), wire),
@@ -98,7 +103,7 @@ class Options:
 
     def find_problem(self, named: Sequence[tuple[str, Tensor]]) -> ValueError | None:
         """What is wrong with reducing the gradients of these parameters by this op."""
-        if self.op in ("sum", "mean") or self.hooks:
+        if self.op in LINEAR_OPS or self.hooks:
             return None
         first = next((name for name, p in named if p.requires_grad and p.is_complex()), None)
         what = f"the gradient of parameter {first}"

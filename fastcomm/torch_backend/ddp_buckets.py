@@ -23,13 +23,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastcomm.comm.collective import FLOATS
 from fastcomm.transports.shm.memory import keep_freed_memory
 
 Empty = Callable[[int, torch.dtype], Tensor]
 
 _EMPTY = torch.ops.aten.empty.memory_format
-# Of gradients. A reducer also allocates integers, for messages.
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 _lenders: WeakKeyDictionary[dist.ProcessGroup, Empty] = WeakKeyDictionary()
 # Reducers that may still make their buckets anew.
@@ -77,7 +76,7 @@ def _is_bucket(
 ) -> bool:
     return (
         len(shape) == 1
-        and dtype in _DTYPES
+        and dtype in FLOATS  # a reducer also allocates integers, for messages
         and device == torch.device("cpu")
         and layout is torch.strided
         and not others

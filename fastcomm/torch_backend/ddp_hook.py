@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastcomm.comm.collective import Op, canonical_op, complex_refusal
+from fastcomm.comm.collective import LINEAR_OPS, Op, canonical_op, complex_refusal
 from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.comm.lifetime import again
 from fastcomm.errors import FastcommError
@@ -105,7 +105,7 @@ def all_reduce_hook(
     buffer = bucket.buffer()
     wire = state._wire_of(bucket.index(), buffer)
     op = state.op
-    if op not in ("sum", "mean") and any(p.is_complex() for p in bucket.parameters()):
+    if op not in LINEAR_OPS and any(p.is_complex() for p in bucket.parameters()):
         raise TypeError(complex_refusal("complex gradients", op))  # DDP hands them out as pairs
     if wire is not buffer:
         if op == "mean":  # scaled and cast in one pass

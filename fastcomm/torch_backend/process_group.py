@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
-from fastcomm.comm.collective import CPU_DTYPES, canonical_op
+from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part
 from fastcomm.launching.rendezvous import connect
@@ -55,10 +55,7 @@ _NEW_GROUP = Caller(
 
 # By hash: the hash of a ReduceOp is the number of its op, and comparing two ReduceOps takes longer
 # than a small all-reduce.
-_OPS = {
-    hash(op): canonical_op(op)
-    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-}
+_OPS = {hash(getattr(ReduceOp, one.of_torch)): one.name for one in REDUCTIONS}
 _DTYPES = frozenset(CPU_DTYPES)
 _STRIDED = torch.strided
 # Options of calls that give none.

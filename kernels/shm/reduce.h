@@ -7,8 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The weighted ones, of which shm_reduce_weighted computes both, are of buckets alone. So is
- * SHM_SKIP, which reduces nothing: see core.h. */
+/* By name and number, these and the dtypes are those of comm/collective.py. The weighted ones, of
+ * which shm_reduce_weighted computes both, are of buckets alone. So is SHM_SKIP, which reduces
+ * nothing: see core.h. */
 enum shm_op {
     SHM_SUM,
     SHM_MEAN,
@@ -19,6 +20,9 @@ enum shm_op {
     SHM_WEIGHTED_SUM,
     SHM_SKIP
 };
+
+enum { SHM_PLAIN_OPS = SHM_WEIGHTED_MEAN }; /* how many shm_reduce computes: those above */
+_Static_assert(SHM_SUM == 0 && (int)SHM_PROD < (int)SHM_PLAIN_OPS, "the plain ones come first");
 
 enum shm_dtype {
     SHM_FLOAT32,

@@ -12,8 +12,9 @@ struct reduction {
     const double *factors; /* of the inputs, for a weighted kernel */
 };
 
-/* A kernel is named by its operation, but a mean over a power of two inputs has one of its own. */
-enum { MEAN_OF_2K = SHM_PROD + 1, WEIGHTED, KERNELS };
+/* A kernel is named by its operation, but a mean over a power of two inputs has one of its own, and
+ * both weighted operations have one together. */
+enum { MEAN_OF_2K = SHM_PLAIN_OPS, WEIGHTED, KERNELS };
 
 /* Reduces at least two inputs, or one that is weighted, with the bits of the portable kernels in
  * reduce.c. Returns false, and has done nothing, where the processor or the dtype is another

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastcomm
+from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS
 from tests.support import process_groups
 from tests.support.process_groups import gloo, values, world
 from tests.support.ranks import on_ranks
@@ -24,16 +25,7 @@ from tests.support.ranks import on_ranks
 ranks = process_groups.ranks  # a pool of this module's own
 
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)
-OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+OPS = tuple(getattr(dist.ReduceOp, one.of_torch) for one in REDUCTIONS if one.name != "mean")
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ def total_of(comm, numel: int = 12) -> torch.Tensor:
     return torch.stack([values(Rank(rank), numel) for rank in range(comm.world_size)]).sum(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
 @on_ranks(2, 3)
 def test_all_reduce_gives_what_gloo_gives(comm, dtype):
     for op in OPS:

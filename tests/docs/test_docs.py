@@ -13,6 +13,7 @@ import pytest
 
 import fastcomm
 from ci.compatibility import page
+from fastcomm.comm.collective import CPU_DTYPES, OPS, REDUCTIONS, name_of
 from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,3 +110,25 @@ def test_every_public_name_says_what_it_is_for(name: str) -> None:
 def test_the_page_of_what_does_not_go_together_says_what_the_code_asks() -> None:
     current = (ROOT / "docs" / "compatibility.md").read_text()
     assert current == page(), "python -m ci.compatibility > docs/compatibility.md"
+
+
+def test_the_documented_ops_are_those_of_the_table() -> None:
+    rows = re.findall(
+        r'^\| `"(\w+)"` \| (?:`"(\w+)"`, )?`ReduceOp\.(\w+)` \|',
+        (ROOT / "docs" / "api.md").read_text(),
+        re.MULTILINE,
+    )
+    assert [(name, second or name, of_torch) for name, second, of_torch in rows] == [
+        (one.name, one.of_torch.lower(), one.of_torch) for one in REDUCTIONS
+    ]
+    backend = f"ops {', '.join(one.of_torch for one in REDUCTIONS)} |"
+    assert backend in (ROOT / "docs" / "backend.md").read_text()
+    named = re.findall(r'"(\w+)"', str(fastcomm.Communicator.all_reduce.__doc__))
+    assert tuple(named) == OPS
+
+
+@pytest.mark.parametrize("page", ["api.md", "backend.md", "limits.md"])
+def test_the_documented_dtypes_are_those_of_the_table(page: str) -> None:
+    *others, last = map(name_of, CPU_DTYPES)
+    text = " ".join((ROOT / "docs" / page).read_text().split())
+    assert f" {', '.join(others)} and {last}" in text

@@ -9,25 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from fastcomm.transports.cuda.multi_tensor import NAMES, WIRE_DTYPES
 from tests.fakes.stand_ins import stand_ins
 from tests.support import eight_bits
 
-DTYPES = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f64": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
-WIRES_OF = {
-    "f32": ("f32", "f16", "bf16", "f64", "e4m3", "e5m2"),
-    "f16": ("f16", "f32", "bf16", "e4m3", "e5m2"),
-    "bf16": ("bf16", "f32", "f16", "e4m3", "e5m2"),
-    "f64": ("f64", "f32", "f16", "bf16"),
-}
-GRADS = list(WIRES_OF)
-PAIRS = [(grad, wire) for grad, wires in WIRES_OF.items() for wire in wires]
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+GRADS = [NAMES[grad] for grad in WIRE_DTYPES]
+PAIRS = [(NAMES[grad], NAMES[wire]) for grad, wires in WIRE_DTYPES.items() for wire in wires]
 CAPACITIES = (448, 4000)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

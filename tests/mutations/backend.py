@@ -219,9 +219,9 @@ MUTATIONS = (
     Mutation(
         name="backend: 16-bit buckets are torch's",
         file=DDP_BUCKETS,
-        within="",
-        old="(torch.float32, torch.float64, torch.float16, torch.bfloat16)",
-        new="(torch.float32, torch.float64)",
+        within="_is_bucket",
+        old="dtype in FLOATS",
+        new="dtype in (torch.float32, torch.float64)",
         tests=DDP_BUCKETS_TESTS,
     ),
     Mutation(

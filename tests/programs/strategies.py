@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from fastcomm.comm.collective import OPS
 from tests.programs.data import (
     Backward,
     Call,
@@ -41,7 +42,6 @@ from tests.programs.modules import MODULES
 MAX_CALLS = 24
 _KINDS = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier")
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
-_OPS = ("sum", "mean", "min", "max", "prod")
 _MEMORY = ("plain", "odd", "shared", "shared odd", "inside")
 # Below and above what goes inline, with an announcement, by one exchange, and through a staging
 # area; from SMALL on, a call costs time.
@@ -264,7 +264,7 @@ def calls(n: int, transport: str) -> st.SearchStrategy[Call]:
             **more,
         ).map(_in_elements)
 
-    op, src = st.sampled_from(_OPS), st.integers(0, n - 1)
+    op, src = st.sampled_from(OPS), st.integers(0, n - 1)
     return st.one_of(
         of("all_reduce", op=op),
         of("all_reduce", op=op),

@@ -9,13 +9,13 @@ import functools
 import torch
 from torch import Tensor
 
+from fastcomm.comm.collective import CPU_DTYPES, FLOATS, HALVES, OPS
 from fastcomm.comm.communicator import Communicator
 
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-HALVES = (torch.float16, torch.bfloat16)
-INTEGERS = (torch.int32, torch.int64, torch.uint8)
-DTYPES = (*FLOATS, *INTEGERS)
-OPS = ("sum", "mean", "min", "max", "prod")
+__all__ = ["DTYPES", "FLOATS", "HALVES", "INTEGERS", "OPS"]
+
+DTYPES = CPU_DTYPES
+INTEGERS = tuple(dtype for dtype in DTYPES if dtype not in FLOATS)
 
 # Transports that add rank after rank. NCCL adds in an order of its own, "hierarchical" in each host
 # first.

@@ -12,7 +12,7 @@ class Feature(enum.Enum):
     """What a reducer may be asked for. The value is its name in documents."""
 
     OTHER_OP = 'an op other than "mean"'
-    NO_SUM = 'op "min", "max" or "prod"'
+    NOT_LINEAR = 'an op other than "sum" and "mean"'
     HOOK = "hook"
     WIRE = "wire_dtype"
     ROUNDING = "wire_dtype, narrower than the parameters"
@@ -42,13 +42,13 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.WIRE, Feature.HOOK): (
         "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
     ),
-    (Feature.ERROR_FEEDBACK, Feature.NO_SUM): (
+    (Feature.ERROR_FEEDBACK, Feature.NOT_LINEAR): (
         "error_feedback=True supports only op sum and mean; got {}"
     ),
     (Feature.SPARSE, Feature.HOOK): (
         "hooks written for DDP get dense ones; use sparse=False, or leave the hook out"
     ),
-    (Feature.SPARSE, Feature.NO_SUM): "rows that a rank lacks have no {}; use op mean or sum",
+    (Feature.SPARSE, Feature.NOT_LINEAR): "rows that a rank lacks have no {}; use op mean or sum",
     (Feature.SPARSE, Feature.ERROR_FEEDBACK): (
         "its rows travel without error_feedback; leave that out"
     ),

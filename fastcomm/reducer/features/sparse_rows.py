@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.comm.collective import as_pairs
+from fastcomm.comm.collective import HALVES, as_pairs
 
 _INDEX_NBYTES = 8
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rows(NamedTuple):
@@ -103,7 +102,7 @@ def added(parts: Sequence[Rows], factors: Sequence[float] | None, divisor: int) 
     """
     indices, places = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
     like = parts[0].values
-    wide = torch.float32 if like.dtype in _HALVES else like.dtype
+    wide = torch.float32 if like.dtype in HALVES else like.dtype
     total = torch.zeros(len(indices), like.shape[1], dtype=wide, device=like.device)
     begin = 0
     for i, part in enumerate(parts):

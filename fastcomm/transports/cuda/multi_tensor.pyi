@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fastcomm.transports.cuda.driver import Device
 
+NAMES: dict[torch.dtype, str]
 WIRE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]]
 
 def kernel_file(name: str) -> Path | None: ...

@@ -22,7 +22,7 @@ from fastcomm.transports.cuda.driver cimport (
 )
 
 
-cdef dict NAMES = {
+NAMES = {  # in the names of kernels
     torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }

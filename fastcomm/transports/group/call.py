@@ -20,6 +20,8 @@ from fastcomm.comm.collective import (
     BLOCK_DTYPES,
     BUCKET_OPS,
     CPU_DTYPES,
+    HALVES,
+    REDUCTIONS,
     SHADOW,
     SKIP,
     WEIGHTED_OPS,
@@ -28,7 +30,6 @@ from fastcomm.comm.collective import (
     sentence,
 )
 
-HALVES = (torch.float16, torch.bfloat16)
 CARRIED_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
 KINDS = (
     "barrier",
@@ -104,13 +105,7 @@ ABANDON = Call("abandon")
 WITHOUT_DATA = Call(SHADOW)
 
 
-_STEPS: dict[str, Any] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
+_STEPS = {one.name: one.combine for one in REDUCTIONS}
 
 
 def with_votes(calls: Sequence[Call]) -> Sequence[Call]:

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.comm.collective import addends_of_mean, mean_of_addends
+from fastcomm.comm.collective import HALVES, addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.call import HALVES, cast, reduce_rows
+from fastcomm.transports.group.call import cast, reduce_rows
 from fastcomm.transports.group.communicator import Bootstrap, GroupCommunicator
 from fastcomm.transports.group.exchange import GRACE, Exchange
 from fastcomm.transports.group.wire import Wire

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # first of all: its CUDA builds bring NCCL with them
 
-from fastcomm.comm.collective import refuse_dtype
+from fastcomm.comm import collective
 from fastcomm.errors import InitError, NcclError
 
 from libc.string cimport memset
@@ -239,21 +239,16 @@ def unique_id():
 
 # ---- NCCL's numbers for torch's dtypes and ops ---------------------------------------------------
 
-DTYPES = {
-    torch.float32: 7, torch.float64: 8, torch.float16: 6, torch.bfloat16: 9, torch.int32: 2,
-    torch.int64: 4, torch.uint8: 1,
-    torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
-}
+DTYPES = {one.dtype: one.nccl for one in collective.DTYPES}
 FIRST_WITH_FP8 = 22400
-# a mean is a scaled sum: ncclAvg would turn NVLink SHARP off
-OPS = {"sum": 0, "mean": 0, "prod": 1, "max": 2, "min": 3}
+OPS = {one.name: one.nccl for one in collective.REDUCTIONS}
 
 
 cdef int dtype_number(dtype) except -1:
     """Raises TypeError for what this NCCL cannot reduce."""
     number = DTYPES.get(dtype)
     if number is None:
-        refuse_dtype(dtype, DTYPES)
+        collective.refuse_dtype(dtype, DTYPES)
     if number >= DTYPES[torch.float8_e4m3fn] and version < FIRST_WITH_FP8:
         raise TypeError(f"{dtype} needs NCCL 2.24 or newer; this is {version_text(version)}")
     return number

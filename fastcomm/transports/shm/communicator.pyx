@@ -140,10 +140,10 @@ cdef class ShmCommunicator:
         """Reduces `tensor` over all ranks, in place: contiguous, on the CPU, the same numel and
         dtype on every rank.
 
-        op: sum, mean (alias avg), min, max, prod. float16 and bfloat16 accumulate in float32 and
-        round once. The result is bitwise the same on every rank. With async_op, returns a Work at
-        once: leave the tensor alone until work.wait() returns. Raises MismatchError, PeerLostError
-        or TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
+        op: see Communicator.all_reduce. float16 and bfloat16 accumulate in float32 and round once.
+        The result is bitwise the same on every rank. With async_op, returns a Work at once: leave
+        the tensor alone until work.wait() returns. Raises MismatchError, PeerLostError or
+        TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
         """
         cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
         cdef char *data = self.ring.check(tensor, &d)

@@ -5,8 +5,7 @@ from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 cdef extern from "shm/reduce.h" nogil:
     enum:
-        SHM_SUM, SHM_MEAN, SHM_MIN, SHM_MAX, SHM_PROD
-        SHM_FLOAT32, SHM_FLOAT64, SHM_FLOAT16, SHM_BFLOAT16, SHM_INT32, SHM_INT64, SHM_UINT8
+        SHM_SUM  # also of what has no op; all others: descriptor.pyx
 
 
 cdef extern from "shm/core.h" nogil:

@@ -123,8 +123,8 @@ static void many_under_way(struct rank *me) {
         for (int i = 0; i < n; i++) {
             uint64_t numel = (uint64_t)(i * i * 37 % 30000);
             char *area = i % 3 == 1 ? me->private : me->shared;
-            requests[i] =
-                prepare(me, SHM_ALL_REDUCE, (uint32_t)i % 5, SHM_FLOAT32, numel, area + i * STRIDE);
+            requests[i] = prepare(me, SHM_ALL_REDUCE, (uint32_t)i % SHM_PLAIN_OPS, SHM_FLOAT32,
+                                  numel, area + i * STRIDE);
             seqs[i] = post(me, &requests[i]);
             shm_wait(me->comm, seqs[i * me->rank / me->world_size], 0);
         }
