@@ -4,6 +4,5 @@ they use; all.py runs three of them in short.
 
 All share report.py (options, JSON, progress), machine.py (what was measured on), turns.py and
 cuda_clock.py (whose turn it is, and its time), launch.py (ranks) and models.py (what is trained).
-Results are shown by tables.py (spreads and tables), sections.py (what each benchmark says of its
-results), chart.py (pictures) and page.py (HTML).
+Results are shown by tables.py (spreads and tables), chart.py (pictures) and page.py (HTML).
 """

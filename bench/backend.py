@@ -29,13 +29,15 @@ from typing import Any
 import launch
 import machine
 import report
-import sections
 import torch
 import torch.distributed as dist
 import turns
 from allreduce_options import parse_size
+from chart import size_text
 from models import CASES, WARM_UP_STEPS
 from report import Times
+from step_table import steps_table
+from tables import RATIO, Column, Table, ratio_cells, time_cell
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -104,7 +106,8 @@ def parse_options() -> argparse.Namespace:
 
 def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"dist.all_reduce of float32 tensors, sum, {options.ranks} ranks")
-    table = sections.SizeTable(PEERS)
+    columns = [Column(10, ("size",)), Column(15, ("fastcomm (us)",)), Column(12, ("Gloo (us)",))]
+    table = Table([*columns, *RATIO])
     table.print_head()
     rows = []
     for nbytes in report.tracked([size for size in SIZES if size <= options.e], "all-reduce"):
@@ -122,7 +125,9 @@ def measure_all_reduce(ranks: launch.Ranks, options: argparse.Namespace) -> list
                 "wide": times.wide(),
             }
         )
-        table.print_row(table.cells(nbytes, times))
+        own, gloo = (times.spreads[peer] for peer in PEERS)
+        cells = [size_text(nbytes), time_cell(own, 1), time_cell(gloo, 1)]
+        table.print_row([*cells, *ratio_cells(gloo.over(own))])
     return rows
 
 
@@ -148,7 +153,7 @@ def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -
         "wide": times.wide(),
     }
     print()
-    sections.steps_table(result, f"{CASES[name].description}: a step under DDP").print()
+    steps_table(result, f"{CASES[name].description}: a step under DDP").print()
     print(
         f"  the overhead over fastcomm is {share:.2f} of that over Gloo; that of DDP itself, "
         f"without any reduction, {floor:.2f}",

@@ -279,6 +279,10 @@ def _backend(figure: Any, results: Mapping[str, Any]) -> None:
         _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "gloo")
 
 
+def label(contender: str) -> str:
+    return LOOKS[contender][0].replace("\n", " ")
+
+
 def spread_of(row: Mapping[str, Any], peer: str) -> tuple[float, float, float]:
     """Results of before 0.1 had no quartiles here."""
     middle = row[f"{peer}_us"]

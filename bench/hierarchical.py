@@ -35,10 +35,10 @@ from typing import Any
 import launch
 import machine
 import report
-import sections
 import torch
 import torch.distributed as dist
 from report import Spread, Times
+from tables import RATIO, Column, Table, ratio_cells, time_cell
 
 import fastcomm
 
@@ -48,6 +48,15 @@ try:
 except ModuleNotFoundError:  # installed: --help is all there is
     namespaces = None  # type: ignore[assignment]
 
+NAMES = {
+    "gloo": "gloo, all ranks",
+    "float32": "hierarchical, float32",
+    "bfloat16": "hierarchical, bfloat16",
+    "int8": "hierarchical, int8",
+    "int8_feedback": "hierarchical, int8 fb",
+    "float8": "hierarchical, float8",
+    "backend": 'backend "fastcomm"',
+}
 PORT = 29500  # in namespaces of our own every port is free
 
 
@@ -200,7 +209,7 @@ def print_times(times: Times, rows: dict[str, dict[str, Any]], options: argparse
         f"# hosts of {', '.join(map(str, options.hosts))} ranks, links of {options.rate}, "
         f"{options.mib} MiB of float32, sum"
     )
-    sections.hosts_table(rows).print()
+    table_of(rows).print()
     for contender in options.wires:
         ratio, least = times.ratio("gloo", contender), bound(contender, options)
         print(
@@ -209,6 +218,27 @@ def print_times(times: Times, rows: dict[str, dict[str, Any]], options: argparse
         )
     if times.wide():
         print(f"# {report.WIDE_NOTE}")
+
+
+def table_of(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The ratio is that of Gloo's time to a row's."""
+    columns = [Column(24, ("way",), "<"), Column(12, ("median (s)",)), Column(10, ("fastest",))]
+    columns += [Column(10, ("slowest",)), Column(11, ("bound (s)",)), *RATIO]
+    columns += [Column(14, ("gloo / bound",)), Column(12, ("error",))]
+    table = Table(columns)
+    gloo = spread_of_row(rows["gloo"])
+    for name, row in rows.items():
+        spread, error = spread_of_row(row), row["relative_error"]
+        cells = [NAMES[name], time_cell(spread, 3)]
+        cells += [f"{row[key]:.3f}" for key in ("fastest", "slowest", "bound")]
+        cells += ratio_cells(None if name == "gloo" else gloo.over(spread))
+        cells += [f"{row['gloo/bound']:.2f}", "" if error is None else f"{error:.1e}"]
+        table.rows.append(cells)
+    return table
+
+
+def spread_of_row(row: Mapping[str, Any]) -> Spread:
+    return Spread(row["fastest"], row["seconds"], row["slowest"])
 
 
 def print_paired(

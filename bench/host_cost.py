@@ -34,11 +34,11 @@ from typing import Any
 import bucket_clock
 import machine
 import report
-import sections
 import torch
 import torch.distributed as dist
 from models import TinyParameters
 from report import Bar, Spread
+from tables import Column, Table, time_cell
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -276,7 +276,15 @@ def shares_of_ddp(rows: Sequence[Row]) -> dict[str, float]:
 
 def print_rows(rows: Sequence[Row]) -> None:
     print(machine.summary())
-    sections.host_cost_table([asdict(row) for row in rows]).print()
+    columns = [Column(36, ("what",), "<"), Column(11, ("per",), "<")]
+    columns += [Column(16, ("predicted (us)",)), Column(13, ("median (us)",))]
+    columns += [Column(12, (f"quartile {n}",)) for n in (1, 3)]
+    table = Table([*columns, Column(10, ("fastest",))])
+    for row in rows:
+        figures = (row.quartiles.low, row.quartiles.high, row.fastest)
+        cells = [row.what, row.per, f"{row.predicted:.2f}", time_cell(row.quartiles, 2)]
+        table.rows.append([*cells, *(f"{figure:.2f}" for figure in figures)])
+    table.print()
     for what, share in shares_of_ddp(rows).items():
         print(f"  fastcomm adds {share:.2f} of what DDP over Gloo adds ({what})")
 

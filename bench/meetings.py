@@ -27,16 +27,15 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import launch
 import machine
-import meetings_section
 import report
 import torch
-from report import Spread
+from report import Column, Spread, Table
 
 import fastcomm
 
@@ -75,6 +74,14 @@ WAYS: dict[str, tuple[torch.dtype | None, Begin]] = {
     "streaming": (torch.bfloat16, _streaming),
 }
 
+NAMES = {
+    "every_gradient": "every gradient reduced",
+    "local_sgd": "LocalSGD",
+    "diloco": "DiLoCo",
+    "diloco_bf16": "DiLoCo, bfloat16",
+    "streaming": "DiLoCo, 4 fragments, bf16",
+}
+
 
 def main() -> int:
     options = parse_options()
@@ -89,10 +96,48 @@ def main() -> int:
     else:
         add_losses(figures, options)
     print(f"# {machine.summary()}")
-    for table in meetings_section.tables(figures):
-        table.print()
+    (table_of_times if options.part == "times" else table_of_losses)(figures["rows"]).print()
     report.write_results("meetings", figures, options, prefix="# ")
     return 0
+
+
+def table_of_times(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What a step takes and sends. Ratios are the time with every gradient reduced over the way's,
+    and the bytes of the way over those with every gradient reduced.
+    """
+    columns = [Column(28, ("way",), "<"), Column(12, ("step (s)",)), Column(9, ("ratio",))]
+    columns += [Column(9, ("least",)), Column(9, ("most",))]
+    table = Table([*columns, Column(13, ("MB per step",)), Column(9, ("share",))])
+    reduced = rows["every_gradient"]
+    for way, row in rows.items():
+        spread = Spread(*row["seconds"])
+        ratio = Spread(*reduced["seconds"]).over(spread)
+        table.rows.append(
+            [
+                NAMES[way],
+                f"{spread.mark}{spread.middle:.3f}",
+                *(f"{value:.2f}" for value in (ratio.middle, ratio.low, ratio.high)),
+                f"{row['nbytes'] / 1e6:.2f}",
+                f"{row['nbytes'] / reduced['nbytes']:.3f}",
+            ]
+        )
+    return table
+
+
+def table_of_losses(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The loss of each way over the seeds, and how far it is above that with every gradient
+    reduced.
+    """
+    columns = [Column(28, ("way",), "<"), Column(11, ("mean loss",)), Column(9, ("least",))]
+    table = Table([*columns, Column(9, ("most",)), Column(30, ("above every gradient, by seed",))])
+    for way, row in rows.items():
+        some = row["losses"]
+        pairs = zip(some, rows["every_gradient"]["losses"], strict=True)
+        apart = [its - theirs for its, theirs in pairs]
+        figures = (sum(some) / len(some), min(some), max(some))
+        between = f"{min(apart):+.3f} to {max(apart):+.3f}"
+        table.rows.append([NAMES[way], *(f"{figure:.3f}" for figure in figures), between])
+    return table
 
 
 def add_times(figures: dict[str, Any], options: argparse.Namespace) -> None:

@@ -2,8 +2,7 @@
 how far a run has come, and what a way costs over another in the same rounds. This file measures
 nothing. Figures and tables are tables.py's, and can be had from here; pictures are chart.py's.
 
-With --report the results become a page by page.py. What a benchmark gives to appear there is said
-in sections.py.
+With --report the results become a page by page.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 import chart
 import machine
 import page
-from sections import Results
+from page import Results
 from tables import (
     WIDE_NOTE,
     Bar,
@@ -205,7 +204,7 @@ def _add_options_of_results(parser: argparse.ArgumentParser) -> None:
         "--report",
         type=Path,
         metavar="FILE.html",
-        help="write them as a page: tables, plots and the machine, in one file",
+        help="write them as a page: plots, the machine and the command, in one file",
     )
     group.add_argument(
         "--from",

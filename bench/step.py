@@ -51,13 +51,13 @@ import cuda_clock
 import launch
 import machine
 import report
-import sections
 import torch
 import torch.distributed as dist
 import turns
 from counters import Counters
 from models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
 from report import Bar, Times
+from step_table import steps_table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -333,7 +333,8 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
 
 def print_result(result: dict[str, Any]) -> None:
     print()
-    sections.steps_table(result, sections.model_title(result)).print()
+    size = f"{result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors"
+    steps_table(result, f"{result['model']}: {size}").print()
     for peer, words in (("ddp", "DDP's"), ("ddp_views", "DDP's with bucket views")):
         share = result.get(f"fastcomm_share_of_{peer}_overhead")
         if share is not None:

@@ -89,6 +89,26 @@ class Column(NamedTuple):
     align: str = ">"
 
 
+# Of the ratio to a peer, in every table that has one.
+RATIO = (Column(9, ("ratio",)), Column(9, ("least",)), Column(9, ("most",)))
+
+
+def time_cell(spread: Spread, decimals: int) -> str:
+    """The median, marked where the times spread widely."""
+    return f"{spread.mark}{spread.middle:.{decimals}f}"
+
+
+def ratio_cells(ratio: Spread | None) -> list[str]:
+    """For the columns of RATIO."""
+    if ratio is None:
+        return [""] * len(RATIO)
+    return [three_digits(part) for part in (ratio.middle, ratio.low, ratio.high)]
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.{2 - (value >= 10) - (value >= 100)}f}"
+
+
 class Table:
     """A head and rows in the same columns: printed whole, or row by row while they are measured."""
 
@@ -129,31 +149,6 @@ class Table:
     @staticmethod
     def _width(column: Column) -> int:
         return max(column.width, 1 + max(map(len, column.titles)))
-
-
-# ---- for the page of a report --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times fastcomm's time a peer takes, at one setting."""
-
-    what: str
-    peer: str
-    spread: Spread
-
-
-@dataclass(frozen=True)
-class Section:
-    """A benchmark's part of a page: what was measured and how, the tables, the ratios to each peer,
-    and the command that measures it again where the results do not say it themselves.
-    """
-
-    title: str
-    how: str
-    tables: Sequence[Table]
-    ratios: Sequence[Ratio]
-    command: str
 
 
 # ---- bars ----------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from typing import Any
 import launch
 import machine as this_machine
 import report
-import simulate_section
 import turns
 from models import CASES
+from report import Column, Table
 from simulate_rank import CALIBRATED_RANKS, SCRIPT, costs_of
 from step_profile import Profile
 
@@ -56,11 +56,24 @@ def main() -> int:
     measured = measure(predictions, options) if options.measure else {}
     found = figures(predictions, measured, options)
     print(f"{CASES[options.model].description}, {options.ranks} ranks, {on.name}")
-    simulate_section.tune_table(found).print()
+    table_of(found).print()
     found |= advise(predictions, on, step, profile, options.ranks)
     print("\n" + "\n".join(found["advice"]))
     report.write_results("tune", found, options)
     return 0
+
+
+def table_of(results: Mapping[str, Any]) -> Table:
+    columns = [("MB", 7), ("buckets", 9), ("step (ms)", 11), ("communication (ms)", 20)]
+    columns += [("exposed (ms)", 14)]
+    names = ["predicted_ms", "communication_ms", "exposed_ms"]
+    if results["rows"][0]["measured_ms"] is not None:
+        columns, names = [*columns, ("measured (ms)", 15)], [*names, "measured_ms"]
+    table = Table([Column(width, (title,)) for title, width in columns])
+    for row in results["rows"]:
+        times = [f"{row[name]:.1f}" for name in names]
+        table.rows.append([f"{row['cap_mb']:g}", str(row["buckets"]), *times])
+    return table
 
 
 def parse_options() -> argparse.Namespace:

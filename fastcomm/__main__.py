@@ -48,7 +48,7 @@ BENCHMARKS = {
 OF_BENCHMARKS = """options of every benchmark; NAME --help lists its own:
   --json FILE           the results as JSON; - for stdout
   --plot FILE           a picture of them: .png, .svg or .pdf
-  --report FILE.html    a page of them: tables and plots in one file
+  --report FILE.html    a page of them: plots and commands in one file
   --from FILE [FILE ...]
                         measure nothing, plot or report what is in these files
 

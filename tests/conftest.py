@@ -31,7 +31,6 @@ LONGEST = (
     "tests.cli.test_demo",
     "tests.transports.shm.test_core",
     "tests.launching.test_runner",
-    "tests.bench.test_bench_page",
     "tests.docs.test_troubleshooting",
     "tests.programs.test_programs",
     "tests.matrix.test_matrix",

@@ -116,15 +116,6 @@ def test_tune_prints_the_sweep_and_the_advice(run: Any) -> None:
         assert words in printed
 
 
-def test_the_page_of_tune_holds_the_recommendation_and_no_ratios(run: Any) -> None:
-    pytest.importorskip("matplotlib")
-    _, results = run("tune", "--model", "mlp")
-    page = importlib.import_module("page").write([results])
-    for words in ("exposed (ms)", "bucket_cap_mb=", "synchronise every", "python -m fastcomm tune"):
-        assert words in page
-    assert "bench tune" not in page and "A ratio says" not in page
-
-
 def test_tune_answers_for_another_machine(run: Any) -> None:
     pytest.importorskip("matplotlib")
     machine = str(BENCH / "machines" / "v100.toml")
