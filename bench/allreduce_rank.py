@@ -3,8 +3,8 @@ their results.
 
 Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo
 (torch.distributed) and of the streaming bound; the name of an MPI, under its mpiexec, makes one of
-that; `deepspeed` one of DeepSpeed's op; `cuda` one of fastcomm and of torch.distributed, both over
-NCCL. Every peer is called from Python, on tensors of its own.
+that; `cuda` one of fastcomm and of torch.distributed, both over NCCL. Every peer is called from
+Python, on tensors of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import allreduce_deepspeed
 import cuda_clock
 import launch
 import torch
@@ -216,28 +214,6 @@ class Mpi:
         return Prepared(inp, out, *calls)
 
 
-class DeepSpeed:
-    """DeepSpeed's op for ranks of one host. It sums, in place. It has no barrier; a sum of one
-    element is one, since no rank has it before all others have come.
-    """
-
-    def __init__(self, settings: Settings, library: Path) -> None:
-        self.settings = settings
-        allreduce_deepspeed.load(library).initialize(settings.world_size, settings.rank)
-        self._all_reduce = torch.ops.deepspeed.inference_all_reduce_.default
-        self.barrier = functools.partial(self._all_reduce, torch.zeros(1))
-
-    def prepare(self, count: int) -> Prepared:
-        inp, out = (torch.empty(count, dtype=self.settings.dtype) for _ in range(2))
-        in_place: Callable[[], object] = functools.partial(self._all_reduce, out)
-        if self.settings.op == "mean":
-            in_place = divided(in_place, out, self.settings.world_size)
-        return Prepared(inp, out, in_place, after_copy(inp, out, in_place))
-
-    def close(self) -> None:
-        pass
-
-
 class Methods:
     """What the parent calls, on all ranks at once."""
 
@@ -375,12 +351,11 @@ def mpi_rank() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("torch", "cuda", allreduce_deepspeed.NAME, *NAMES))
+    parser.add_argument("kind", choices=("torch", "cuda", *NAMES))
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--op", required=True)
     parser.add_argument("--tensors", default="ordinary")
     parser.add_argument("--gloo", action="store_true")
-    parser.add_argument("--library", type=Path)
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--unchanged", action="store_true")
     return parser.parse_args()
@@ -407,8 +382,6 @@ def make_settings(options: argparse.Namespace) -> Settings:
 def make_peers(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     if options.kind in NAMES:
         return {options.kind: Mpi(settings)}
-    if options.kind == allreduce_deepspeed.NAME:
-        return {options.kind: DeepSpeed(settings, options.library)}
     if options.kind == "cuda":
         own = Fastcomm(settings, "nccl")
         nccl = TorchDistributed(settings, "nccl" if settings.device.type == "cuda" else "gloo")

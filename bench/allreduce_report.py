@@ -13,12 +13,11 @@ from typing import Any
 import machine
 import report
 import torch
-from allreduce_deepspeed import NAME as DEEPSPEED
 from allreduce_mpi import NAMES
 from allreduce_options import DTYPES, OPS, short_size
 from report import Column, Times
 
-PEERS = ("gloo", *NAMES, DEEPSPEED, "ordinary", "nccl", "before")
+PEERS = ("gloo", *NAMES, "ordinary", "nccl", "before")
 PLACEMENTS = ("out_of_place", "in_place")
 # Flags reach a core of the same last-level cache in 25 to 100 ns, one of another in 240 or more. A
 # barrier takes two to three times as long.

@@ -41,7 +41,6 @@ LOOKS = {
     "openmpi": ("Open MPI", "tab:green", "-"),
     "mpich": ("MPICH", "tab:olive", "-"),
     "intelmpi": ("Intel MPI", "tab:purple", "-"),
-    "deepspeed": ("DeepSpeed", "tab:brown", "-"),
     "before": ("fastcomm before", "tab:pink", "-"),
     "ordinary": ("fastcomm, torch.empty", "tab:cyan", "-"),
     "nccl": ("torch.distributed NCCL", "tab:red", "-"),

@@ -114,58 +114,6 @@ def test_allreduce_says_of_an_mpi_that_is_missing_how_to_get_it(tmp_path):
     assert "pip install mpi4py mpich" in json.loads(path.read_text())["peers_not_measured"]["mpich"]
 
 
-def test_allreduce_says_why_deepspeed_cannot_be_had(tmp_path):
-    cases = [("float", "sum"), ("int32", "sum"), ("float", "max")]
-    ((missing, dtype, op),) = values_of(fresh_ranks(1, _without_deepspeed, cases, tmp_path))
-    assert missing.startswith("it is not installed: pip install deepspeed, or python3.")
-    assert f"{tmp_path}/deepspeed/bin/pip install --no-deps deepspeed einops" in missing
-    assert dtype == "its op has no int32" and op == "its op has no max"
-
-
-def _without_deepspeed(place, cases, folder):
-    sys.path.insert(0, str(BENCH))
-    sys.modules["deepspeed"] = None
-    contender = importlib.import_module("allreduce_deepspeed")
-
-    def said(dtype, op):
-        with pytest.raises(contender.NoDeepSpeedError) as caught:
-            contender.library_of(dtype, op, folder)
-        return str(caught.value)
-
-    return [said(*case) for case in cases]
-
-
-def test_what_deepspeed_leaves_in_shared_memory_is_removed_and_nothing_else():
-    assert values_of(fresh_ranks(1, _left_by_deepspeed)) == [["2"]]
-
-
-def _left_by_deepspeed(place):
-    """What is left of three ranks' files after two ranks, by their ends."""
-    sys.path.insert(0, str(BENCH))
-    contender = importlib.import_module("allreduce_deepspeed")
-    with pytest.raises(KeyboardInterrupt), contender.shared_memory(2) as variables:
-        address = f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}"
-        prefix = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_"
-        for rank in range(3):
-            Path(f"{prefix}{rank}").touch()
-        raise KeyboardInterrupt
-    left = [rank for rank in "012" if Path(prefix + rank).exists()]
-    Path(f"{prefix}2").unlink()
-    return left
-
-
-def test_allreduce_goes_on_where_deepspeed_cannot_be_built(tmp_path):
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    broken = tmp_path / "deepspeed/lib" / version / "site-packages/deepspeed"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise RuntimeError('broken\\nin two lines')")
-    path = tmp_path / "allreduce.json"
-    size = ["-b", "1K", "-e", "1K", "-n", "5", "--unchanged", "--json", path]
-    printed = run("allreduce.py", *size, "--peers", "deepspeed", "--mpis", tmp_path)
-    assert "deepspeed is not measured: its op cannot be built" in printed
-    assert "RuntimeError: broken" in json.loads(path.read_text())["peers_not_measured"]["deepspeed"]
-
-
 def test_allreduce_compares_fastcomm_with_one_of_another_tree(tmp_path):
     (tmp_path / "fastcomm").symlink_to(ROOT / "fastcomm")
     path = tmp_path / "allreduce.json"
