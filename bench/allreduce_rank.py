@@ -1,7 +1,7 @@
 """One rank of bench/allreduce.py: the all-reduces that are measured, their timing and the check of
 their results.
 
-Started by bench/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo
+Started by bench/lib/launch.py. `torch` as the argument makes a rank of fastcomm, of Gloo
 (torch.distributed) and of the streaming bound; the name of an MPI, under its mpiexec, makes one of
 that; `cuda` one of fastcomm and of torch.distributed, both over NCCL. Every peer is called from
 Python, on tensors of its own.
@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import cuda_clock
-import launch
 import torch
-import turns
-from allreduce_mpi import NAMES
+from lib import cuda_clock, launch, turns
+from lib.allreduce_mpi import NAMES
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)

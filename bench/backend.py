@@ -26,18 +26,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import launch
-import machine
-import report
 import torch
 import torch.distributed as dist
-import turns
-from allreduce_options import parse_size
-from chart import size_text
-from models import CASES, WARM_UP_STEPS
-from report import Times
-from step_table import steps_table
-from tables import RATIO, Column, Table, ratio_cells, time_cell
+from lib import launch, machine, report, turns
+from lib.allreduce_options import parse_size
+from lib.chart import size_text
+from lib.models import CASES, WARM_UP_STEPS
+from lib.report import Times
+from lib.step_table import steps_table
+from lib.tables import RATIO, Column, Table, ratio_cells, time_cell
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel

@@ -40,13 +40,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import launch
-import machine
-import report
 import torch
-import turns
-from models import CASES, WARM_UP_STEPS, Case
-from tables import Column, Table
+from lib import launch, machine, report, turns
+from lib.models import CASES, WARM_UP_STEPS, Case
+from lib.tables import Column, Table
 from torch import Tensor, nn
 
 import fastcomm

@@ -25,14 +25,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import bucket_clock
-import cuda_clock
-import flatten_report
-import machine
-import report
 import torch
-import turns
-from flatten_contenders import (
+from lib import bucket_clock, cuda_clock, flatten_report, machine, report, turns
+from lib.flatten_contenders import (
     LISTS,
     MODES,
     Place,
@@ -42,8 +37,8 @@ from flatten_contenders import (
     make_places,
     unflattening,
 )
-from flatten_report import Launch, Pass
-from report import Times
+from lib.flatten_report import Launch, Pass
+from lib.report import Times
 from torch.nn import Parameter
 
 import fastcomm

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import machine
+from lib import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = "gpu-summary.json"

@@ -32,13 +32,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import launch
-import machine
-import report
 import torch
 import torch.distributed as dist
-from report import Spread, Times
-from tables import RATIO, Column, Table, ratio_cells, time_cell
+from lib import launch, machine, report
+from lib.report import Spread, Times
+from lib.tables import RATIO, Column, Table, ratio_cells, time_cell
 
 import fastcomm
 

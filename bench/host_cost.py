@@ -31,14 +31,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import bucket_clock
-import machine
-import report
 import torch
 import torch.distributed as dist
-from models import TinyParameters
-from report import Bar, Spread
-from tables import Column, Table, time_cell
+from lib import bucket_clock, machine, report
+from lib.models import TinyParameters
+from lib.report import Bar, Spread
+from lib.tables import Column, Table, time_cell
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel

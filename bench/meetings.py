@@ -31,11 +31,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import launch
-import machine
-import report
 import torch
-from report import Column, Spread, Table
+from lib import launch, machine, report
+from lib.report import Column, Spread, Table
 
 import fastcomm
 

@@ -29,15 +29,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import launch
-import machine
-import report
 import torch
 import torch.distributed as dist
-import turns
-from counters import Counters
-from models import CASES, WARM_UP_STEPS, Case
-from tables import Column, Spread, Table
+from lib import launch, machine, report, turns
+from lib.counters import Counters
+from lib.models import CASES, WARM_UP_STEPS, Case
+from lib.tables import Column, Spread, Table
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm

@@ -18,7 +18,7 @@ limits; fastcomm over backend "hierarchical", DDP over Gloo; from the source tre
 Contenders have models of their own and take turns in every round, in a random order. "local" is the
 step without communication. A step takes what it takes the slowest rank; differences are medians
 over rounds of what two contenders took in the same round. What stands for the paper's models, its
-numbers and our predictions are in bench/paper_figures.py.
+numbers and our predictions are in bench/lib/paper_figures.py.
 """
 
 from __future__ import annotations
@@ -33,13 +33,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cuda_clock
-import launch
-import machine
-import report
-import turns
-from models import CASES
-from paper_figures import (
+from lib import cuda_clock, launch, machine, report, turns
+from lib.models import CASES
+from lib.paper_figures import (
     CONTENDERS,
     DEFAULT_MB,
     EVERY,
@@ -51,7 +47,7 @@ from paper_figures import (
     Way,
     case_of,
 )
-from report import Column, Spread, Table
+from lib.report import Column, Spread, Table
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 try:
@@ -113,7 +109,7 @@ def parse_options() -> argparse.Namespace:
         "--models",
         nargs="+",
         metavar="MODEL",
-        help="the figure's own, or of bench/models.py (the figure's own)",
+        help="the figure's own, or of bench/lib/models.py (the figure's own)",
     )
     parser.add_argument(
         "--rounds",

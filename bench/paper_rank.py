@@ -1,7 +1,7 @@
 """One rank of bench/paper.py: all-reduces of a fixed total, training steps in the ways of
 paper_figures.py, and trainings whose loss is looked at.
 
-Started by bench/launch.py, with one argument: where the ranks meet, as JSON. Over shared memory
+Started by bench/lib/launch.py, with one argument: where the ranks meet, as JSON. Over shared memory
 fastcomm's backend is "shm", over the network "hierarchical"; on GPUs both sides use NCCL. DDP is
 torch's own, over Gloo or NCCL. Times are the host's, on a GPU those between two events.
 """
@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cuda_clock
-import launch
 import torch
 import torch.distributed as dist
-from models import WARM_UP_STEPS, Case
-from paper_figures import CONTENDERS, DEFAULT_MB, FIGURES, Way, case_of
+from lib import cuda_clock, launch
+from lib.models import WARM_UP_STEPS, Case
+from lib.paper_figures import CONTENDERS, DEFAULT_MB, FIGURES, Way, case_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

@@ -31,15 +31,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
-import machine as this_machine
-import report
 import torch
-import turns
-from models import CASES, resnet50
-from report import Column, Table
+from lib import launch, report, turns
+from lib import machine as this_machine
+from lib.models import CASES, resnet50
+from lib.report import Column, Table
+from lib.step_profile import Profile
 from simulate_rank import AUTO, CALIBRATED_RANKS, SCRIPT, costs_of
-from step_profile import Profile
 
 from fastcomm.insight import machine as machines
 from fastcomm.insight.advice import EVERY, sweep, sync_every, wire_gain

@@ -1,7 +1,7 @@
 """One rank of bench/simulate.py and bench/tune.py: profiles steps without communication, measures
 what an all-reduce costs, and makes steps with buckets of several sizes.
 
-Started by bench/launch.py, in a network namespace of its own where hosts are given.
+Started by bench/lib/launch.py, in a network namespace of its own where hosts are given.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
 import torch
-import turns
-from models import CASES, WARM_UP_STEPS
-from step_profile import Profile, Stopwatch, median_of
+from lib import launch, turns
+from lib.models import CASES, WARM_UP_STEPS
+from lib.step_profile import Profile, Stopwatch, median_of
 
 import fastcomm
 from fastcomm.insight.collectives import Cost, MeasuredCosts

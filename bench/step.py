@@ -47,17 +47,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cuda_clock
-import launch
-import machine
-import report
 import torch
 import torch.distributed as dist
-import turns
-from counters import Counters
-from models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
-from report import Bar, Times
-from step_table import steps_table
+from lib import cuda_clock, launch, machine, report, turns
+from lib.counters import Counters
+from lib.models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
+from lib.report import Bar, Times
+from lib.step_table import steps_table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 

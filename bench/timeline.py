@@ -31,12 +31,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import launch
-import report
 import torch
-import turns
-from models import CASES, WARM_UP_STEPS, TinyParameters
-from report import Column, Table
+from lib import launch, report, turns
+from lib.models import CASES, WARM_UP_STEPS, TinyParameters
+from lib.report import Column, Table
 from torch import nn
 
 import fastcomm

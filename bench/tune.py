@@ -18,14 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import launch
-import machine as this_machine
-import report
-import turns
-from models import CASES
-from report import Column, Table
+from lib import launch, report, turns
+from lib import machine as this_machine
+from lib.models import CASES
+from lib.report import Column, Table
+from lib.step_profile import Profile
 from simulate_rank import CALIBRATED_RANKS, SCRIPT, costs_of
-from step_profile import Profile
 
 from fastcomm.insight import machine as machines
 from fastcomm.insight.advice import (

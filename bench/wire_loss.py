@@ -22,11 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
-import machine
-import report
 import torch
-from report import Column, Table
+from lib import launch, machine, report
+from lib.report import Column, Table
 
 import fastcomm
 

@@ -44,7 +44,7 @@ BENCHMARKS = {
 }
 
 
-# What bench/report.py adds to each of them.
+# What bench/lib/report.py adds to each of them.
 OF_BENCHMARKS = """options of every benchmark; NAME --help lists its own:
   --json FILE           the results as JSON; - for stdout
   --plot FILE           a picture of them: .png, .svg or .pdf

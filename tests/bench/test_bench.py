@@ -138,7 +138,7 @@ def test_a_barrier_tells_whether_the_cores_share_a_cache(barriers, caches):
 
 def _caches_of(place, barriers):
     sys.path.insert(0, str(BENCH))
-    return importlib.import_module("allreduce_report").Barrier.of(barriers).caches
+    return importlib.import_module("lib.allreduce_report").Barrier.of(barriers).caches
 
 
 def test_overhead_takes_a_step_apart(tmp_path):
@@ -266,7 +266,7 @@ def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
 
 def _parameters_of(place, names):
     sys.path.insert(0, str(BENCH))
-    contenders = importlib.import_module("flatten_contenders")
+    contenders = importlib.import_module("lib.flatten_contenders")
     mlp = {"mlp": lambda: contenders.shapes_of(contenders.models.mlp)}
     shapes = {name: (contenders.LISTS | mlp)[name]() for name in names}
     return {name: (len(of), sum(shape.numel() for shape in of)) for name, of in shapes.items()}

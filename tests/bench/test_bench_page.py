@@ -21,7 +21,7 @@ BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
 def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("page")
+    return importlib.import_module("lib.page")
 
 
 def results_of(name: str) -> dict[str, Any]:

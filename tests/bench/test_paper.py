@@ -22,7 +22,7 @@ from tests.support import namespaces
 from tests.support.forked_python import pythons
 from tests.support.small_models import BENCH
 
-NAMES = ("paper", "paper_figures", "paper_rank", "chart")
+NAMES = ("paper", "lib.paper_figures", "paper_rank", "lib.chart")
 WIRES = {"fig12": ["nccl"]}  # of the others: both
 
 
@@ -129,7 +129,7 @@ def test_every_figure_of_steps_is_summarised_and_drawn(
     bench: dict[str, ModuleType], name: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    figure = bench["paper_figures"].FIGURES[name]
+    figure = bench["lib.paper_figures"].FIGURES[name]
     model = bench["paper"].summarise(name, "mlp", seconds_of(figure, 3))
     result = {
         "benchmark": "paper",
@@ -140,17 +140,17 @@ def test_every_figure_of_steps_is_summarised_and_drawn(
         "title": figure.title,
         "paper": figure.paper(),
         "models": {"resnet": model},
-        "machine": importlib.import_module("machine").describe(),
+        "machine": importlib.import_module("lib.machine").describe(),
     }
     assert [row["way"] for row in model["rows"]] == [way.name for way in figure.ways]
     path = tmp_path / "figure.png"
-    bench["chart"].draw(json.loads(json.dumps(result)), path)
+    bench["lib.chart"].draw(json.loads(json.dumps(result)), path)
     assert 0 < path.stat().st_size < 60_000
 
 
 def test_differences_are_medians_over_rounds(bench: dict[str, ModuleType]) -> None:
     """Not differences of medians: a slow round counts on both sides."""
-    ways = bench["paper_figures"].FIGURES["fig6"].ways
+    ways = bench["lib.paper_figures"].FIGURES["fig6"].ways
     rounds = [[[base + 0.01 * number] for number in range(len(ways))] for base in (0.1, 0.9, 0.5)]
     rows = bench["paper"].summarise("fig6", "mlp", rounds)["rows"]
     assert [row["over_local_ms"][1] for row in rows[1:]] == pytest.approx([10, 20, 30, 40])
@@ -202,7 +202,7 @@ def test_without_overlap_gradients_are_reduced_in_buckets(
 
 def test_accumulated_gradients_are_stepped_once(bench: dict[str, ModuleType]) -> None:
     """`every`: the optimizer waits for the reduction."""
-    figures, rank = bench["paper_figures"], bench["paper_rank"]
+    figures, rank = bench["lib.paper_figures"], bench["paper_rank"]
     model, batch = figures.CASES["mlp"].make(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[str] = []
@@ -220,7 +220,7 @@ def test_accumulated_gradients_are_stepped_once(bench: dict[str, ModuleType]) ->
 
 
 def test_every_figure_says_what_was_expected_on_every_wire(bench: dict[str, ModuleType]) -> None:
-    for name, figure in bench["paper_figures"].FIGURES.items():
+    for name, figure in bench["lib.paper_figures"].FIGURES.items():
         assert list(figure.expected) == WIRES.get(name, ["shm", "network"])
         assert len({way.name for way in figure.ways}) == len(figure.ways)
         assert all(way.local in figure.ways for way in figure.ways)

@@ -68,8 +68,8 @@ class MadeUpRanks:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """Runs a benchmark's main(); returns what it printed and what it wrote."""
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setattr(importlib.import_module("launch"), "Ranks", MadeUpRanks)
-    monkeypatch.setattr(importlib.import_module("launch"), "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(importlib.import_module("lib.launch"), "Ranks", MadeUpRanks)
+    monkeypatch.setattr(importlib.import_module("lib.launch"), "exit_on_sigterm", lambda: None)
     path = tmp_path / "results.json"
 
     def run(name: str, *arguments: str) -> tuple[str, dict[str, Any]]:

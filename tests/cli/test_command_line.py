@@ -71,11 +71,11 @@ def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """Modules of bench/, which import each other by name."""
+    """Scripts of bench/, which find bench/lib by name, and libraries."""
     monkeypatch.syspath_prepend(str(BENCH))
-    return {
-        name: importlib.import_module(name) for name in (*BENCHMARKS, "report", "tables", "chart")
-    }
+    libraries = ("report", "tables", "chart")
+    scripts = {name: importlib.import_module(name) for name in BENCHMARKS}
+    return scripts | {name: importlib.import_module(f"lib.{name}") for name in libraries}
 
 
 def test_help_names_every_command(console: Console) -> None:

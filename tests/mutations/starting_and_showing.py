@@ -79,14 +79,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="bench: results go where committed ones are",
-        file="bench/report.py",
+        file="bench/lib/report.py",
         within="write_results",
         old=(
             "if options.json is not None:\n    write_json(results, options.json, options, prefix)"
         ),
         new=(
-            'path = options.json or Path(__file__).with_name("results") / f"{benchmark}.json"\n'
-            "write_json(results, path, options, prefix)"
+            'folder = Path(__file__).parent.with_name("results")\n'
+            'write_json(results, options.json or folder / f"{benchmark}.json", options, prefix)'
         ),
         tests=(
             "tests/bench/test_bench.py::test_without_json_a_benchmark_changes_no_committed_figures",

@@ -1,7 +1,7 @@
 """Puts the host in the GPU's place for the benchmarks, beside the stand-ins for the driver and for
 NCCL.
 
-In bench/cuda_clock.py time is then taken on the host's clock, and captured work is called again.
+In bench/lib/cuda_clock.py time is then taken on the host's clock, and captured work called again.
 The times mean nothing; the way of the program is the GPU's own. Whoever imports this before it runs
 a benchmark has it so: see `on_the_host` in test_bench.py.
 """
@@ -16,9 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.support import small_models  # noqa: F401 (finds bench/)
 
-import cuda_clock  # isort: skip
-import flatten_contenders  # isort: skip
-import models  # isort: skip
+from lib import cuda_clock, flatten_contenders, models  # isort: skip
 
 CARDS = 2
 

@@ -1,5 +1,5 @@
 """Gives the benchmarks models with hardly any work, which whoever imports this before it runs one
-finds in bench/models.py.
+finds in bench/lib/models.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def mlp() -> nn.Module:
 
 
 sys.path.insert(0, str(BENCH))
-import models  # noqa: E402
+from lib import models  # noqa: E402
 
 
 class FewParameters(models.TinyParameters):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tests.support import small_models  # noqa: F401 (finds bench/)
 
-import paper_figures  # isort: skip
+from lib import paper_figures  # isort: skip
 
 TOTAL = 60_000
 paper_figures.TOTALS = {"shm": TOTAL, "network": TOTAL}

@@ -19,11 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import chart
-import machine
-import page
-from page import Results
-from tables import (
+from lib import chart, machine, page
+from lib.page import Results
+from lib.tables import (
     WIDE_NOTE,
     Bar,
     Column,

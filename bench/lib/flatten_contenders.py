@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cuda_clock
-import models
 import torch
+from lib import cuda_clock, models
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 

@@ -8,10 +8,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import cuda_clock
-import report
 import torch
-from allreduce_mpi import NAMES
+from lib import cuda_clock, report
+from lib.allreduce_mpi import NAMES
 
 # nccl-tests' names. MPI has no 16-bit floating-point types.
 DTYPES = {

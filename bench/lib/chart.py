@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import paper_chart
-import simulate_pictures
+from lib import paper_chart, simulate_pictures
 
 SUFFIXES = (".png", ".svg", ".pdf")
 INK = "#010203"  # stands for the color of a page's text

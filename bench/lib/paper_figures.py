@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-import models
 import torch
-from models import CASES, CUDA_CASES, Case
+from lib import models
+from lib.models import CASES, CUDA_CASES, Case
 
 SIZES_MB = (0, 1, 5, 10, 25, 50)  # 0: a bucket for each gradient, as in the paper
 DEFAULT_MB = 25  # of DDP and of a Reducer
@@ -259,5 +259,5 @@ FIGURES = {
 
 
 def case_of(figure: Figure, name: str) -> Case:
-    """One of the figure's own models, or any of bench/models.py."""
+    """One of the figure's own models, or any of bench/lib/models.py."""
     return figure.models[name] if name in figure.models else CASES[name]

@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import chart
+from lib import chart
 
 Results = Mapping[str, Any]
 STYLE = """

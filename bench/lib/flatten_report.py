@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import report
-from report import Bar, Column, Times
+from lib import report
+from lib.report import Bar, Column, Times
 
 PEERS = ("with norm", "foreach", "dense", "per tensor", "cupy")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from models import Case
+from lib.models import Case
 from torch import Tensor, nn
 
 from fastcomm.insight.step_model import Gradient, LocalStep

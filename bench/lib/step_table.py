@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tables import RATIO, Column, Spread, Table, ratio_cells, time_cell
+from lib.tables import RATIO, Column, Spread, Table, ratio_cells, time_cell
 
 
 def steps_table(model: Mapping[str, Any], title: str) -> Table:

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import machine
-import report
 import torch
-from allreduce_mpi import NAMES
-from allreduce_options import DTYPES, OPS, short_size
-from report import Column, Times
+from lib import machine, report
+from lib.allreduce_mpi import NAMES
+from lib.allreduce_options import DTYPES, OPS, short_size
+from lib.report import Column, Times
 
 PEERS = ("gloo", *NAMES, "ordinary", "nccl", "before")
 PLACEMENTS = ("out_of_place", "in_place")
