@@ -1,5 +1,5 @@
 """The house's layers: a package or module of fastcomm imports only from layers below its own, and
-nothing imports in a circle, C included; no line is wider than a window. Reads sources only."""
+nothing imports in a circle, C included. Reads sources only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ NEIGHBOURS = {
     "__main__": {"__init__"},
 }
 
-MOST_COLUMNS = 100
-SOURCE_KINDS = (
-    *(".py", ".pyi", ".pyx", ".pxd", ".c", ".h", ".cpp", ".cu", ".cuh"),
-    *(".sh", ".toml", ".in"),
-)
 
 # Cython's imports of our own modules: each one, with `cimport` read as `import`, is Python.
 CYTHON_IMPORT = re.compile(
@@ -47,18 +42,6 @@ CYTHON_IMPORT = re.compile(
 def sources() -> list[Path]:
     kinds = (".py", ".pyi", ".pyx", ".pxd")
     return sorted(path for path in PACKAGE.rglob("*") if path.suffix in kinds)
-
-
-def written_by_hand() -> list[Path]:
-    """All sources of the repository, but for what Cython has made of a .pyx."""
-    folders = ("fastcomm", "kernels", "tests", "bench", "examples", "ci")
-    files = [*ROOT.glob("*"), *(path for name in folders for path in (ROOT / name).rglob("*"))]
-    return sorted(
-        path
-        for path in files
-        if (path.suffix in SOURCE_KINDS or path.name == "Makefile")
-        and not (path.suffix == ".c" and PACKAGE in path.parents)
-    )
 
 
 def name_of(path: Path) -> str:
@@ -216,14 +199,3 @@ def test_kernels_know_nothing_of_python() -> None:
     for path in (ROOT / "kernels").rglob("*"):
         if path.is_file() and path.suffix != ".fatbin":
             assert "Python.h" not in path.read_text(), f"{path.name} includes Python.h"
-
-
-def test_no_line_is_wider_than_a_window() -> None:
-    too_wide: dict[str, list[int]] = {}
-    for path in written_by_hand():
-        name = str(path.relative_to(ROOT))
-        lines = enumerate(path.read_text().splitlines(), 1)
-        wide = [number for number, line in lines if len(line) > MOST_COLUMNS]
-        if wide:
-            too_wide[name] = wide
-    assert not too_wide, f"wrap these lines: {too_wide}"

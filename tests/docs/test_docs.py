@@ -75,13 +75,6 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
         assert anchor in headings, f"{page.name} has no heading #{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_outside_tables_fit_a_window(page: Path) -> None:
-    lines = enumerate(page.read_text().splitlines(), 1)
-    wide = [n for n, line in lines if len(line) > 100 and not line.startswith("|")]
-    assert not wide, f"wrap these lines of {page.name}: {wide}"
-
-
 def test_the_page_on_gpus_says_what_has_run_on_one(monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     gpu_report = importlib.import_module("gpu_report")

@@ -112,11 +112,6 @@ def nccl_without(*functions: str) -> str:
     )
 
 
-def driver_without_a_gpu() -> Path:
-    """A CUDA driver, for torch itself, that counts how often CUDA is started: see no_gpu.c."""
-    return Path(compiled("libcuda.so.1", *_C, _SOURCES / "no_gpu.c"))
-
-
 def loaded(name: str) -> ctypes.CDLL:
     """In a rank: the stand-in for "cuda" or "nccl" that it works with."""
     return ctypes.CDLL(os.environ[f"FASTCOMM_{name.upper()}_LIBRARY"])

@@ -8,7 +8,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, c_size_t, c_void_p
@@ -99,28 +98,6 @@ def launch(cuda: ctypes.CDLL, function: c_void_p, stream: c_void_p | None) -> in
     return cuda.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, None, None)
 
 
-def test_devices_come_in_the_order_of_their_ordinals(tmp_path: object) -> None:
-    cuda, count, device = load(tmp_path, "1,0"), c_int(), c_int()
-    assert cuda.cuDeviceGetCount(byref(count)) == 0
-    assert count.value == 2
-    for ordinal, expected in enumerate((1, 0)):
-        assert cuda.cuDeviceGet(byref(device), ordinal) == 0
-        assert device.value == expected
-    assert cuda.cuDeviceGet(byref(device), 2) == INVALID_DEVICE
-    assert cuda.cuDevicePrimaryCtxRetain(byref(c_void_p()), 2) == INVALID_DEVICE
-
-
-def test_a_list_that_names_no_devices_ends_the_process() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", f"import ctypes; ctypes.CDLL({stand_ins().cuda!r})"],
-        env={"FASTCOMM_STAND_IN_DEVICES": "0,second"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode != 0
-    assert "second" in run.stderr
-
-
 def test_each_thread_has_the_context_it_has_set(
     cuda: ctypes.CDLL, first: Context, second: Context
 ) -> None:
@@ -144,24 +121,6 @@ def test_an_event_is_recorded_in_streams_of_its_own_context_alone(
     assert cuda.cuEventRecord(second.event, first.stream) == INVALID_HANDLE
     assert cuda.cuEventRecord(first.event, second.stream) == INVALID_HANDLE
     assert cuda.cuEventRecord(second.event, second.stream) == 0
-
-
-def test_a_stream_waits_for_events_of_any_context(
-    cuda: ctypes.CDLL, first: Context, second: Context
-) -> None:
-    second.touches()
-    assert cuda.cuEventRecord(second.event, second.stream) == 0
-    assert cuda.cuStreamWaitEvent(first.stream, second.event, 0) == 0
-    first.touches()
-    assert races_of(cuda) == []
-
-
-def test_what_another_context_has_can_be_queried_and_waited_for(
-    cuda: ctypes.CDLL, first: Context, second: Context
-) -> None:
-    assert cuda.cuEventQuery(second.event) == 0
-    assert cuda.cuEventSynchronize(second.event) == 0
-    assert cuda.cuStreamSynchronize(second.stream) == 0
 
 
 def test_a_function_is_launched_in_its_own_context_alone(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import byref, c_int, c_size_t, c_void_p
 
 import pytest
@@ -90,17 +90,6 @@ def test_a_write_to_what_another_stream_reads_or_writes_is_a_race(
     assert "reader" in read and "writer" in written
 
 
-def test_a_stream_is_ordered_by_itself_and_reads_need_no_order(
-    cuda: ctypes.CDLL, one: Stream, other: Stream
-) -> None:
-    one.writes(0, 50)
-    one.reads(0, 50)
-    one.writes(0, 50)
-    one.reads(50, 50)
-    other.reads(50, 50)
-    assert races_of(cuda) == []
-
-
 def test_only_bytes_that_another_stream_writes_need_order(
     cuda: ctypes.CDLL, one: Stream, other: Stream
 ) -> None:
@@ -124,33 +113,6 @@ def test_an_event_orders_what_was_before_its_record_alone(
     one.writes(10, 10)
     other.reads(10, 10)
     assert len(races_of(cuda)) == 1
-
-
-def test_order_passes_from_stream_to_stream(cuda: ctypes.CDLL, one: Stream, other: Stream) -> None:
-    third = Stream(cuda)
-    one.writes()
-    other.wait_for(one.record())
-    third.wait_for(other.record())
-    third.writes()
-    assert races_of(cuda) == []
-
-
-WAITS: dict[str, Callable[[ctypes.CDLL, Stream, c_void_p], int]] = {
-    "for the event": lambda cuda, stream, event: cuda.cuEventSynchronize(event),
-    "by a query": lambda cuda, stream, event: cuda.cuEventQuery(event),
-    "for the stream": lambda cuda, stream, event: cuda.cuStreamSynchronize(stream.handle),
-    "for the device": lambda cuda, stream, event: cuda.cuCtxSynchronize(),
-}
-
-
-@pytest.mark.parametrize("how", WAITS)
-def test_what_a_thread_has_waited_for_comes_before_what_it_launches(
-    cuda: ctypes.CDLL, one: Stream, other: Stream, how: str
-) -> None:
-    one.writes()
-    assert WAITS[how](cuda, one, one.record()) == 0
-    other.writes()
-    assert races_of(cuda) == []
 
 
 def test_what_another_thread_has_waited_for_orders_nothing_here(
@@ -182,17 +144,6 @@ def test_a_query_orders_nothing_while_the_event_is_not_reached(
     assert len(races_of(cuda)) == 1
 
 
-@pytest.mark.parametrize("mode", [BEGIN_CAPTURE, END_CAPTURE])
-def test_the_device_is_synchronised_around_a_capture(
-    cuda: ctypes.CDLL, one: Stream, other: Stream, mode: int
-) -> None:
-    one.writes()
-    assert cuda.stand_in_capture(mode) == 0
-    assert cuda.stand_in_capture(END_CAPTURE) == 0
-    other.writes()
-    assert races_of(cuda) == []
-
-
 def new_block(cuda: ctypes.CDLL, stream: Stream) -> torch.Tensor:
     """A tensor of 100 bytes in a block of the stream's."""
     cuda.stand_in_block.restype = c_void_p
@@ -220,41 +171,6 @@ def test_a_block_that_is_freed_while_another_stream_reads_it_is_a_race(
     del block
     (race,) = races_of(cuda)
     assert "the next tensor of stream" in race and "reader" in race
-
-
-def test_a_block_may_be_freed_once_its_own_stream_is_ordered_after_the_others(
-    cuda: ctypes.CDLL, one: Stream, other: Stream
-) -> None:
-    block = new_block(cuda, one)
-    reads_block(cuda, one, block)
-    reads_block(cuda, other, block)
-    one.wait_for(other.record())
-    del block
-    assert races_of(cuda) == []
-
-
-def test_a_block_may_be_freed_while_a_stream_it_was_recorded_for_reads_it(
-    cuda: ctypes.CDLL, one: Stream, other: Stream
-) -> None:
-    block = new_block(cuda, one)
-    reads_block(cuda, other, block)
-    stream = c_size_t(other.handle.value or 0)
-    assert cuda.stand_in_record_stream(c_void_p(block.data_ptr()), stream)
-    del block
-    assert races_of(cuda) == []
-
-
-def test_a_stream_is_recorded_for_blocks_alone(cuda: ctypes.CDLL) -> None:
-    assert not cuda.stand_in_record_stream(c_void_p(1000), c_size_t(1))
-
-
-def test_memory_that_was_freed_and_handed_out_again_has_no_past(
-    cuda: ctypes.CDLL, one: Stream, other: Stream
-) -> None:
-    one.writes()
-    cuda.stand_in_hand_out(c_void_p(1000), c_size_t(100))
-    other.writes()
-    assert races_of(cuda) == []
 
 
 def test_memory_is_freed_by_a_thread_that_knows_all_work_on_it_to_be_over(

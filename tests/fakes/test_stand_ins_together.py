@@ -7,12 +7,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from ctypes import byref, c_int, c_size_t, c_void_p
+from ctypes import byref, c_size_t, c_void_p
 
 import pytest
 import torch
 
-from tests.fakes.stand_ins import log_of, null_calls, stand_ins
+from tests.fakes.stand_ins import stand_ins
 from tests.fakes.test_context_stand_in import load
 from tests.fakes.test_nccl_stand_in import FLOAT32, SUM, all_reduce, init, load_nccl, unique_id
 
@@ -64,19 +64,6 @@ def reduce_on(nccl: ctypes.CDLL, handle: c_void_p, stream: c_void_p, address: in
 
 
 # Devices
-
-
-def test_a_communicator_is_on_the_device_that_is_current_when_it_begins(
-    nccl: ctypes.CDLL, cuda: ctypes.CDLL, alone: c_void_p
-) -> None:
-    device, part = c_int(-1), c_void_p()
-    cuda.cuCtxSetCurrent(None)
-    assert nccl.ncclCommSplit(alone, 0, 0, byref(part), None) == 0
-    _, other = init(nccl, 1, unique_id(nccl), 0, None)
-    for handle, expected in ((alone, 1), (part, 1), (other, 0)):
-        assert nccl.ncclCommCuDevice(handle, byref(device)) == 0
-        assert device.value == expected
-        assert nccl.ncclCommAbort(handle) == 0
 
 
 def test_a_collective_takes_streams_and_memory_of_its_communicator_s_device(
@@ -180,26 +167,3 @@ def test_a_revoked_communicator_is_freed_under_the_graphs_that_are_alive(
 
 
 # Null calls
-
-
-def test_null_calls_do_nothing_but_succeed(
-    cuda: ctypes.CDLL, nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTCOMM_NCCL_LIBRARY", nccl._name)
-    nothing = c_void_p(1 << 19)  # no stream's and no event's number
-    ones = [1] * 6
-
-    def codes() -> list[int]:
-        return [
-            cuda.cuLaunchKernel(None, *ones, 0, None, None, None),
-            cuda.cuEventRecord(nothing, nothing),
-            cuda.cuStreamWaitEvent(nothing, nothing, 0),
-            reduce_on(nccl, c_void_p(), nothing, 0),
-        ]
-
-    assert 0 not in codes()
-    logs = [log_of(cuda), log_of(nccl)]
-    with null_calls():
-        assert codes() == [0] * 4
-        assert [log_of(cuda), log_of(nccl)] == logs
-    assert 0 not in codes()

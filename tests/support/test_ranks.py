@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from tests.support import delays
-from tests.support.outcomes import RankError, values_of
+from tests.support.outcomes import RankError
 from tests.support.ranks import fresh_ranks, torchrun_env
 
 
@@ -36,10 +35,6 @@ def _kill_rank_1(place):
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return os.environ.get("RANK")
-
-
-def test_results_come_by_rank(ranks):
-    assert ranks(3, _rank) == [0, 1, 2]
 
 
 def test_a_failure_shows_what_happened_on_every_rank(ranks):
@@ -73,30 +68,3 @@ def test_fresh_ranks_say_how_they_ended():
     survivor, victim = fresh_ranks(2, _kill_rank_1, env=torchrun_env(2))
     assert (survivor.kind, survivor.value, survivor.exitcode) == ("returned", "0", 0)
     assert (victim.kind, victim.exitcode) == ("died", -signal.SIGKILL)
-
-
-def _what_is_put_off(place):
-    from fastcomm.reducer.bucket import Bucket
-    from tests.support import rank_process
-
-    functions = {"body": rank_process.carry_out, "launch": Bucket.launch, "finish": Bucket.finish}
-    return [name for name, function in functions.items() if hasattr(function, "__wrapped__")]
-
-
-@pytest.mark.parametrize(
-    "asked, expected",
-    [
-        ("", [[], []]),
-        ("1:5", [[], ["body", "launch", "finish"]]),
-        ("0:5:finish", [["finish"], []]),
-    ],
-)
-def test_one_rank_is_late_where_the_environment_asks_for_it(asked, expected):
-    outcomes = fresh_ranks(2, _what_is_put_off, env={delays.VARIABLE: asked})
-    assert values_of(outcomes) == expected
-
-
-def test_a_delay_at_no_known_point_is_refused(monkeypatch):
-    monkeypatch.setenv(delays.VARIABLE, "1:5:finnish")
-    with pytest.raises(ValueError, match="a point is one of"):
-        delays.asked_for()
