@@ -5,8 +5,6 @@ functions, gradients the user handles, a backward that fails.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 import time
 
 import pytest
@@ -33,11 +31,6 @@ pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 # Checkpointing
 
 
-def _inside_and_outside(model, x, reentrant):
-    hidden = checkpoint(model[1:4], model[0](x), use_reentrant=reentrant)
-    return model[4](hidden)
-
-
 def _all_inside(model, x, reentrant):
     hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
     return checkpoint(model[2:], hidden, use_reentrant=reentrant)
@@ -47,29 +40,12 @@ def _one_inside(model, x, reentrant):
     return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
 
 
-def _shared(model, x, reentrant):
-    hidden = model[0](x)
-    for _ in range(2):
-        hidden = checkpoint(model[1:4], hidden, use_reentrant=reentrant)
-    return model[4](hidden)
-
-
 def _checkpointed_backward(forward, reentrant):
     def run(model, rank):
         x, y = batch(rank)
         F.mse_loss(forward(model, x, reentrant), y).backward()
 
     return run
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("forward", [_inside_and_outside, _all_inside, _one_inside])
-@on_ranks(2)
-def test_gradients_under_checkpointing_are_the_mean(comm, buckets, forward, reentrant, overlap):
-    check_gradients(
-        comm, mlp(), _checkpointed_backward(forward, reentrant), overlap=overlap, **buckets
-    )
 
 
 @pytest.mark.parametrize("forward", [_all_inside, _one_inside])
@@ -87,105 +63,7 @@ def test_gradients_under_reentrant_checkpointing_are_the_mean_though_a_parameter
     )
 
 
-@on_ranks(2)
-def test_a_layer_used_under_two_checkpoints_is_reduced_once(comm, buckets):
-    check_gradients(comm, mlp(), _checkpointed_backward(_shared, reentrant=False), **buckets)
-
-
-@on_ranks(2)
-def test_a_layer_used_under_two_reentrant_checkpoints_is_reduced_once_without_overlap(
-    comm, buckets
-):
-    check_gradients(
-        comm, mlp(), _checkpointed_backward(_shared, reentrant=True), overlap=False, **buckets
-    )
-
-
-@on_ranks(2)
-def test_a_gradient_that_comes_after_its_bucket_was_launched_is_an_error_that_names_the_parameter(
-    comm,
-):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001).attach(model)
-    with pytest.raises(
-        fastcomm.FastcommError, match=r"parameter 2\.(weight|bias) .*use_reentrant=False"
-    ):
-        _checkpointed_backward(_shared, reentrant=True)(model, comm.rank)
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
 # Other ways through autograd
-
-
-@on_ranks(2)
-def test_autograd_grad_does_not_reduce(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    local = mean_gradients(model, 1, lambda model, _: backward(model, comm.rank))
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    if comm.rank == 0:
-        torch.testing.assert_close(
-            list(torch.autograd.grad(loss_of(model, comm.rank), list(model.parameters()))), local
-        )
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_gradient_penalty_is_reduced(comm, buckets):
-    def run(model, rank):
-        x, _ = batch(rank)
-        (slope,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
-        slope.square().sum().backward()
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
-def test_backward_for_some_inputs_reduces_those(comm, buckets):
-    check_gradients(
-        comm,
-        mlp(),
-        lambda model, rank: loss_of(model, rank).backward(inputs=[model[0].weight, model[4].bias]),
-        **buckets,
-    )
-
-
-@on_ranks(2)
-def test_backward_under_autocast_is_reduced(comm, buckets):
-    def run(model, rank):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, rank)
-        loss.backward()
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
-def test_backward_in_another_thread_is_reduced(comm, buckets):
-    def run(model, rank):
-        thread = threading.Thread(target=backward, args=(model, rank))
-        thread.start()
-        thread.join()
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
-def test_a_backward_that_a_hook_starts_is_reduced(comm, buckets):
-    def run(model, rank):
-        def backward_of_the_other(_):
-            with torch.enable_grad():
-                model[1](batch(rank, 1)[0]).square().mean().backward()
-
-        hidden = model[0](batch(rank)[0])
-        hidden.register_hook(backward_of_the_other)
-        hidden.square().mean().backward()
-
-    check_gradients(comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4)), run, **buckets)
 
 
 @on_ranks(2)
@@ -200,69 +78,7 @@ def test_forwards_without_a_backward_on_one_rank_do_not_matter(comm, buckets):
     check_gradients(comm, mlp(), run, **buckets)
 
 
-class _NoGradientForScale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale):
-        return x * scale
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-@on_ranks(2)
-def test_a_function_that_returns_none_for_a_parameter_leaves_its_gradient_none(comm, buckets):
-    def run(model, rank):
-        x, y = batch(rank)
-        F.mse_loss(_NoGradientForScale.apply(model[0](x), model[1].weight), y).backward()
-
-    check_gradients(
-        comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False)), run, **buckets
-    )
-
-
-@on_ranks(2)
-def test_a_function_that_returns_none_on_one_rank_counts_as_zero_there(comm, buckets):
-    def run(model, rank):
-        x, y = batch(rank)
-        scaled = (
-            _NoGradientForScale.apply(model[0](x), model[1].weight)
-            if rank == 0
-            else model[0](x) * model[1].weight
-        )
-        F.mse_loss(scaled, y).backward()
-
-    check_gradients(
-        comm, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False)), run, **buckets
-    )
-
-
 # Gradients the user handles
-
-
-@on_ranks(2)
-def test_gradients_present_before_attach_are_part_of_the_mean(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(
-        model,
-        comm.world_size,
-        lambda model, rank: (backward(model, rank), backward(model, rank, 1)),
-    )
-    backward(model, comm.rank)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    backward(model, comm.rank, 1)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_gradients_may_be_set_to_none_by_hand(comm, buckets):
-    def run(model, rank):
-        backward(model, rank, 0)
-        for parameter in itertools.islice(model.parameters(), 0, None, 2):
-            parameter.grad = None
-        backward(model, rank, 1)
-
-    check_gradients(comm, mlp(), run, **buckets)
 
 
 @on_ranks(2)
@@ -282,17 +98,6 @@ def test_gradients_may_be_set_to_none_on_one_rank(comm, buckets):
 
 
 @on_ranks(2)
-def test_a_gradient_replaced_by_another_tensor_is_reduced(comm, buckets):
-    def run(model, rank):
-        backward(model, rank)
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, rank + 1.0)
-        backward(model, rank)
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
 def test_a_gradient_replaced_by_a_view_of_itself_is_reduced(comm, buckets):
     def run(model, rank):
         backward(model, rank)
@@ -304,17 +109,6 @@ def test_a_gradient_replaced_by_a_view_of_itself_is_reduced(comm, buckets):
 
 
 @on_ranks(2)
-def test_gradients_two_parameters_have_exchanged_are_refused_rather_than_mixed_up(comm, buckets):
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    backward(model, comm.rank)
-    if comm.rank == 0:
-        model[0].bias.grad, model[2].bias.grad = model[2].bias.grad, model[0].bias.grad
-    with pytest.raises(fastcomm.FastcommError, match="rank 0 abandoned" if comm.rank else "clone"):
-        backward(model, comm.rank)
-
-
-@on_ranks(2)
 def test_a_gradient_replaced_by_one_of_other_strides_is_reduced(comm, buckets):
     def run(model, rank):
         if rank == 1:
@@ -322,28 +116,6 @@ def test_a_gradient_replaced_by_one_of_other_strides_is_reduced(comm, buckets):
         backward(model, rank)
 
     check_gradients(comm, mlp(), run, **buckets)
-
-
-def _double_in_place(parameter):
-    parameter.grad.mul_(2)
-
-
-def _double_in_another_tensor(parameter):
-    parameter.grad = parameter.grad * 2
-
-
-@pytest.mark.parametrize("edit", [_double_in_place, _double_in_another_tensor])
-@on_ranks(2)
-def test_what_a_post_accumulate_hook_made_of_the_gradient_is_reduced(comm, buckets, edit):
-    model = mlp()
-    expected = [2 * mean for mean in mean_gradients(model, comm.world_size, backward)]
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(edit)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model, comm.rank)
-        assert_gradients(model, expected)
 
 
 @on_ranks(2)
@@ -378,20 +150,6 @@ def test_training_goes_on_after_an_exception_in_backward_on_every_rank(comm, buc
         model.zero_grad()
         backward(model, comm.rank)
         assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_training_goes_on_after_a_second_backward_through_a_freed_graph(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    loss = loss_of(model, comm.rank)
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
 
 
 @on_ranks(2, 3)

@@ -24,41 +24,6 @@ def _by_hand(model: nn.Module, rank: int) -> None:
 
 
 @on_ranks(2, 3)
-def test_reduce_gives_the_mean_of_what_stands_in_grad(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, _by_hand)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    for _ in range(2):
-        _by_hand(model, comm.rank)
-        reducer.reduce()
-        assert_gradients(model, expected)
-
-
-@on_ranks(2, 3)
-def test_reduce_counts_a_gradient_that_a_rank_lacks_as_zero(comm, buckets):
-    def run(model, rank):
-        for p in list(model.parameters())[: 2 + 2 * (rank % 2)]:
-            p.grad = torch.full_like(p, rank + 1.0)
-
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, run)
-    assert [gradient is None for gradient in expected] == [False] * 4 + [True] * 2
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    for _ in range(2):
-        model.zero_grad()
-        run(model, comm.rank)
-        reducer.reduce()
-        assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_reduce_of_no_gradients_leaves_none(comm, buckets):
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model).reduce()
-    assert gradients(model) == [None] * 6
-
-
-@on_ranks(2, 3)
 def test_reduce_with_op_sum_gives_the_sum(comm, buckets):
     model = mlp()
     means = mean_gradients(model, comm.world_size, _by_hand)
@@ -134,23 +99,6 @@ def test_reduce_after_backward_leaves_the_mean_a_mean(comm, buckets):
     assert_gradients(model, expected)
     backward(model, comm.rank)
     assert_gradients(model, [2 * gradient for gradient in expected])
-
-
-@on_ranks(2)
-def test_reduce_leaves_the_optimizer_and_clip_nothing_to_refuse(comm, buckets):
-    model, alone = mlp(), mlp()
-    for p, gradient in zip(alone.parameters(), mean_gradients(model, 2, _by_hand), strict=True):
-        p.grad = gradient
-    torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    _by_hand(model, comm.rank)
-    reducer.reduce()
-    reducer.clip_grad_norm_(1.0)
-    optimizer.step()
-    mine, wanted = list(model.parameters()), list(alone.parameters())
-    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

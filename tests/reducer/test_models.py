@@ -16,9 +16,7 @@ from tests.support.models import (
     backward,
     batch,
     check_gradients,
-    convnet,
     gradients,
-    image_backward,
     mean_gradients,
     mlp,
     seed,
@@ -31,108 +29,12 @@ pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 
 
 @on_ranks(2)
-def test_frozen_parameters_get_no_gradient(comm, buckets):
-    model = mlp()
-    model[2].requires_grad_(False)
-    check_gradients(comm, model, backward, **buckets)
-    assert model[2].weight.grad is None
-
-
-@on_ranks(2)
-def test_a_parameter_frozen_after_attach_is_one_that_is_not_used(comm, buckets):
-    model = mlp()
-    check_gradients(comm, model, backward, **buckets)
-    model.zero_grad()
-    model[0].requires_grad_(False)
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_unfrozen_parameters_are_reduced_after_refresh(comm, buckets):
-    model = mlp()
-    model[2].requires_grad_(False)
-    reducer = check_gradients(comm, model, backward, **buckets)
-    model[2].requires_grad_(True)
-    model.zero_grad()
-    expected = mean_gradients(model, comm.world_size, backward)
-    reducer.refresh()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
 def test_refresh_keeps_the_gradients(comm, buckets):
     model = mlp()
     reducer = check_gradients(comm, model, backward, **buckets)
     before = gradients(model)
     reducer.refresh()
     assert_gradients(model, before)
-
-
-@on_ranks(2)
-def test_a_model_converted_to_another_dtype_is_reduced_after_refresh(comm, buckets):
-    model = nn.Sequential(nn.Linear(8, 4))
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    model.double()
-    expected = mean_gradients(model, comm.world_size, _double_backward)
-    reducer.refresh()
-    _double_backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-def _double_backward(model, rank):
-    model(batch(rank)[0].double()).square().mean().backward()
-
-
-@on_ranks(2)
-def test_channels_last_gradients_keep_their_strides(comm, buckets):
-    model = convnet().to(memory_format=torch.channels_last)
-    check_gradients(comm, model, image_backward, **buckets)
-    assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
-
-
-class _Dtypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        seed(0)
-        self.layers = nn.ModuleList(
-            nn.Linear(8, 8, dtype=dtype)
-            for dtype in (torch.float32, torch.float64, torch.bfloat16) * 2
-        )
-        self.last = nn.Linear(8, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype))
-        return self.last(x.float())
-
-
-@on_ranks(2)
-def test_one_model_may_mix_dtypes(comm, buckets):
-    check_gradients(comm, _Dtypes(), backward, **buckets)
-
-
-class _OddShapes(nn.Module):
-    """Parameters without dimensions, without elements, and one that is every second column of a
-    larger tensor.
-    """
-
-    def __init__(self):
-        super().__init__()
-        seed(0)
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.sliced = nn.Parameter(torch.randn(8, 8)[:, ::2])
-
-    def forward(self, x):
-        return x @ self.sliced * self.scalar + self.empty.sum()
-
-
-@on_ranks(2)
-def test_scalar_empty_and_sliced_parameters_are_reduced(comm, buckets):
-    check_gradients(comm, _OddShapes(), backward, **buckets)
 
 
 @on_ranks(2)
@@ -161,13 +63,6 @@ class _Gan(nn.ModuleDict):
         return (self["discriminator"](images) - target).square().mean()
 
 
-def _discriminator_step(gan, rank, step=0):
-    gan["discriminator"].zero_grad()
-    (
-        gan.judge(batch(rank, step + 100)[0], 1) + gan.judge(gan.fake(rank, step).detach(), 0)
-    ).backward()
-
-
 def _generator_step(gan, rank, step=0):
     gan["generator"].zero_grad()
     gan.judge(gan.fake(rank, step), 1).backward()
@@ -175,53 +70,6 @@ def _generator_step(gan, rank, step=0):
 
 def _attach_both(comm, gan, buckets):
     return [fastcomm.Reducer(comm, **buckets).attach(part) for part in gan.values()]
-
-
-@on_ranks(2, 3)
-def test_two_models_in_turn_are_each_reduced(comm, buckets):
-    gan = _Gan()
-    _attach_both(comm, gan, buckets)
-    for step in range(3):
-        for run in (_discriminator_step, _generator_step):
-            gan.zero_grad()
-            run(gan, comm.rank, step)
-            assert_gradients(
-                gan,
-                mean_gradients(
-                    _Gan(),
-                    comm.world_size,
-                    lambda gan, rank, run=run, step=step: run(gan, rank, step),
-                ),
-            )
-
-
-@on_ranks(2)
-def test_one_backward_through_two_models_reduces_both(comm, buckets):
-    def run(gan, rank):
-        _discriminator_step(gan, rank)
-        _generator_step(gan, rank)
-
-    gan = _Gan()
-    expected = mean_gradients(gan, comm.world_size, run)
-    _attach_both(comm, gan, buckets)
-    run(gan, comm.rank)
-    assert_gradients(gan, expected)
-
-
-@on_ranks(2)
-def test_a_model_may_be_frozen_for_the_step_of_the_other(comm, buckets):
-    def run(gan, rank):
-        gan["discriminator"].requires_grad_(False)
-        _generator_step(gan, rank)
-        gan["discriminator"].requires_grad_(True)
-        _discriminator_step(gan, rank)
-
-    gan = _Gan()
-    expected = mean_gradients(gan, comm.world_size, run)
-    _attach_both(comm, gan, buckets)
-    for _ in range(2):
-        run(gan, comm.rank)
-        assert_gradients(gan, expected)
 
 
 @on_ranks(2)
