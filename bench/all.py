@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib import launch, machine, report
+from lib.page import Results
 
 # What makes each short.
 SHORT = {
@@ -85,7 +86,7 @@ def run(name: str, arguments: Sequence[str]) -> tuple[int, str]:
             raise
 
 
-def write(all_results: Sequence[report.Results], options: argparse.Namespace) -> None:
+def write(all_results: Sequence[Results], options: argparse.Namespace) -> None:
     if options.json is not None:
         report.write_json(all_results, options.json, options)
     if options.report is not None:

@@ -9,9 +9,6 @@ torch.distributed over NCCL, in one run.
     python -m fastcomm bench allreduce --peers before --before FOLDER
                                                   beside the fastcomm built there
     python -m fastcomm bench allreduce --device cuda   a rank for each GPU
-    python -m fastcomm bench allreduce --device cuda --share --ranks 2
-                                                  both on one GPU: no times, only whether
-                                                  results are right
 
 Flags and table are those of nccl-tests (https://github.com/NVIDIA/nccl-tests), with columns for the
 peers on the right; sizes are in bytes, algbw = bytes / time, busbw = algbw * 2 (n - 1) / n. A time
@@ -46,7 +43,7 @@ from lib import allreduce_report, cuda_clock, launch, machine, report
 from lib.allreduce_mpi import NAMES, NoMpiError, launcher_of
 from lib.allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
 from lib.allreduce_report import PLACEMENTS, Barrier, Size
-from lib.report import Spread, Times
+from lib.tables import Spread, Times
 
 RANK_SCRIPT = Path(__file__).resolve().with_name("allreduce_rank.py")
 
@@ -54,6 +51,7 @@ RANK_SCRIPT = Path(__file__).resolve().with_name("allreduce_rank.py")
 ROUNDS = 5
 TURN_SECONDS = 0.1
 FEWEST, MOST = 2, 2000
+WARM_UP = 5  # calls before each turn that do not count; fewer where they are slow
 BARRIERS = 500  # of a probe; there is one in each round
 
 
@@ -69,7 +67,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         contenders = (start_on_gpus if options.device == "cuda" else start)(options, stack, missing)
         calls = str(options.n or f"{ROUNDS * FEWEST}-{ROUNDS * MOST}")
-        allreduce_report.print_settings(options, calls, missing)
+        allreduce_report.print_settings(options, WARM_UP, calls, missing)
         table = allreduce_report.Table(contenders, options)
         table.print_head()
         for nbytes in report.tracked(list(sizes(options)), "sizes"):
@@ -137,9 +135,7 @@ def start_on_gpus(
         "--tensors",
         options.tensors,
     ]
-    ranks = stack.enter_context(
-        launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments + ["--share"] * options.share)
-    )
+    ranks = stack.enter_context(launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments))
     return {"fastcomm": ranks, "ordinary": ranks, "nccl": ranks}
 
 
@@ -170,7 +166,7 @@ def measure_size(
     wrong = {
         (peer, placement): sum(contenders[peer].call("check", peer=peer, placement=placement))
         for peer, placement in turns
-        if options.c and peer != "bound"
+        if peer != "bound"
     }
     for peer, ranks in contenders.items():
         ranks.call("release", peer=peer)
@@ -212,7 +208,7 @@ def plan_turn(
     )
     seconds = min(min(calls) for calls in first_look) / 1e9
     fitting = int(TURN_SECONDS / seconds)
-    warmup = min(options.w, max(1, fitting))
+    warmup = min(WARM_UP, max(1, fitting))
     if options.n is not None:
         return warmup, -(-options.n // rounds(options))
     return warmup, min(MOST, max(FEWEST, fitting))

@@ -354,18 +354,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--op", required=True)
     parser.add_argument("--tensors", default="ordinary")
     parser.add_argument("--gloo", action="store_true")
-    parser.add_argument("--share", action="store_true")
     parser.add_argument("--unchanged", action="store_true")
     return parser.parse_args()
 
 
 def make_settings(options: argparse.Namespace) -> Settings:
     rank = mpi_rank() if options.kind in NAMES else int(os.environ["RANK"])
-    if options.share:
-        cuda_clock.share_card(rank)
     device = torch.device("cpu")
     if options.kind == "cuda":
-        device = cuda_clock.use_device(0 if options.share else rank)
+        device = cuda_clock.use_device(rank)
     return Settings(
         rank,
         int(os.environ["WORLD_SIZE"]),

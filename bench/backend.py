@@ -28,13 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib import launch, machine, report, turns
+from lib import launch, machine, report, tables, turns
 from lib.allreduce_options import parse_size
 from lib.chart import size_text
 from lib.models import CASES, WARM_UP_STEPS
-from lib.report import Times
 from lib.step_table import steps_table
-from lib.tables import RATIO, Column, Table, ratio_cells, time_cell
+from lib.tables import RATIO, Column, Table, Times, ratio_cells, time_cell
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -178,7 +177,7 @@ def print_summary(results: dict[str, Any]) -> None:
         shares = [f"{result['share_of_gloo']:.2f} ({name})" for name, result in steps.items()]
         print(f"DDP's overhead, as a share of that over Gloo: {', '.join(shares)}")
     if any(figures["wide"] for figures in (*rows, *steps.values())):
-        print(report.WIDE_NOTE)
+        print(tables.WIDE_NOTE)
     print(f"\n{machine.summary()}")
 
 

@@ -38,7 +38,7 @@ from lib.flatten_contenders import (
     unflattening,
 )
 from lib.flatten_report import Launch, Pass
-from lib.report import Times
+from lib.tables import Times
 from torch.nn import Parameter
 
 import fastcomm

@@ -34,9 +34,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib import launch, machine, report
-from lib.report import Spread, Times
-from lib.tables import RATIO, Column, Table, ratio_cells, time_cell
+from lib import launch, machine, report, tables
+from lib.tables import RATIO, Column, Spread, Table, Times, ratio_cells, time_cell
 
 import fastcomm
 
@@ -215,7 +214,7 @@ def print_times(times: Times, rows: dict[str, dict[str, Any]], options: argparse
             f"{times.median('gloo') / least:.2f}"
         )
     if times.wide():
-        print(f"# {report.WIDE_NOTE}")
+        print(f"# {tables.WIDE_NOTE}")
 
 
 def table_of(rows: Mapping[str, Mapping[str, Any]]) -> Table:

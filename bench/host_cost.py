@@ -33,10 +33,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib import bucket_clock, machine, report
+from lib import bucket_clock, machine, report, tables
 from lib.models import TinyParameters
-from lib.report import Bar, Spread
-from lib.tables import Column, Table, time_cell
+from lib.tables import Bar, Column, Spread, Table, time_cell
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -289,7 +288,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def write_results(rows: Sequence[Row], options: argparse.Namespace) -> None:
     if any(row.quartiles.is_wide for row in rows):
-        print(report.WIDE_NOTE)
+        print(tables.WIDE_NOTE)
     figures = {
         "parameters": N_PARAMETERS,
         "rounds": options.rounds,
@@ -298,8 +297,8 @@ def write_results(rows: Sequence[Row], options: argparse.Namespace) -> None:
     }
     report.write_results("host_cost", figures, options)
     bars = [bar for row in rows for bar in row.bars()]
-    report.print_bars(bars)
-    print(report.count_bars(bars))
+    tables.print_bars(bars)
+    print(tables.count_bars(bars))
 
 
 if __name__ == "__main__":

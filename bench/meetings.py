@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from lib import launch, machine, report
-from lib.report import Column, Spread, Table
+from lib.tables import Column, Spread, Table
 
 import fastcomm
 

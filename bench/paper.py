@@ -47,7 +47,7 @@ from lib.paper_figures import (
     Way,
     case_of,
 )
-from lib.report import Column, Spread, Table
+from lib.tables import Column, Spread, Table
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 try:

@@ -35,8 +35,8 @@ import torch
 from lib import launch, report, turns
 from lib import machine as this_machine
 from lib.models import CASES, resnet50
-from lib.report import Column, Table
 from lib.step_profile import Profile
+from lib.tables import Column, Table
 from simulate_rank import AUTO, CALIBRATED_RANKS, SCRIPT, costs_of
 
 from fastcomm.insight import machine as machines

@@ -49,11 +49,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib import cuda_clock, launch, machine, report, turns
+from lib import cuda_clock, launch, machine, report, tables, turns
 from lib.counters import Counters
 from lib.models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
-from lib.report import Bar, Times
 from lib.step_table import steps_table
+from lib.tables import Bar, Times
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -356,8 +356,8 @@ def print_bars(results: dict[str, dict[str, Any]]) -> None:
         for own, peer in (("fastcomm", "ddp"), ("fastcomm_bf16", "ddp_bf16")):
             figure = f"{own} {overhead[own]:.2f} ms over local, {peer} {overhead[peer]:.2f} ms"
             bars.append(Bar(name, figure, overhead[own] <= SHARE_OF_DDP * overhead[peer]))
-    report.print_bars(bars)
-    print(f"{report.count_bars(bars)} (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
+    tables.print_bars(bars)
+    print(f"{tables.count_bars(bars)} (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
 
 
 def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespace) -> None:
@@ -365,7 +365,7 @@ def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespa
     if any(
         spread.is_wide for result in results.values() for spread in result["quartiles_ms"].values()
     ):
-        print(report.WIDE_NOTE)
+        print(tables.WIDE_NOTE)
     if options.device == "cuda":
         print(f"NCCL {machine.nccl_version()}")
     figures = {"device": options.device, "ranks": ranks, "models": results}

@@ -32,9 +32,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lib import launch, report, turns
+from lib import launch, report, tables, turns
 from lib.models import CASES, WARM_UP_STEPS, TinyParameters
-from lib.report import Column, Table
+from lib.tables import Column, Table
 from torch import nn
 
 import fastcomm
@@ -162,16 +162,16 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         share = f"{100 * row['cost_ms']['on'] / row['step_ms']:+.2f}"
         predicted = f"{row['predicted_us'] or math.nan:.0f}"
         table.print_row([row["model"], f"{row['step_ms']:.1f}", *both, share, predicted])
-    report.print_bars(map(bar_of, rows))
+    tables.print_bars(map(bar_of, rows))
 
 
-def bar_of(row: dict[str, Any]) -> report.Bar:
+def bar_of(row: dict[str, Any]) -> tables.Bar:
     """Decided only where all of the interval around the cost lies on one side."""
     cost, about, step = row["cost_ms"]["on"], row["half_width_ms"]["on"], row["step_ms"]
     is_met = None
     if abs(cost - MOST * step) > about:
         is_met = cost <= MOST * step
-    return report.Bar(
+    return tables.Bar(
         f"{row['model']}: at most {MOST:.0%} while it is on",
         f"{100 * cost / step:+.2f}% +- {100 * about / step:.2f}%",
         is_met,

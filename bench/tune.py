@@ -21,8 +21,8 @@ from typing import Any
 from lib import launch, report, turns
 from lib import machine as this_machine
 from lib.models import CASES
-from lib.report import Column, Table
 from lib.step_profile import Profile
+from lib.tables import Column, Table
 from simulate_rank import CALIBRATED_RANKS, SCRIPT, costs_of
 
 from fastcomm.insight import machine as machines

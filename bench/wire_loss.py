@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from lib import launch, machine, report
-from lib.report import Column, Table
+from lib.tables import Column, Table
 
 import fastcomm
 

@@ -34,9 +34,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     add_flags(parser)
     options = report.parse(parser)
     if options.ranks is None:
-        options.ranks = cards() if options.device == "cuda" and not options.share else 2
-    if options.i is None and options.f is None:
-        options.f = 4
+        options.ranks = cards() if options.device == "cuda" else 2
     problem = find_problem(options)
     if problem is not None:
         parser.error(problem)
@@ -54,25 +52,12 @@ def add_flags_of_nccl_tests(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-e", type=parse_size, default="256M", metavar="SIZE", help="largest size (256M)"
     )
-    parser.add_argument("-f", type=int, metavar="FACTOR", help="factor between sizes (4)")
-    parser.add_argument(
-        "-i", type=parse_size, metavar="SIZE", help="increment between sizes, instead of a factor"
-    )
+    parser.add_argument("-f", type=int, default=4, help="factor between sizes (4)")
     parser.add_argument(
         "-n",
         type=int,
         metavar="CALLS",
         help="calls per size, peer and placement (default: as many as fit in half a second)",
-    )
-    parser.add_argument(
-        "-w",
-        type=int,
-        default=5,
-        metavar="CALLS",
-        help="calls before each turn that are not counted (5; fewer where they are slow)",
-    )
-    parser.add_argument(
-        "-c", type=int, choices=(0, 1), default=1, help="whether to check the results (1)"
     )
     parser.add_argument("-d", choices=tuple(DTYPES), default="float", help="dtype (float)")
     parser.add_argument("-o", choices=tuple(OPS), default="sum", help="operation (sum)")
@@ -87,11 +72,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="number of ranks, on this machine (2; on GPUs as many as there are)",
-    )
-    parser.add_argument(
-        "--share",
-        action="store_true",
-        help="on a GPU: all ranks use the first one, to see that results are right",
     )
     parser.add_argument(
         "--peers",
@@ -128,25 +108,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def find_problem(options: argparse.Namespace) -> str | None:
     """Why these options do not go together, if they do not."""
-    if options.share and options.device != "cuda":
-        return "--share is for --device cuda"
-    if options.device == "cuda" and not options.share and options.ranks > cards():
-        return (
-            f"there are {cuda_clock.device_count()} GPUs for {options.ranks} ranks; --share lets "
-            "them use one, for correctness only"
-        )
-    if options.i is not None and options.f is not None:
-        return "sizes grow by a factor (-f) or by an increment (-i), not by both"
-    if (options.f is not None and options.f < 2) or options.i == 0:
-        return "sizes have to grow: -f is at least 2, -i at least 1"
+    if options.device == "cuda" and options.ranks > cards():
+        return f"there are {cuda_clock.device_count()} GPUs for {options.ranks} ranks"
+    if options.f < 2:
+        return "sizes have to grow: -f is at least 2"
     if options.b < 1 or options.e < options.b:
         return "sizes go from -b, at least 1 byte, up to -e"
     if not 1 <= options.ranks <= MOST_RANKS:
         return f"--ranks is between 1 and {MOST_RANKS}"
     if ("before" in options.peers) != (options.before is not None):
         return "the peer before and --before FOLDER go together"
-    if options.w < 0 or (options.n is not None and options.n < 1):
-        return "-w is at least 0 and -n at least 1"
+    if options.n is not None and options.n < 1:
+        return "-n is at least 1"
     if options.o == "avg" and not getattr(torch, DTYPES[options.d]).is_floating_point:
         return "-o avg needs a floating-point dtype"
     return None
@@ -186,7 +159,7 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
     nbytes = options.b
     while nbytes <= options.e:
         yield nbytes
-        nbytes = nbytes + options.i if options.i else nbytes * options.f
+        nbytes *= options.f
 
 
 def itemsize(options: argparse.Namespace) -> int:

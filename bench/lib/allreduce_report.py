@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lib import machine, report
+from lib import machine, report, tables
 from lib.allreduce_mpi import NAMES
 from lib.allreduce_options import DTYPES, OPS, short_size
-from lib.report import Column, Times
+from lib.tables import Column, Times
 
 PEERS = ("gloo", *NAMES, "ordinary", "nccl", "before")
 PLACEMENTS = ("out_of_place", "in_place")
@@ -52,8 +52,7 @@ class Barrier:
 @dataclass(frozen=True)
 class Size:
     """What was measured at one size, by placement, in microseconds. Keys of `wrong` are (peer,
-    placement); it counts elements over all ranks and is empty without -c 1. `barrier` is missing
-    where none was timed.
+    placement); it counts elements over all ranks. `barrier` is missing where none was timed.
     """
 
     count: int
@@ -76,15 +75,15 @@ def bandwidths(nbytes: int, microseconds: float, ranks: int) -> tuple[float, flo
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def print_settings(options: argparse.Namespace, calls: str, missing: dict[str, str]) -> None:
-    step = f"{options.i}(bytes)" if options.i else f"{options.f}(factor)"
+def print_settings(
+    options: argparse.Namespace, warm_up: int, calls: str, missing: dict[str, str]
+) -> None:
     print(f"# {machine.summary()}")
     print("# Collective test starting: all_reduce_perf")
     print(
         f"# nThread 1 nGpus {int(options.device == 'cuda')} minBytes {options.b} maxBytes "
-        f"{options.e} step: {step} "
-        f"warmup iters: {options.w} iters: {calls} agg iters: 1 validation: {options.c} graph: 0 "
-        "unalign: 0"
+        f"{options.e} step: {options.f}(factor) "
+        f"warmup iters: {warm_up} iters: {calls} agg iters: 1 validation: 1 graph: 0 unalign: 0"
     )
     print(
         f"# {options.ranks} ranks, tensors: "
@@ -92,8 +91,6 @@ def print_settings(options: argparse.Namespace, calls: str, missing: dict[str, s
     )
     if options.device == "cuda":
         print(f"# NCCL {machine.nccl_version()}; torch was built with {torch_nccl_version()}")
-    if options.share:
-        print("# The ranks share one GPU: this is for correctness only, the times mean nothing.")
     if options.ranks > machine.cores():
         print(
             f"# More ranks than cores ({machine.cores()}): the ranks share cores, and times say "
@@ -107,7 +104,7 @@ def torch_nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
 
 
-class Table(report.Table):
+class Table(tables.Table):
     """A line of nccl-tests' table, and for each peer its time in place and how many times
     fastcomm's that is. For the bound it is fastcomm's time over the bound.
     """
@@ -149,7 +146,7 @@ class Table(report.Table):
         for placement in PLACEMENTS:
             time = size.times[placement].median("fastcomm")
             algbw, busbw = bandwidths(size.nbytes, time, options.ranks)
-            wrong = f"{size.wrong['fastcomm', placement]:g}" if options.c else "N/A"
+            wrong = f"{size.wrong['fastcomm', placement]:g}"
             cells += [fit(time, 7), fit(algbw, 6), fit(busbw, 6), wrong]
         for peer in self.peers:
             pair = ("fastcomm", peer) if peer == "bound" else (peer, "fastcomm")
@@ -184,7 +181,7 @@ def print_tail(rows: list[Size], ranks: int) -> None:
     for peer in sorted(wrong_peers - {"fastcomm"}):
         print(f"# {peer} has wrong results as well: its times mean nothing")
     if any(row.in_place.wide() for row in rows):
-        print(f"# {report.WIDE_NOTE}")
+        print(f"# {tables.WIDE_NOTE}")
     print("#\n# Collective test concluded: all_reduce_perf")
 
 
@@ -201,7 +198,6 @@ def print_headline(row: Size) -> None:
 def write_results(rows: list[Size], missing: dict[str, str], options: argparse.Namespace) -> None:
     figures = {
         "device": options.device,
-        "ranks_share_a_gpu": options.share,
         "ranks": options.ranks,
         "tensors": options.tensors,
         "dtype": DTYPES[options.d],

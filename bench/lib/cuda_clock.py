@@ -8,7 +8,6 @@ or where the host's part is meant to count.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -76,24 +75,3 @@ class Span:
         """Waits for the end of it."""
         self._end.synchronize()
         return 1e3 * float(self._start.elapsed_time(self._end))
-
-
-def share_card(rank: int) -> None:
-    """Lets several ranks use one GPU, which NCCL refuses by default. To be called before CUDA and
-    NCCL start.
-
-    NCCL before 2.30 must take the ranks for ranks of different hosts; later ones want to be told.
-    Kernels of different ranks wait for each other on the same multiprocessors: few blocks, and
-    nothing that is loaded or chosen late.
-    """
-    os.environ |= {
-        "NCCL_HOSTID": f"rank-{rank}",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NET": "Socket",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_CTAS": "1",
-        "NCCL_ALGO": "Ring",
-        "NCCL_PROTO": "Simple",
-        "CUDA_MODULE_LOADING": "EAGER",
-    }

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lib import report
-from lib.report import Bar, Column, Times
+from lib import report, tables
+from lib.tables import Bar, Column, Times
 
 PEERS = ("with norm", "foreach", "dense", "per tensor", "cupy")
 
@@ -84,7 +84,7 @@ class Launch:
 # ---- the tables ----------------------------------------------------------------------------------
 
 
-class Table(report.Table):
+class Table(tables.Table):
     """Times and bandwidths of a plain copy and of fastcomm, and for each peer its time and how many
     times fastcomm's that is.
     """
@@ -130,7 +130,7 @@ def print_legend() -> None:
         "# torch._utils._flatten_dense_tensors (torch.cat) and back; per tensor: copy_, as DDP "
         "does; cupy: concatenate, from the host"
     )
-    print(f"# {report.WIDE_NOTE}")
+    print(f"# {tables.WIDE_NOTE}")
 
 
 def print_launches(launches: Sequence[Launch]) -> None:
@@ -139,7 +139,7 @@ def print_launches(launches: Sequence[Launch]) -> None:
         "event (bf16: and unflatten)"
     )
     columns = [("tensors", 10), ("wire", 11), ("gather", 9), ("launch", 9), ("together", 9)]
-    table = report.Table([Column(width, (title,)) for title, width in columns], prefix="# ")
+    table = tables.Table([Column(width, (title,)) for title, width in columns], prefix="# ")
     table.print_head()
     for cost in launches:
         times = (cost.gather, cost.launch, cost.gather + cost.launch)
@@ -150,7 +150,7 @@ def print_bars(bars: Sequence[Bar]) -> None:
     print("#")
     for bar in bars:
         print(f"# {bar.verdict()}  {bar.figure:>9}  {bar.what}")
-    print(f"# {report.count_bars(bars)}")
+    print(f"# {tables.count_bars(bars)}")
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -67,8 +67,6 @@ def _remarks(results: Results) -> Iterator[str]:
     """What a reader has to know before believing the times of an all-reduce."""
     for peer, reason in results.get("peers_not_measured", {}).items():
         yield f"{chart.label(peer)} was not measured: {reason}."
-    if results.get("ranks_share_a_gpu"):
-        yield "The ranks share one GPU: this is for correctness only, the times mean nothing."
     if results["benchmark"] != "allreduce":
         return
     for contender in chart.LOOKS:

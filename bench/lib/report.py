@@ -1,6 +1,6 @@
 """How the benchmarks report: the options that all of them take, where results go, the bar that says
 how far a run has come, and what a way costs over another in the same rounds. This file measures
-nothing. Figures and tables are tables.py's, and can be had from here; pictures are chart.py's.
+nothing. Figures and tables are tables.py's; pictures are chart.py's.
 
 With --report the results become a page by page.py.
 """
@@ -21,38 +21,6 @@ from typing import Any, TypeVar
 
 from lib import chart, machine, page
 from lib.page import Results
-from lib.tables import (
-    WIDE_NOTE,
-    Bar,
-    Column,
-    Spread,
-    Table,
-    Times,
-    count_bars,
-    print_bars,
-)
-
-__all__ = [
-    "WIDE_NOTE",
-    "Bar",
-    "Column",
-    "Results",
-    "Spread",
-    "Table",
-    "Times",
-    "add_choices",
-    "added",
-    "count_bars",
-    "make_parser",
-    "overheads",
-    "parse",
-    "print_bars",
-    "rounded",
-    "tracked",
-    "write_json",
-    "write_page",
-    "write_results",
-]
 
 STDOUT = Path("-")
 INSTALL = "pip install 'fastcomm[bench]'"
