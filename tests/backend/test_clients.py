@@ -29,8 +29,8 @@ from tests.support.models import (
     text_backward,
     train,
 )
-from tests.support.process_groups import gloo, start, values, world
-from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.process_groups import gloo, values, world
+from tests.support.ranks import on_ranks
 
 ranks = process_groups.ranks  # a pool of this module's own
 
@@ -88,15 +88,6 @@ def test_ddp_accumulates_without_synchronising(comm):
     assert_same_parameters(*models)
 
 
-@on_ranks(2)
-def test_ddp_joins_uneven_inputs(comm):
-    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
-    for model in models:
-        with model.join():
-            train(model, backward, comm.rank, 3 + 2 * comm.rank)
-    assert_same_parameters(*models)
-
-
 @pytest.mark.parametrize("divide_by_initial_world_size", [False, True])
 @on_ranks(2, 3)
 def test_ddp_joins_uneven_inputs_dividing_as_over_gloo(comm, divide_by_initial_world_size):
@@ -144,24 +135,6 @@ def test_ddp_with_a_hook_that_chains_futures(comm):
         model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
         train(model, backward, comm.rank, 4)
     assert_same_parameters(*models)
-
-
-@on_ranks(2)
-def test_ddp_with_power_sgd_trains_as_over_gloo(comm):
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-        PowerSGDState,
-        powerSGD_hook,
-    )
-
-    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
-    for model in models:
-        model.register_comm_hook(
-            PowerSGDState(model.process_group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
-            powerSGD_hook,
-        )
-        train(model, backward, comm.rank, 5)
-    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 @on_ranks(2)
@@ -243,74 +216,6 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_gathered_and_loaded(comm):
 
 
 @on_ranks(2)
-def test_ddp_and_zero_join_uneven_inputs_together(comm):
-    from torch.distributed.algorithms.join import Join
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
-    for model in models:
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, process_group=model.process_group, lr=0.05
-        )
-        with Join([model, optimizer]):
-            for step in range(2 + comm.rank):
-                optimizer.zero_grad()
-                backward(model, comm.rank, step)
-                optimizer.step()
-    assert_same_parameters(*models)
-
-
-def _step_over_rpc(place):
-    import torch.distributed.rpc as rpc
-    from torch.distributed.autograd import backward as distributed_backward
-    from torch.distributed.autograd import context
-    from torch.distributed.optim import DistributedOptimizer
-
-    start(place)
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{place.directory}/rpc", rpc_timeout=30
-    )
-    rpc.init_rpc(
-        f"rank{place.rank}",
-        rank=place.rank,
-        world_size=place.world_size,
-        rpc_backend_options=options,
-    )
-    parameter = rpc.RRef(torch.ones(3, requires_grad=True))
-    with context() as identity:
-        theirs = rpc.remote(f"rank{1 - place.rank}", torch.mul, args=(parameter.local_value(), 2.0))
-        distributed_backward(identity, [theirs.to_here().sum()])
-        DistributedOptimizer(torch.optim.SGD, [parameter], lr=0.5).step(identity)
-    value = parameter.local_value().detach().clone()
-    dist.all_reduce(value)
-    rpc.shutdown()
-    dist.destroy_process_group()
-    return value.tolist()
-
-
-def test_the_optimizer_of_rpc_works_beside_the_backend():
-    environment = {"TP_SOCKET_IFNAME": "lo"}
-    outcomes = fresh_ranks(2, _step_over_rpc, env=environment)
-    assert [outcome.value for outcome in outcomes] == [[0.0] * 3] * 2, outcomes
-
-
-@on_ranks(2)
-def test_post_local_sgd_averages_over_the_group(comm):
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    world()
-    model = mlp()
-    averager = PeriodicModelAverager(period=1, warmup_steps=0)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), averager)
-    backward(model, comm.rank, 0)
-    optimizer.step()
-    weight = model[0].weight.detach().clone()
-    dist.broadcast(weight, 0)
-    assert torch.equal(weight, model[0].weight)
-
-
-@on_ranks(2)
 def test_a_checkpoint_is_saved_and_loaded(comm):
     import torch.distributed.checkpoint as checkpoint
 
@@ -326,19 +231,6 @@ def test_a_checkpoint_is_saved_and_loaded(comm):
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     assert_same_parameters(model, other)
-
-
-@on_ranks(2)
-def test_a_checkpoint_is_saved_in_the_background(comm):
-    import torch.distributed.checkpoint as checkpoint
-
-    world()
-    folder = f"{my_place().directory}/background"
-    state = {"weight": torch.arange(4.0)}
-    checkpoint.async_save(state, checkpoint_id=folder).result(timeout=30)
-    state["weight"] = torch.zeros(4)
-    checkpoint.load(state, checkpoint_id=folder)
-    assert state["weight"].tolist() == [0, 1, 2, 3]
 
 
 @on_ranks(2)

@@ -227,10 +227,6 @@ def _disagree(place):
     dist.destroy_process_group()
 
 
-def test_tensors_that_differ_raise_on_all_ranks():
-    across_hosts("aab", _disagree)
-
-
 def _wait_for_a_late_one(place):
     start(place)
     tensor = values(place, 9)
@@ -251,35 +247,6 @@ def _wait_for_a_late_one(place):
 
 def test_a_wait_ends_at_its_own_timeout():
     across_hosts("ab", _wait_for_a_late_one)
-
-
-def _leave(place):
-    start(place)
-    dist.barrier()
-    if place.rank == 1:
-        dist.destroy_process_group()
-        return
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    with pytest.raises(fastcomm.PeerLostError, match="rank 1"):
-        work.wait()
-
-
-def test_the_others_hear_of_a_rank_that_has_left():
-    across_hosts("ab", _leave)
-
-
-def _abort(place):
-    start(place)
-    dist.barrier()
-    if place.rank == 1:
-        dist.distributed_c10d._abort_process_group()
-        return
-    with pytest.raises(fastcomm.PeerLostError, match="rank 1 .*aborted"):
-        dist.all_reduce(torch.ones(4))
-
-
-def test_abort_ends_what_the_others_wait_for():
-    across_hosts("ab", _abort)
 
 
 def _killed_in_backward(place):

@@ -4,7 +4,6 @@ are right, and what cannot run is refused in a sentence. Nothing here looks at a
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
@@ -23,7 +22,6 @@ from tests.support.forked_python import pythons
 from tests.support.small_models import BENCH
 
 NAMES = ("paper", "lib.paper_figures", "paper_rank", "lib.chart")
-WIRES = {"fig12": ["nccl"]}  # of the others: both
 
 
 @pytest.fixture
@@ -54,19 +52,6 @@ def run(
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("paper")
     return run(folder, [["fig2"], ["fig6", "--models", "mlp"], ["fig11"]])
-
-
-def test_results_hold_the_papers_own_numbers(results: dict[str, dict[str, Any]]) -> None:
-    numbers = {number["what"]: number["value"] for number in results["fig6"]["paper"]["numbers"]}
-    assert numbers == {
-        "speedup by overlap, ResNet50, NCCL": 38.0,
-        "speedup by overlap, BERT, NCCL": 35.2,
-        "speedup by overlap, ResNet50, Gloo": 26.8,
-        "speedup by overlap, BERT, Gloo": 21.5,
-    }
-    for result in results.values():
-        assert result["paper"]["found"] and result["paper"]["left_out"] and result["expected"]
-        assert all(number["where"] for number in result["paper"]["numbers"])
 
 
 def test_an_all_reduce_of_a_fixed_total_is_cut_into_tensors(
@@ -158,22 +143,6 @@ def test_differences_are_medians_over_rounds(bench: dict[str, ModuleType]) -> No
     assert rows[2]["saved_against"] == "fastcomm, 5 MB, no overlap"
 
 
-def test_a_turn_is_that_of_the_slowest_rank(bench: dict[str, ModuleType]) -> None:
-    answers = [[[[1.0, 2.0], [9.0, 1.0]]], [[[2.0, 0.5], [5.0, 6.0]]]]  # [rank][round][way][part]
-    assert bench["paper"].slowest(answers) == [[[1.0, 2.0], [5.0, 6.0]]]
-
-
-def test_losses_are_smoothed_over_a_window(bench: dict[str, ModuleType]) -> None:
-    smoothed = bench["paper"].smoothed([float(n % 2) for n in range(40)], 4, 10)
-    assert [place for place, _ in smoothed] == list(range(0, 40, 4))
-    assert all(0.3 < loss < 0.7 for _, loss in smoothed)
-
-
-def test_every_round_has_an_order_of_its_own(bench: dict[str, ModuleType]) -> None:
-    orders = [tuple(bench["paper_rank"].shuffled(list("abcdef"), n)) for n in range(-1, 20)]
-    assert len(set(orders)) > 15 and all(sorted(order) == list("abcdef") for order in orders)
-
-
 def test_without_overlap_gradients_are_reduced_in_buckets(
     bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,32 +167,6 @@ def test_without_overlap_gradients_are_reduced_in_buckets(
     assert numels == [8 + 16, 24, 32]
     for number, parameter in enumerate(parameters):
         assert parameter.grad is not None and bool((parameter.grad == 2.0 * number).all())
-
-
-def test_accumulated_gradients_are_stepped_once(bench: dict[str, ModuleType]) -> None:
-    """`every`: the optimizer waits for the reduction."""
-    figures, rank = bench["lib.paper_figures"], bench["paper_rank"]
-    model, batch = figures.CASES["mlp"].make(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("step"))
-
-    @contextlib.contextmanager
-    def no_sync():  # type: ignore[no-untyped-def]
-        calls.append("skip")
-        yield
-
-    way = figures.Way("fastcomm", every=3)
-    trainee = rank.Trainee(way, figures.CASES["mlp"], model, batch, optimizer, no_sync)
-    assert len(trainee.steps(6)) == 3
-    assert calls == ["skip", "skip", "step"] * 2
-
-
-def test_every_figure_says_what_was_expected_on_every_wire(bench: dict[str, ModuleType]) -> None:
-    for name, figure in bench["lib.paper_figures"].FIGURES.items():
-        assert list(figure.expected) == WIRES.get(name, ["shm", "network"])
-        assert len({way.name for way in figure.ways}) == len(figure.ways)
-        assert all(way.local in figure.ways for way in figure.ways)
 
 
 # What is refused

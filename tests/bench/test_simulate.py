@@ -116,13 +116,6 @@ def test_tune_prints_the_sweep_and_the_advice(run: Any) -> None:
         assert words in printed
 
 
-def test_tune_answers_for_another_machine(run: Any) -> None:
-    pytest.importorskip("matplotlib")
-    machine = str(BENCH / "machines" / "v100.toml")
-    printed, _ = run("tune", "--model", "mlp", "--machine", machine, "--ranks", "64")
-    assert "64 ranks, servers of 8 V100" in printed
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -138,9 +131,3 @@ def test_what_tune_cannot_do_is_refused(
     with pytest.raises(SystemExit):
         run("tune", *arguments)
     assert words in capsys.readouterr().err
-
-
-def test_buckets_of_no_size_are_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("simulate", "--caps", "5", "0")
-    assert "--caps are sizes in MB, above 0" in capsys.readouterr().err

@@ -100,10 +100,6 @@ def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> No
     assert status == 2 and err.endswith("required: script\n")
 
 
-def test_info_has_a_help_of_its_own(console: Console) -> None:
-    assert "--json" in console.prints("info", "--help")
-
-
 def test_the_help_of_bench_names_every_benchmark(console: Console) -> None:
     text = console.prints("bench", "--help")
     assert all(name in text for name in BENCHMARKS)
@@ -228,15 +224,6 @@ def test_what_cannot_be_drawn_or_measured_is_refused(
     assert status == 2 and words in err
 
 
-def test_json_that_no_benchmark_wrote_is_refused(
-    console: Console, bench: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    (tmp_path / "x.json").write_text("[1]")
-    arguments = ("--from", str(tmp_path / "x.json"), "--report", str(tmp_path / "x.html"))
-    status, _, err = console(*arguments, of=bench["step"])
-    assert status == 2 and "not the results of a benchmark" in err
-
-
 @pytest.mark.parametrize("option, name", [("--report", "x.html"), ("--plot", "x.png")])
 def test_results_that_lack_something_are_refused(
     console: Console, bench: dict[str, ModuleType], tmp_path: Path, option: str, name: str
@@ -247,14 +234,6 @@ def test_results_that_lack_something_are_refused(
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and "x.json: not as this version writes results: KeyError: " in err
     assert not (tmp_path / name).exists()
-
-
-def test_a_folder_in_the_place_of_results_is_refused_before_anything_is_measured(
-    console: Console, bench: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    (tmp_path / "x.html").mkdir()
-    status, out, err = console("--report", str(tmp_path / "x.html"), of=bench["step"])
-    assert status == 2 and "x.html is there, and is not a file" in err and out == ""
 
 
 @pytest.mark.parametrize(
@@ -275,19 +254,6 @@ def test_what_is_not_installed_is_said_in_a_sentence(
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and err.count("error:") == 1
     assert f"{module}" in err and "pip install 'fastcomm[bench]'" in err
-
-
-def test_without_rich_benchmarks_print_their_tables_and_no_bar(
-    bench: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    tables = bench["tables"]
-    columns = [tables.Column(6, ("way",), "<"), tables.Column(8, ("ms",))]
-    tables.Table(columns, rows=[["local", "1.5"]]).print()
-    assert capsys.readouterr().out == "  way         ms\n  local      1.5\n"
-    assert list(bench["report"].tracked([1, 2], "rounds")) == [1, 2]
 
 
 class Measured(ModuleType):
@@ -389,47 +355,6 @@ def test_all_refuses_what_makes_no_sense(
 # What is printed
 
 
-def test_a_table_shortens_no_figure(
-    bench: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    tables = bench["tables"]
-    columns = [tables.Column(10, ("size", "(B)")), tables.Column(8, ("time", "(us)"))]
-    table = tables.Table(columns, prefix="# ", title="[all]")
-    table.rows = [["1024", "1.25"], ["1048576", "12345678901234567890.25"]]
-    table.print()
-    assert capsys.readouterr().out.splitlines() == [
-        "[all]",
-        "#       size    time",
-        "#        (B)    (us)",
-        "        1024    1.25",
-        "     1048576 12345678901234567890.25",
-    ]
-
-
-def test_a_bar_moves_on_a_terminal_only(
-    bench: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tracked = bench["report"].tracked
-    assert list(tracked(range(3), "rounds")) == [0, 1, 2]
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("TERM", "xterm")
-    outer, inner = os.openpty()
-    with open(outer, "rb", buffering=0) as screen, open(inner, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        assert list(tracked(range(3), "rounds", shown=False)) == [0, 1, 2]
-        assert list(tracked(range(3), "rounds")) == [0, 1, 2]
-        shown = ""
-        while shown.count("rounds") < 3:  # one read may end between two pictures of the bar
-            shown += screen.read(4096).decode()
-        monkeypatch.undo()
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_are_drawn_again_without_measuring(
     console: Console, bench: dict[str, ModuleType], path: Path, tmp_path: Path
@@ -442,33 +367,3 @@ def test_results_are_drawn_again_without_measuring(
         console.prints("--from", str(path), "--plot", str(picture), of=main)
         assert picture.read_text().rstrip().endswith("</svg>")
         assert picture.read_bytes() == pictures[0].read_bytes()
-
-
-def test_a_wide_spread_is_marked(bench: dict[str, ModuleType]) -> None:
-    report = bench["report"]
-    times = report.Times({"quiet": report.Spread(9, 10, 14), "loud": report.Spread(8, 10, 14)})
-    assert times.wide() == "~ loud"
-
-
-@pytest.mark.parametrize(
-    "microseconds, text",
-    [(0.5, "500 ns"), (1, "1 us"), (10, "10 us"), (1e3, "1 ms"), (1e5, "100 ms"), (1e6, "1 s")],
-)
-def test_times_have_plain_units(
-    bench: dict[str, ModuleType], microseconds: float, text: str
-) -> None:
-    assert bench["chart"].time_text(microseconds) == text
-
-
-@pytest.mark.parametrize(
-    "nbytes, text", [(512, "512 B"), (1024, "1 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
-)
-def test_sizes_have_plain_units(bench: dict[str, ModuleType], nbytes: int, text: str) -> None:
-    assert bench["chart"].size_text(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    "value, text", [(0.156, "0.16"), (1.46, "1.5"), (27.8, "28"), (458.2, "458")]
-)
-def test_figures_have_two_digits(bench: dict[str, ModuleType], value: float, text: str) -> None:
-    assert bench["chart"].number_text(value) == text

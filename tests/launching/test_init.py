@@ -187,18 +187,6 @@ def test_one_rank_over_nccl_needs_no_meeting_point():
     assert (rank, world_size, backend) == (0, 1, "nccl")
 
 
-def _init_again_and_again(place):
-    for _ in range(5):
-        with fastcomm.init(
-            init_method=place.init_method, rank=place.rank, world_size=place.world_size
-        ) as comm:
-            check_all_reduce(comm)
-
-
-def test_init_may_be_called_again_at_the_same_place():
-    outcomes_of(2, _init_again_and_again)
-
-
 def _one_fails_while_the_group_meets(place):
     group = gloo()
     if place.rank == 1:
@@ -281,11 +269,6 @@ def test_rank_0_says_once_that_torch_is_newer_than_the_tests_know(start_backend)
     (warning,) = of_first
     assert "with torch 2.7 to 2.15, and never with this one, 2.16.0a0+cpu" in warning
     assert of_second == []
-
-
-@pytest.mark.parametrize("version", ["2.7.0", "2.15.3+cu132"])
-def test_nothing_is_said_of_a_torch_that_was_tested(version):
-    assert outcomes_of(2, _warnings_of_two_starts, version, False) == [[], []]
 
 
 def test_a_timeout_that_is_no_timedelta_is_refused(tmp_path):

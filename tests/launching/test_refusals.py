@@ -57,10 +57,6 @@ def test_an_environment_that_is_no_number_is_refused(name):
     assert_all_refused(fresh_ranks(1, _init_from_environment, env=env), name, "two")
 
 
-def test_a_rank_given_twice_is_refused_on_both():
-    assert_all_refused(fresh_ranks(2, _init, (0, 0)), "rank 0 was given to two processes")
-
-
 def test_a_rank_given_twice_among_three_is_refused_on_all():
     assert_all_refused(fresh_ranks(3, _init, (0, 1, 1)), "rank 1 was given to two processes")
 
@@ -75,16 +71,6 @@ def test_a_rank_outside_the_world_is_refused(rank, world_size):
     outcomes = fresh_ranks(1, _init, (rank,), (world_size,))
     assert_all_refused(
         outcomes, rf"rank {rank}\b", rf"world_size {world_size}\b", error=(InitError, ValueError)
-    )
-
-
-def test_a_rank_outside_the_world_of_torchrun_is_refused():
-    env = {**torchrun_env(1)[0], "RANK": "1"}
-    assert_all_refused(
-        fresh_ranks(1, _init_from_environment, env=env),
-        "rank 1",
-        "world_size 1",
-        error=(InitError, ValueError),
     )
 
 
@@ -159,10 +145,6 @@ def test_ranks_on_different_hosts_share_no_memory():
 
 def _init_on_hosts(place, backend):
     _init(place, backend=backend)
-
-
-def test_ranks_on_one_host_by_another_name_are_brought_together():
-    values_of(fresh_ranks(2, _init, env={"FASTCOMM_HOST_ID": "one"}))
 
 
 def _one_cannot_go_on(place):
