@@ -12,17 +12,13 @@ import torch
 import fastcomm
 from tests.support.models import (
     Heads,
-    Transformer,
     assert_gradients,
     backward,
     check_gradients,
-    convnet,
     gradients,
-    image_backward,
     loss_of,
     mean_gradients,
     mlp,
-    text_backward,
 )
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -39,16 +35,6 @@ pytestmark = [
 @on_ranks(1, 2, 3, 4)
 def test_gradients_are_the_mean_over_ranks(comm, buckets):
     check_gradients(comm, mlp(), backward, **buckets)
-
-
-@on_ranks(2)
-def test_gradients_of_a_batch_norm_model_are_the_mean_over_ranks(comm, buckets):
-    check_gradients(comm, convnet(), image_backward, **buckets)
-
-
-@on_ranks(2)
-def test_tied_parameters_are_reduced_once(comm, buckets):
-    check_gradients(comm, Transformer(), text_backward, **buckets)
 
 
 @on_ranks(2)
@@ -126,26 +112,6 @@ def test_zero_grad_starts_afresh(comm, buckets, set_to_none):
 
 
 @on_ranks(2)
-def test_second_backward_through_a_retained_graph_is_reduced(comm, buckets):
-    def run(model, rank):
-        loss = loss_of(model, rank)
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
-def test_two_forwards_then_two_backwards_are_reduced(comm, buckets):
-    def run(model, rank):
-        first, second = loss_of(model, rank, 0), loss_of(model, rank, 1)
-        first.backward()
-        second.backward()
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
 def test_each_of_two_backwards_is_reduced_when_it_returns(comm, buckets):
     model = mlp()
     expected = mean_gradients(model, comm.world_size, backward)
@@ -157,18 +123,6 @@ def test_each_of_two_backwards_is_reduced_when_it_returns(comm, buckets):
     second.backward()
     assert_gradients(
         model, mean_gradients(mlp(), comm.world_size, lambda model, rank: backward(model, rank, 1))
-    )
-
-
-@on_ranks(2)
-def test_backward_of_several_losses_at_once_is_reduced(comm, buckets):
-    check_gradients(
-        comm,
-        mlp(),
-        lambda model, rank: torch.autograd.backward(
-            [loss_of(model, rank, 0), loss_of(model, rank, 1)]
-        ),
-        **buckets,
     )
 
 

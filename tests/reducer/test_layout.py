@@ -107,20 +107,6 @@ def test_a_bucket_closes_only_when_it_is_full(parameters, cap, first_cap):
         assert bucket.numel * 4 >= cap
 
 
-@given(mixed, caps, caps)
-def test_no_bucket_is_empty(parameters, cap, first_cap):
-    assert all(bucket.slots for bucket in plan(parameters, cap, first_cap))
-
-
-@given(mixed, caps, caps)
-def test_the_same_parameters_give_the_same_plan(parameters, cap, first_cap):
-    assert plan(parameters, cap, first_cap) == plan(list(parameters), cap, first_cap)
-
-
-def test_no_parameters_give_no_buckets():
-    assert plan([], 100, 100) == ()
-
-
 def test_a_parameter_larger_than_the_cap_is_not_split():
     (bucket,) = plan([(1000, torch.float32, 4)], 64, 64)
     assert [slot.numel for slot in bucket.slots] == [1000]

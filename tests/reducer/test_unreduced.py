@@ -113,23 +113,6 @@ def test_zeroed_gradients_may_be_stepped(comm):
     optimizer.step()
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@on_ranks(2)
-def test_what_is_made_of_reduced_gradients_may_be_stepped_twice(comm, in_place):
-    model, reducer, optimizer = attached(comm)
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, comm.rank, step)
-        for p in model.parameters():
-            if in_place:
-                p.grad.div_(p.grad.norm()).add_(0.01)
-            else:
-                p.grad = p.grad / p.grad.norm()
-        optimizer.step()
-        reducer.grad_norm()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("at_home", [True, False])
 @on_ranks(2)
 def test_gradients_that_the_reducer_clips_after_a_step_may_be_stepped_again(comm, at_home):
@@ -207,19 +190,6 @@ def test_a_gradient_with_a_graph_stays_when_a_backward_does_not_use_it(comm):
         assert model.heads[0].bias.grad is kept
         assert torch.equal(kept, before)
     model.zero_grad()  # or its graph would keep the model, and the reducer, in the next test
-
-
-@on_ranks(2)
-def test_a_gradient_by_hand_after_backward_is_refused_by_name(comm, buckets):
-    model, reducer, optimizer = attached(comm, HeadsWithScale(), **buckets)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, comm.rank, step, 0).backward()
-        model.scale.grad = torch.full((3,), comm.rank + 1.0)
-        assert_refused(model, optimizer, "scale")
-        reducer.reduce()
-        optimizer.step()
-        reducer.check_in_sync()
 
 
 @on_ranks(2)
