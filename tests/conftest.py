@@ -16,11 +16,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.transports import TRANSPORTS
 
 if TYPE_CHECKING:  # imports torch, which the process that only hands out tests has no use for
     from tests.support.ranks import Ranks
+
+settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")  # no test is to fail because a machine is slow
 
 LONGEST = (
     "tests.test_package",

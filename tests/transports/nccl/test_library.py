@@ -181,8 +181,8 @@ def _load_after(place, first):
 
 
 def test_the_copy_that_is_loaded_already_is_taken_before_any_other():
-    torchs_own = nccl_library.loaded_copies()  # none of a CPU build
-    loaded = torchs_own[0] if torchs_own else stand_ins().nccl
+    wheels = os.path.realpath(nccl_library.nccl_wheel())  # torch's own, unless it is a CPU build
+    loaded = wheels if wheels in nccl_library.loaded_copies() else stand_ins().nccl
     ((_, path),) = values_of(
         outcomes_of(1, _load_after, loaded, env={"FASTCOMM_NCCL_LIBRARY": None})
     )

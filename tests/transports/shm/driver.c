@@ -19,7 +19,7 @@
 #include "portable.h"
 #include "reference.h"
 
-enum { LIMIT_S = 120, CANARY = 0xa5, CANARY_BYTES = 64 };
+enum { LIMIT_S = 270, CANARY = 0xa5, CANARY_BYTES = 64 };
 
 bool forked, full;
 
