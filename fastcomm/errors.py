@@ -29,10 +29,10 @@ class AbandonedError(FastcommError):
 
 
 class PeerLostError(FastcommError):
-    """Another rank died, aborted or closed its communicator. Names its rank, its pid and the last
-    collective it joined.
+    """Another rank ended, died, aborted or closed its communicator. Names its rank, its pid and the
+    last collective it joined.
 
-    ranks: those that have died or cannot be reached, numbered as in the message. Empty if they are
+    ranks: those that have ended or cannot be reached, numbered as in the message. Empty if they are
     not known, or if a living rank has aborted or closed its communicator.
     """
 
@@ -49,6 +49,10 @@ DROPPED = (
     "dropped its communicator without close() (has its script raised, or its data ended earlier? "
     "see what it has printed)"
 )
+# The same of one whose process has ended.
+ENDED = "ended without close() (has its data ended earlier? see what it has printed)"
+RAISED = "ended by an exception, which it has printed"
+KILLED = "died, by a signal or os._exit()"
 
 
 def has_closed(rank: int) -> str:

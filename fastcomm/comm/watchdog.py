@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 from fastcomm.errors import (
     CLOSED,
+    ENDED,
+    RAISED,
     AbandonedError,
     FastcommError,
     InitError,
@@ -73,6 +75,12 @@ def leave_closing(notes: Notes, rank: int, epoch: int, number: int) -> None:
     """Notes that this rank closes in good order, having launched collective `number`."""
     place = notes.count("n_closed") - 1
     leave_note(notes, f"closed/{place}", json.dumps([rank, epoch, number]))
+
+
+def leave_last_words(notes: Notes, rank: int, has_raised: bool) -> None:
+    """Notes that this rank's process comes to its end, for those who will find it gone."""
+    with contextlib.suppress(RuntimeError):  # the store is gone: so are those who would read it
+        notes.write(f"ended/{rank}", RAISED if has_raised else ENDED)
 
 
 class Watched(Protocol):
@@ -252,14 +260,15 @@ class Watchdog:
         """ended: whose processes have. Those that had closed in good order have not died."""
         dead = [rank for rank in ended if rank not in self._closed]
         if dead:
-            self.give_up(
-                comm,
-                PeerLostError(
-                    f"{', '.join(_of(comm, rank) for rank in dead)} died; rank {comm.rank} waits "
-                    f"for {what}",
-                    dead,
-                ),
-            )
+            gone = ", ".join(f"{_of(comm, rank)} {self._last_words_of(rank)}" for rank in dead)
+            message = f"{gone}; rank {comm.rank} waits for {what}"
+            self.give_up(comm, PeerLostError(message, dead))
+
+    def _last_words_of(self, rank: int) -> str:
+        """How its process has ended."""
+        with contextlib.suppress(RuntimeError):
+            return self._notes.read(f"ended/{rank}") or "died"
+        return "died"
 
     def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
         """Tells the others where this rank stands, once per position."""

@@ -91,6 +91,8 @@ def _fail(folder: Path, error: Exception, is_script: bool) -> None:
     while stack is not None and Path(stack.tb_frame.f_code.co_filename).parent == _OURS:
         stack = stack.tb_next  # what the user wrote comes after what calls it
     error.__traceback__ = stack
+    # As Python does: communicators that are still open tell their peers of it.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stack
     summary = f"raised {type(error).__name__}: {error}"
     if is_script:
         # Before it is reported, after which the launcher may end this process.

@@ -67,7 +67,14 @@ enum shm_kind {
     SHM_SHADOW,
 };
 
-enum shm_state { SHM_ALIVE = 0, SHM_CLOSED = 1, SHM_ABORTED = 2, SHM_DROPPED = 3 };
+enum shm_state {
+    SHM_ALIVE = 0,
+    SHM_CLOSED = 1,
+    SHM_ABORTED = 2,
+    SHM_DROPPED = 3,
+    SHM_ENDED = 4,  /* its process comes to its end */
+    SHM_RAISED = 5, /* the same, by an exception */
+};
 
 /* What one rank asks for in a collective. `where`, `weight` and `scale` may differ between ranks;
  * all else must agree. A weighted op adds scale * tensor over the ranks, and divides by the sum of
@@ -163,7 +170,8 @@ int shm_state_of(const struct shm_comm *comm, int rank);
 int shm_blamed_by(const struct shm_comm *comm, int rank);
 
 /* Tells the peers that this rank will post nothing more: it has closed (SHM_CLOSED), or has ended
- * without (SHM_DROPPED), or gave up (SHM_ABORTED), on rank `blames` or by its own decision (-1). */
+ * without (SHM_DROPPED, SHM_ENDED, SHM_RAISED), or gave up (SHM_ABORTED), on rank `blames` or by
+ * its own decision (-1). */
 void shm_set_state(struct shm_comm *comm, enum shm_state state, int blames);
 
 #endif

@@ -208,6 +208,22 @@ def test_a_process_that_has_ended_is_found(waits_for: str) -> None:
     assert f"rank 0 (pid {pid}) died" in str(comm.failure)
 
 
+@pytest.mark.parametrize(
+    "has_raised, words", [(True, "ended by an exception, which"), (False, "ended without close()")]
+)
+def test_a_process_that_has_ended_may_have_said_how(has_raised: bool, words: str) -> None:
+    notes = Notes()
+    with process() as pid:
+        comm = waiting(0.5)
+        comm.pids = (pid, os.getpid())
+        with watching(comm, notes, (0, 1)):
+            watchdog.leave_last_words(notes, 0, has_raised)
+            os.kill(pid, 9)
+            wait_until(lambda: comm.failure is not None)
+    assert isinstance(comm.failure, PeerLostError) and comm.failure.ranks == (0,)
+    assert f"rank 0 (pid {pid}) {words}" in str(comm.failure)
+
+
 def test_graphs_need_no_rank_that_has_closed_in_good_order() -> None:
     with process() as pid:
         comm = Communicator(pid)

@@ -260,6 +260,22 @@ def test_the_rank_is_named_that_others_have_lost(tmp_path, first, how, exit_code
     assert re.fullmatch(rf"rank 1 \(pid \d+\) {words}", done.stderr.splitlines()[-1])
 
 
+AT_END = """
+import sys
+from multiprocessing.util import Finalize
+Finalize(None, lambda: print(repr(sys.last_value), flush=True), exitpriority=0)
+raise ValueError("out of luck")
+"""
+
+
+def test_what_has_ended_a_script_is_known_at_its_end_as_under_python_itself(tmp_path):
+    """So that communicators can tell their peers."""
+    script = tmp_path / "train.py"
+    script.write_text(AT_END)
+    done = python("-m", "fastcomm", "run", "--ranks", "1", script)
+    assert done.stdout == "[rank 0] ValueError('out of luck')\n", done
+
+
 def test_a_traceback_begins_with_the_script(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('out of luck')")

@@ -96,6 +96,9 @@ def leave(place: Place, comm: Any, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "exits":
         sys.exit(0)
+    elif how == "exits by an exception":
+        sys.last_value = RuntimeError("of the user's own making")  # as Python notes what has
+        sys.exit(1)
     elif how == "exits at once":
         os._exit(0)
     elif how == "closes":

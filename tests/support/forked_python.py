@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -121,6 +122,7 @@ def _begin(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn
     except BaseException:
         traceback.print_exc()
     finally:
+        multiprocessing.util._run_finalizers()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

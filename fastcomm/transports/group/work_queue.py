@@ -25,7 +25,15 @@ from torch import Tensor
 
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.comm.lifetime import Lifetime, again
-from fastcomm.comm.watchdog import Notes, Watchdog, failure_note, leave_closing, leave_note
+from fastcomm.comm.script_end import tell_at_end
+from fastcomm.comm.watchdog import (
+    Notes,
+    Watchdog,
+    failure_note,
+    leave_closing,
+    leave_last_words,
+    leave_note,
+)
 from fastcomm.errors import (
     AbandonedError,
     FastcommError,
@@ -113,6 +121,7 @@ class WorkQueue:
         ).start()
         weakref.finalize(self, self._wakeups.put, None)
         self.watchdog = _Watchdog(self, notes, self._timeout_s, neighbours)
+        tell_at_end(self)
 
     # -- the caller's side -------------------------------------------------------------------------
 
@@ -196,6 +205,11 @@ class WorkQueue:
                 number = self.number - bool(self._works)
                 leave_closing(self._notes, self.rank, self.epoch, number)
         self._end(FastcommError(has_closed(self.rank)))
+
+    def tell_of_end(self, has_raised: bool) -> None:
+        """See Telling."""
+        if self.life.failure is None and not self.life.is_forked():
+            leave_last_words(self._notes, self.rank, has_raised)
 
     def _end(self, failure: FastcommError) -> None:
         self._fail(failure)

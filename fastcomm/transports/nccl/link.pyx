@@ -17,7 +17,10 @@ from fastcomm.transports.nccl.agreement import (
     facts_of_this_rank, refuse_different_ctas, refuse_different_versions, refuse_shared_cards,
 )
 from fastcomm.transports.nccl.library import unique_id
-from fastcomm.comm.watchdog import Watchdog, failure_note, leave_closing, leave_note
+from fastcomm.comm.script_end import tell_at_end
+from fastcomm.comm.watchdog import (
+    Watchdog, failure_note, leave_closing, leave_last_words, leave_note,
+)
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -68,6 +71,12 @@ cdef class Link:
         except BaseException:
             self._abort_lanes()
             raise
+        tell_at_end(self)
+
+    def tell_of_end(self, bint has_raised):
+        """See Telling of comm/script_end.py."""
+        if self.life.failure is None and not self.life.is_forked():
+            leave_last_words(self.bootstrap, self.rank, has_raised)
 
     cdef _add_lane(self, look):
         with self.cuda.selected():

@@ -35,6 +35,7 @@ cdef struct Patience:  # of one wait
 cdef class Ring:
     cdef readonly int rank, world_size
     cdef readonly Lifetime life
+    cdef object __weakref__
     cdef int n_abandoned
     cdef Segments segments
     cdef Segment arena  # this rank's own
@@ -65,6 +66,7 @@ cdef class Ring:
     cdef abandon(self)
     cdef keep_times(self, bint is_on)
 
+    cdef void _leave(self, int state) noexcept
     cdef _end(self, int state, int blames, object failure)
     cdef _bury(self)
     cdef int _come_out(self) except -1

@@ -14,9 +14,11 @@ import torch
 from fastcomm.comm import collective
 from fastcomm.comm.collective import CPU_DTYPES, presence_values
 from fastcomm.errors import (
-    CLOSED, DROPPED, AbandonedError, FastcommError, MismatchError, PeerLostError, TimeoutError,
+    CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
+    PeerLostError, TimeoutError,
 )
 from fastcomm.comm.lifetime import again
+from fastcomm.comm.script_end import tell_at_end
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -30,6 +32,11 @@ MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef shm_counting NOT_COUNTED = shm_counting(0, False)
 cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
+# How a rank has gone, by its state; an aborted one may blame another.
+cdef dict GONE = {
+    SHM_ALIVE: KILLED, SHM_CLOSED: CLOSED, SHM_ABORTED: "aborted its communicator",
+    SHM_DROPPED: DROPPED, SHM_ENDED: ENDED, SHM_RAISED: RAISED,
+}
 
 cdef object TENSOR = torch.Tensor
 cdef object CPU = torch.device("cpu")
@@ -121,14 +128,24 @@ cdef class Ring:
         )
         if self.handle == NULL:
             raise MemoryError("out of memory")
+        tell_at_end(self)
 
     def __dealloc__(self):
-        # not in a forked child: the segment is the parent's to close
-        if self.handle != NULL and self.life.failure is None and not self.life.is_forked():
-            shm_set_state(self.handle, SHM_DROPPED, -1)
+        if self.handle != NULL:
+            self._leave(SHM_DROPPED)
         shm_free_comm(self.handle)
 
     # -- the end --
+
+    def tell_of_end(self, bint has_raised):
+        """See Telling of comm/script_end.py."""
+        self._leave(SHM_RAISED if has_raised else SHM_ENDED)
+
+    cdef void _leave(self, int state) noexcept:
+        """Without close(). Not in a forked child: the segment is the parent's."""
+        if self.life.failure is None and not self.life.is_forked():
+            if shm_state_of(self.handle, self.rank) == SHM_ALIVE:
+                shm_set_state(self.handle, state, -1)
 
     cdef close(self, int state, str message):
         """Ends the use of the ring on this rank. state: SHM_CLOSED or SHM_ABORTED."""
@@ -445,19 +462,13 @@ cdef class Ring:
         """The error for a peer that is gone, or has given up."""
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
-        dead = ()
-        if state in (SHM_CLOSED, SHM_DROPPED):
-            what = CLOSED if state == SHM_CLOSED else DROPPED
-        elif state == SHM_ABORTED:
-            what = "aborted its communicator"
-            if blamed >= 0:
-                what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
-        else:
-            what, dead = "died", (rank,)
+        what, dead = GONE[state], state in (SHM_ALIVE, SHM_ENDED, SHM_RAISED)
+        if state == SHM_ABORTED and blamed >= 0:
+            what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
         return PeerLostError(
             f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
             f"{self._position()}",
-            dead,
+            (rank,) if dead else (),
         )
 
     cdef str _timeout_message(self):
