@@ -60,6 +60,10 @@ class CallFolder:
             for path in paths
         }
 
+    def ended(self) -> list[int]:
+        """The ranks that have come to their end in good order."""
+        return sorted(int(path.name.partition("-")[2]) for path in self.path.glob("ended-*"))
+
     # -- in a rank ---------------------------------------------------------------------------------
 
     def write_answer(self, rank: int, value: bytes) -> None:

@@ -29,6 +29,10 @@ from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _BEGINNING = str(Path(__file__).with_name("rank_process.py"))
 _PREFIX = re.compile(r"\[rank \d+\] ")
+_HAS_ENDED = (  # and a rank that waited for it has lost it
+    "\nrank {} has ended with exit code 0, which may be why: give all ranks as many batches, or "
+    "loop by reducer.join()"
+)
 
 
 class Failure(NamedTuple):
@@ -130,7 +134,7 @@ def _start(ranks: int, threads: int, script: Sequence[str], folder: CallFolder) 
                 _BEGINNING, str(os.getpid()), str(folder.path), *script
             )
         except ChildFailedError as error:
-            return _first_failure(error.failures, folder.raised())
+            return _first_failure(error.failures, folder.raised(), folder.ended())
         except SignalException as error:  # the ranks have ended
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -268,9 +272,12 @@ def _returned(folder: CallFolder, rank: int) -> Any:
     return pickle.loads(answer)
 
 
-def _first_failure(failures: Mapping[int, Any], raised: Mapping[int, Raised]) -> Failure:
+def _first_failure(
+    failures: Mapping[int, Any], raised: Mapping[int, Raised], ended: Sequence[int]
+) -> Failure:
     """Of the first rank that has not failed because of another. failures: torch's ProcessFailure by
     rank; those that had ended first come first, and the launcher has ended the others by SIGTERM.
+    ended: the ranks that have come to their end in good order.
     """
     causes = sorted(one for one in raised.values() if not one.is_lost)
     if causes:
@@ -284,7 +291,8 @@ def _first_failure(failures: Mapping[int, Any], raised: Mapping[int, Raised]) ->
     ]
     if not others:
         first = min(raised.values())
-        return Failure(first.text, first.exit_code)
+        likely = _HAS_ENDED.format(", ".join(map(str, ended))) if ended else ""
+        return Failure(first.text + likely, first.exit_code)
     rank = min(others, key=lambda rank: float(failures[rank].timestamp))
     failure = failures[rank]
     how, exit_code = f"ended with exit code {failure.exitcode}", failure.exitcode

@@ -260,6 +260,14 @@ def test_the_rank_is_named_that_others_have_lost(tmp_path, first, how, exit_code
     assert re.fullmatch(rf"rank 1 \(pid \d+\) {words}", done.stderr.splitlines()[-1])
 
 
+def test_a_rank_that_ends_in_good_order_is_named_where_another_has_lost_it(tmp_path):
+    done = _fail_on_one(tmp_path, "nobody", "sys.exit()")
+    assert done.returncode == 1
+    *_, lost, likely = done.stderr.splitlines()
+    assert re.match(r"rank 0 \(pid \d+\) raised PeerLostError: rank 1 .*closed", lost)
+    assert likely.startswith("rank 1 has ended with exit code 0, which may be why: give all ranks")
+
+
 AT_END = """
 import sys
 from multiprocessing.util import Finalize
@@ -300,7 +308,12 @@ def test_a_rank_that_the_launcher_has_ended_is_not_named():
     """Rank 1 has waited in vain for another that has failed; then the launcher has ended rank 0."""
     failures = {1: _failure(1), 0: _failure(-signal.SIGTERM)}
     raised = {1: Raised(0.0, True, 1, "rank 1 raised PeerLostError: rank 0 has closed")}
-    assert runner._first_failure(failures, raised).text == raised[1].text
+    assert runner._first_failure(failures, raised, []).text == raised[1].text
+
+
+def test_a_rank_that_has_ended_before_another_failed_by_itself_is_not_named():
+    raised = {1: Raised(5.0, False, 1, "rank 1 raised ValueError")}
+    assert runner._first_failure({1: _failure(1)}, raised, [0]).text == raised[1].text
 
 
 def test_the_first_of_several_causes_is_named():
@@ -309,7 +322,7 @@ def test_the_first_of_several_causes_is_named():
         1: Raised(2.0, False, 9, "rank 1 ended with exit code 9"),
         2: Raised(1.0, True, 1, "rank 2 raised PeerLostError"),
     }
-    assert runner._first_failure({2: _failure(1)}, raised) == (raised[1].text, 9)
+    assert runner._first_failure({2: _failure(1)}, raised, []) == (raised[1].text, 9)
 
 
 @pytest.mark.parametrize(
