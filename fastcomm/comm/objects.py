@@ -22,7 +22,7 @@ def called_by(call: str) -> Iterator[None]:
     except (MismatchError, TimeoutError) as error:
         named = again(error)
         named.args = (f"{error} (in {call}, which every rank must call)",)
-        raise named from error
+        raise named from error.__cause__
 
 
 def gather_objects(comm: Communicator, value: Any, call: str) -> list[Any]:

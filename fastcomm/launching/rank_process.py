@@ -86,7 +86,9 @@ def answer(folder: Path) -> None:
 
 
 def _fail(folder: Path, error: Exception, is_script: bool) -> None:
-    """Ends the process. A script's error is printed here, and a call's by whoever launched it."""
+    """Ends the process. A script's error is printed here, and a call's by whoever launched it; so
+    is that of a script which has merely lost another, as only the launcher knows the cause.
+    """
     stack = error.__traceback__
     while stack is not None and Path(stack.tb_frame.f_code.co_filename).parent == _OURS:
         stack = stack.tb_next  # what the user wrote comes after what calls it
@@ -94,7 +96,8 @@ def _fail(folder: Path, error: Exception, is_script: bool) -> None:
     # As Python does: communicators that are still open tell their peers of it.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stack
     summary = f"raised {type(error).__name__}: {error}"
-    if is_script:
+    is_own_hook = sys.excepthook is not sys.__excepthook__
+    if is_script and (is_own_hook or not _comes_of_another(error)):
         # Before it is reported, after which the launcher may end this process.
         sys.excepthook(type(error), error, stack)
         sys.stderr.flush()

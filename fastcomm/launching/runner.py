@@ -134,7 +134,9 @@ def _start(ranks: int, threads: int, script: Sequence[str], folder: CallFolder) 
                 _BEGINNING, str(os.getpid()), str(folder.path), *script
             )
         except ChildFailedError as error:
-            return _first_failure(error.failures, folder.raised(), folder.ended())
+            raised = folder.raised()
+            failure = _first_failure(error.failures, raised, folder.ended())
+            return _with_victims(failure, raised) if script else failure
         except SignalException as error:  # the ranks have ended
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -299,3 +301,13 @@ def _first_failure(
     if exit_code < 0:
         how, exit_code = f"was ended by {failure.signal_name()}", 128 - exit_code
     return Failure(f"rank {rank} (pid {failure.pid}) {how}", exit_code)
+
+
+def _with_victims(failure: Failure, raised: Mapping[int, Raised]) -> Failure:
+    """Before the first failure, in a line each: the ranks that have lost another meanwhile."""
+    victims = [
+        one.text.partition("\n")[0]
+        for _, one in sorted(raised.items())
+        if one.is_lost and not failure.text.startswith(one.text)
+    ]
+    return failure._replace(text="\n".join([*victims, failure.text]))

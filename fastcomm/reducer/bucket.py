@@ -175,7 +175,7 @@ class Bucket(Counter):
         try:
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
-            raise self._explained(error) from error
+            raise self._explained(error) from error.__cause__
 
     def _bring_home(self, slots: Sequence[int]) -> None:
         """After parameter.grad.data = ... these views are on the user's memory."""
@@ -350,7 +350,7 @@ class Bucket(Counter):
         try:
             work.wait()
         except FastcommError as error:
-            raise self._explained(error) from error
+            raise self._explained(error) from error.__cause__
         self._sample.take()
         return work
 

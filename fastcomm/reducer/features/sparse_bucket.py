@@ -202,7 +202,7 @@ class SparseBucket(Bucket):
                     work.add_dense(i, *self._reduce_densely(i, gradients[i], work))
             self._is_gathered, self._work = True, work
         except FastcommError as error:
-            raise self._explained(error) from error
+            raise self._explained(error) from error.__cause__
 
     def _refuse_capture(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -329,7 +329,7 @@ class SparseBucket(Bucket):
         try:
             self._work.wait()
         except FastcommError as error:
-            raise self._explained(error) from error
+            raise self._explained(error) from error.__cause__
         if self._results is None:
             self._results = [self._result(self._work, i) for i in range(len(self.names))]
             if self._producers is not None:  # the next round writes where this stream reads
