@@ -75,7 +75,7 @@ class ShardedOptimizer(Optimizer):
     was; after reducer.detach() step() raises FastcommError.
     """
 
-    skips_itself = True  # see optimizer_steps.py: step() leaves out what the ranks drop
+    skips_itself = True  # see optimizer_hooks.py: step() leaves out what the ranks drop
 
     def __init__(
         self,

@@ -712,7 +712,7 @@ class Reducer(ReducerFlags):
 
     @property
     def skipped_nonfinite(self) -> bool:
-        """See optimizer_steps.Steppable."""
+        """See optimizer_hooks.Steppable."""
         skipping = self.find(Skipping)
         return skipping is not None and skipping.found_nonfinite
 
@@ -736,11 +736,11 @@ class Reducer(ReducerFlags):
     # -- reduced gradients -------------------------------------------------------------------------
 
     def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
-        """See optimizer_steps.Steppable."""
+        """See optimizer_hooks.Steppable."""
         return shares_in(self.buckets, parameters)
 
     def before_step(self, optimizer: Optimizer, shares: list[Share], since: int | None) -> None:
-        """See optimizer_steps.Steppable."""
+        """See optimizer_hooks.Steppable."""
         for extension in self.extensions:
             extension.before_step(optimizer)
         self.synchronize()
@@ -750,7 +750,7 @@ class Reducer(ReducerFlags):
             self.recorder.begin_optimizer()
 
     def after_step(self, shares: list[Share] | None) -> None:
-        """See optimizer_steps.Steppable."""
+        """See optimizer_hooks.Steppable."""
         if self.recorder is not None:
             self.recorder.end_optimizer()
         if shares is None or self.skipped:
