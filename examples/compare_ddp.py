@@ -18,6 +18,8 @@ from fastcomm.comm.communicator import Communicator
 
 # DDP settles its buckets in its second step, the optimizers allocate their state in the first.
 WARM_UP = 2
+# Of a step. A difference of two medians that is less says nothing, nor would a ratio to it.
+_NOISE = 0.02
 
 
 def step_times(
@@ -85,16 +87,15 @@ def report(seconds: dict[str, float]) -> str:
     for name, extra in overhead.items():
         cost = f"communication cost {1e3 * extra:6.1f} ms, {extra / seconds[name]:5.1%} of the step"
         lines.append(f"                 {name:<14}{1e3 * seconds[name]:8.1f} ms   {cost}")
-    ours, theirs = overhead.values()
-    # Below this the difference of two medians is noise, and a ratio to it would say nothing.
-    noise = 0.002 * seconds["local"]
-    if min(ours, theirs) > noise:
-        lines.append(
-            f"                 DDP over Gloo spends {theirs / ours:.1f} times as long on "
-            "communication as fastcomm"
-        )
-    else:
-        lines.append(
-            "                 a cost below the noise of this run; --rounds 30 would tell more"
-        )
+    lines.append(f"                 {_compared(*overhead.values(), seconds['local'])}")
     return "\n".join(lines)
+
+
+def _compared(ours: float, theirs: float, local: float) -> str:
+    noise = _NOISE * local
+    if min(ours, theirs) > noise:
+        ratio = theirs / ours
+        return f"DDP over Gloo spends {ratio:.1f} times as long on communication as fastcomm"
+    if theirs > noise:
+        return f"what fastcomm adds is below the noise of this run, {_NOISE:.0%} of a step"
+    return "a cost below the noise of this run; --rounds 30 would tell more"
