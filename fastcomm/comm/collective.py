@@ -9,7 +9,7 @@ tables by tests/comm/test_collective.py. Knows no transport. Raises only ValueEr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -264,6 +264,12 @@ FEWER_BACKWARDS = (
 )
 
 
+FEWER_STEPS = (
+    ". Some ranks are in backward(), and others in the step() of a ShardedOptimizer, which every "
+    "rank must call as often"
+)
+
+
 SEVERAL_REDUCERS = (
     ". Ranks have come to the reducers of this communicator in different orders, as one loss of "
     "several models does where ranks use different parameters: give each reducer a communicator of "
@@ -278,10 +284,29 @@ _CALL_ALIKE = (
 )
 
 
+def without_record(words: str) -> str:
+    return re.sub(_RECORD_IN_WORDS, "", words)
+
+
 def with_needed_records(words: list[str]) -> list[str]:
     """Removes the records from what the ranks call, by rank, unless nothing else differs."""
-    others = [re.sub(_RECORD_IN_WORDS, "", one) for one in words]
+    others = [without_record(one) for one in words]
     return words if len(set(others)) == 1 and len(set(words)) > 1 else others
+
+
+_STEPS_IN_WORDS = r"\Wafter\W\d+\Wsteps?$"
+# How a message begins of ranks that call the same collective.
+STEPS_DIFFER = "the ranks have made different numbers of optimizer steps"
+RECORDS_DIFFER = "the ranks have not stepped alike, as checksums of their steps (record) show"
+
+
+def difference(words: Sequence[str]) -> str:
+    """What is wrong about the ranks' calls, which differ."""
+    without = {without_record(one) for one in words}
+    if len(without) == 1:
+        return RECORDS_DIFFER
+    is_alike = len({re.sub(_STEPS_IN_WORDS, "", one) for one in without}) == 1
+    return STEPS_DIFFER if is_alike else "the ranks call different collectives"
 
 
 def mismatch(number: int, calls: Iterable[object]) -> str:
@@ -296,15 +321,13 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
             "alone: enter join() on every rank, and make other collectives before or after it"
         )
     elif 0 < n_buckets < len(words):
-        advice = FEWER_BACKWARDS
+        is_in_step = any(call.startswith("spread_shares") for call in words)
+        advice = FEWER_STEPS if is_in_step else FEWER_BACKWARDS
     elif len({one for call in words for one in re.findall(r"reducer (\d+)\)", call)}) > 1:
         advice = SEVERAL_REDUCERS
     if any(call.startswith(_FIRST_OF_OBJECTS) for call in words):
         advice += _CALL_ALIKE
-    return (
-        f"the ranks call different collectives (number {number} on this communicator): {wanted}"
-        f"{advice}"
-    )
+    return f"{difference(words)} (number {number} on this communicator): {wanted}{advice}"
 
 
 def abandonment(ranks: Iterable[int]) -> str:

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from fastcomm.comm.collective import difference
 from fastcomm.errors import (
     CLOSED,
     ENDED,
@@ -285,7 +286,7 @@ class Watchdog:
         first = self._position_of(comm, 0)
         if first is not None and first[0] == number and first[1] not in (what, NOTHING):
             message = (
-                f"the ranks call different collectives (number {number} on this communicator): "
+                f"{difference([first[1], what])} (number {number} on this communicator): "
                 f"rank 0: {first[1]}; rank {comm.rank}: {what}"
             )
             self.give_up(comm, MismatchError(message))

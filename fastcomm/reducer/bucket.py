@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import FEWER_BACKWARDS, OTHERS_GRADIENT
+from fastcomm.comm.collective import (
+    FEWER_BACKWARDS,
+    FEWER_STEPS,
+    OTHERS_GRADIENT,
+    RECORDS_DIFFER,
+    STEPS_DIFFER,
+)
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
@@ -30,10 +36,12 @@ if TYPE_CHECKING:
 Binding = Callable[[Tensor, list[Tensor], list[int]], BoundBucket]
 # Gets the names of parameters, and their gradients.
 Inspection = Callable[[Sequence[str], Sequence[Tensor]], None]
-_WHY_RANKS_DIFFER = (
-    ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight(). If "
-    "the ranks have made different numbers of steps, one has left out a step, or made one alone, "
-    "and their parameters differ: call refresh() on every rank, which copies rank 0's"
+_BACKWARDS_ALIKE = (
+    ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight()"
+)
+_STEPS_ALIKE = (
+    ". If the ranks have made different numbers of steps, one has left out a step, or made one "
+    "alone, and their parameters differ: call refresh() on every rank, which copies rank 0's"
 )
 
 
@@ -378,8 +386,7 @@ class Bucket(Counter):
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
-        is_said = not isinstance(error, MismatchError) or FEWER_BACKWARDS in str(error)
-        advice = "" if is_said else _WHY_RANKS_DIFFER
+        advice = _advice_on(str(error)) if isinstance(error, MismatchError) else ""
         explained = type(error)(
             f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
             f"{advice}"
@@ -531,3 +538,10 @@ def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Ten
     """By slot, those there are."""
     grads = [None if parameter is None else parameter.grad for parameter in parameters]
     return [(i, gradient) for i, gradient in enumerate(grads) if gradient is not None]
+
+
+def _advice_on(mismatch: str) -> str:
+    """What to do about it, where the message, or what the round adds, does not say so."""
+    if any(text in mismatch for text in (FEWER_BACKWARDS, FEWER_STEPS, RECORDS_DIFFER)):
+        return ""
+    return _STEPS_ALIKE if STEPS_DIFFER in mismatch else _BACKWARDS_ALIKE + _STEPS_ALIKE

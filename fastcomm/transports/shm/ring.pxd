@@ -83,3 +83,4 @@ cdef class Ring:
     cdef str _abandonment(self, uint32_t seq)
     cdef str _history(self, int rank)
     cdef str _position(self)
+    cdef str _name(self, int rank, uint32_t seq)

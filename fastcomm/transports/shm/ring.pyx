@@ -495,15 +495,15 @@ cdef class Ring:
         cdef uint32_t last = shm_posted(self.handle, rank)
         if not last:
             return "it has joined no collective yet"
-        name = in_words(shm_descriptor_of(self.handle, rank, last))
-        return f"the last collective it joined is number {last}, {name}"
+        return f"the last collective it joined is number {last}, {self._name(rank, last)}"
 
     cdef str _position(self):
         cdef uint32_t last = shm_posted(self.handle, self.rank)
-        return (
-            f"rank {self.rank} is at number {last}, "
-            f"{in_words(shm_descriptor_of(self.handle, self.rank, last))}"
-        )
+        return f"rank {self.rank} is at number {last}, {self._name(self.rank, last)}"
+
+    cdef str _name(self, int rank, uint32_t seq):
+        """Of a collective, where nobody compares records."""
+        return collective.without_record(in_words(shm_descriptor_of(self.handle, rank, seq)))
 
 
 def _seq_of(ShmWork work):
