@@ -541,7 +541,9 @@ def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Ten
 
 
 def _advice_on(mismatch: str) -> str:
-    """What to do about it, where the message, or what the round adds, does not say so."""
+    """What to do about it, where the message, or what the round adds, does not say so. Over group
+    and NCCL the ranks know of each other's calls only in words, so it is found in these.
+    """
     if any(text in mismatch for text in (FEWER_BACKWARDS, FEWER_STEPS, RECORDS_DIFFER)):
         return ""
     return _STEPS_ALIKE if STEPS_DIFFER in mismatch else _BACKWARDS_ALIKE + _STEPS_ALIKE
