@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
 from importlib import util
 from types import SimpleNamespace
@@ -65,13 +64,11 @@ def _raise_on_one():
 
 
 def test_a_rank_that_raises_is_named_and_the_others_are_ended():
-    before = time.monotonic()
     (outcome,) = launch(_raise_on_one)
     assert outcome.is_a(FastcommError)
     message = outcome.failure.message
     assert re.match(r"rank 1 \(pid \d+\) raised ValueError: out of luck\n", message)
     assert "in _raise_on_one" in message
-    assert time.monotonic() - before < 60
 
 
 UNGUARDED = """
