@@ -9,11 +9,11 @@ ROUND = "fastcomm/reducer/round.py"
 OWNERS = "fastcomm/reducer/owners.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 HOOKED = "fastcomm/reducer/features/ddp_hooks.py"
-PROVENANCE = "fastcomm/reducer/gradient_state.pyx"
+GRADIENT_STATE = "fastcomm/reducer/gradient_state.pyx"
 LAYOUT = "fastcomm/reducer/layout.py"
 STEPS = "fastcomm/reducer/optimizer_hooks.py"
 NORMS = "fastcomm/reducer/statistics.py"
-TRIPWIRES = "fastcomm/reducer/guards.py"
+GUARDS = "fastcomm/reducer/guards.py"
 
 STEPS_TESTS = ("tests/reducer/test_optimizer_steps.py",)
 STRANGERS = "tests/reducer/test_strangers.py"
@@ -23,6 +23,7 @@ DRIFT = "tests/reducer/test_drift.py"
 RECORD_TESTS = "tests/reducer/test_steps.py"
 
 DEFECTS = "tests/reducer/test_defects.py"
+ROUNDS = "tests/reducer/test_rounds.py"
 HELD_TESTS = f"{DEFECTS}::test_gradients_that_the_user_holds_too_stay_his"
 
 MUTATIONS = (
@@ -102,7 +103,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: zeros are unknown after a refresh",
-        file=PROVENANCE,
+        file=GRADIENT_STATE,
         within="GradientState.hand_over",
         old="setattr(gradient, MARK, (ACCEPTED, NO_VERSION))",
         new="pass",
@@ -224,6 +225,38 @@ MUTATIONS = (
         tests=("tests/reducer/test_failed_steps.py",),
     ),
     Mutation(
+        name="rounds: the state says nothing of a launch",
+        file=ROUND,
+        within="Round.state",
+        old="State.LAUNCHING if self._n_launched else State.OPEN",
+        new="State.OPEN",
+        tests=(ROUNDS,),
+    ),
+    Mutation(
+        name="rounds: a skipped round says that it has settled",
+        file=ROUND,
+        within="Round._bring_home",
+        old="return State.SKIPPED",
+        new="return State.SETTLED",
+        tests=(ROUNDS,),
+    ),
+    Mutation(
+        name="rounds: a signal after the last launch drops the round on one rank",
+        file=ROUND,
+        within="Round.finish",
+        old="self._settle_in_spite_of(error)",
+        new="self.abort(error)",
+        tests=(ROUNDS,),
+    ),
+    Mutation(
+        name="rounds: a dropped round is not over",
+        file=ROUND,
+        within="Round._drop",
+        old="self._close()",
+        new="pass",
+        tests=(ROUNDS,),
+    ),
+    Mutation(
         name="reducer: a round that ended with another rank's is abandoned again",
         file=ROUND,
         within="Round._leave",
@@ -294,7 +327,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: a gradient that no_sync() made is fresh",
-        file=PROVENANCE,
+        file=GRADIENT_STATE,
         within="GradientState.note_unsynced",
         old="self.reduced_by[i] = NEVER",
         new="",
@@ -305,7 +338,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: a gradient is fresh as long as the last step saw it",
-        file=PROVENANCE,
+        file=GRADIENT_STATE,
         within="GradientState._is_fresh",
         old="return self.reduced_by[i] > (self.stepped_at[i]",
         new="return self.reduced_by[i] >= (self.stepped_at[i]",
@@ -313,7 +346,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: gradients are as they were though somebody has written to them",
-        file=PROVENANCE,
+        file=GRADIENT_STATE,
         within="GradientState._is_accepted",
         old="return is_there and self.views[i]._version == self.versions[i]",
         new="return is_there",
@@ -347,7 +380,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: modules that come later have no guards",
-        file=TRIPWIRES,
+        file=GUARDS,
         within="_on_module",
         old="guards is not None",
         new="guards is None",
@@ -372,7 +405,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: reduce() leaves out gradients that no bucket holds",
-        file=TRIPWIRES,
+        file=GUARDS,
         within="Guards.find_gradient",
         old="parameter.grad",
         new="None",
