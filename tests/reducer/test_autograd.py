@@ -145,7 +145,8 @@ def test_training_goes_on_after_an_exception_in_backward_on_every_rank(comm, buc
     expected = mean_gradients(model, comm.world_size, backward)
     fastcomm.Reducer(comm, **buckets).attach(model)
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="out of luck"):
+        # its own exception, or before that the news that the other rank has raised
+        with pytest.raises(RuntimeError, match="out of luck|abandoned what was under way"):
             _fragile_backward(model, comm.rank, fails=True)
         model.zero_grad()
         backward(model, comm.rank)
