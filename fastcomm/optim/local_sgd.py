@@ -102,9 +102,8 @@ class LocalSGD(LocalSteps):
         self.n_syncs = 0  # that are over
         self._schedule = schedule
         self._fragments = fragments_of(reducer.buckets, schedule.n_fragments)
-        self._synced_at = [
-            0
-        ] * schedule.n_fragments  # after how many steps all ranks had equal ones
+        # by fragment, after how many steps all ranks had equal ones
+        self._synced_at = [0] * schedule.n_fragments
         self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
         self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
         self._under_way: Sync | None = None
@@ -221,7 +220,7 @@ class LocalSGD(LocalSteps):
                 "attach(model), on every rank"
             )
 
-    # -- syncs ----------------------------------------------------------------------------------
+    # -- syncs -------------------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Agrees on all parameters now: they are equal on all ranks when it returns. Collective.
