@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from lib import launch, machine, report
-from lib.tables import Column, Spread, Table
+from lib.tables import RATIO, Column, Spread, Table, time_cell
 
 import fastcomm
 
@@ -103,8 +103,7 @@ def table_of_times(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """What a step takes and sends. Ratios are the time with every gradient reduced over the way's,
     and the bytes of the way over those with every gradient reduced.
     """
-    columns = [Column(28, ("way",), "<"), Column(12, ("step (s)",)), Column(9, ("ratio",))]
-    columns += [Column(9, ("least",)), Column(9, ("most",))]
+    columns = [Column(28, ("way",), "<"), Column(12, ("step (s)",)), *RATIO]
     table = Table([*columns, Column(13, ("MB per step",)), Column(9, ("share",))])
     reduced = rows["every_gradient"]
     for way, row in rows.items():
@@ -113,7 +112,7 @@ def table_of_times(rows: Mapping[str, Mapping[str, Any]]) -> Table:
         table.rows.append(
             [
                 NAMES[way],
-                f"{spread.mark}{spread.middle:.3f}",
+                time_cell(spread, 3),
                 *(f"{value:.2f}" for value in (ratio.middle, ratio.low, ratio.high)),
                 f"{row['nbytes'] / 1e6:.2f}",
                 f"{row['nbytes'] / reduced['nbytes']:.3f}",

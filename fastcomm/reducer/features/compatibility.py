@@ -91,7 +91,7 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "the sparse gradient of parameter {}, whose rows all ranks gather, with data or without: "
         f"use sparse=False, or {_BY_HAND}"
     ),
-    (Feature.LOCAL_STEPS, Feature.OTHER_OP): ("syncs average over the ranks: use op mean; got {}"),
+    (Feature.LOCAL_STEPS, Feature.OTHER_OP): "syncs average over the ranks: use op mean; got {}",
     (Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE): (
         "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
         "syncs: leave it out"

@@ -208,7 +208,7 @@ class WorkQueue:
 
     def tell_of_end(self, has_raised: bool) -> None:
         """See Telling."""
-        if self.life.failure is None and not self.life.is_forked():
+        if self.life.refusal() is None:
             leave_last_words(self._notes, self.rank, has_raised)
 
     def _end(self, failure: FastcommError) -> None:

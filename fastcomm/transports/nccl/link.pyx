@@ -75,7 +75,7 @@ cdef class Link:
 
     def tell_of_end(self, bint has_raised):
         """See Telling of comm/script_end.py."""
-        if self.life.failure is None and not self.life.is_forked():
+        if self.life.refusal() is None:
             leave_last_words(self.bootstrap, self.rank, has_raised)
 
     cdef _add_lane(self, look):
