@@ -30,7 +30,7 @@ beside fastcomm's without. "joined" is fastcomm inside reducer.join(), on the CP
 reducer.clip_grad_norm_, and "clipped_by_torch" by torch's clip_grad_norm_, to a norm that no
 gradient here has: what is compared is the norm.
 
-"sharded" is fastcomm.ShardedOptimizer: each rank steps its share, and its step is set beside the
+"sharded" is fastcomm.ShardedOptimizer: each rank steps its shard, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
 "shared" all ranks have one copy of the parameters (share_parameters=True).
 """

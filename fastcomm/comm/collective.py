@@ -28,7 +28,7 @@ class Reduction(NamedTuple):
     combine: Callable[..., Tensor]  # two ranks' elements, without what a mean does at the end
     # What a rank contributes for a parameter without a gradient, and with one. The reduction over
     # all ranks is the former only if no rank has a gradient.
-    presence: tuple[float, float] = (0.0, 1.0)
+    used_values: tuple[float, float] = (0.0, 1.0)
     is_linear: bool = False  # so that complex numbers may be reduced, part by part
 
 
@@ -144,13 +144,13 @@ def buffers_label(reducer: int) -> int:
     return (reducer + 1) * BUCKETS_PER_REDUCER
 
 
-def presence_values(op: str) -> tuple[float, float]:
-    """See Reduction.presence. op: also one of WEIGHTED_OPS, or SKIP."""
-    return _PRESENCE.get(op, (0.0, 1.0))
+def used_values(op: str) -> tuple[float, float]:
+    """See Reduction.used_values. op: also one of WEIGHTED_OPS, or SKIP."""
+    return _USED_VALUES.get(op, (0.0, 1.0))
 
 
 # A weight may be a small part of all: even in float16 its product with 2**14 is not 0.
-_PRESENCE = {one.name: one.presence for one in REDUCTIONS} | dict.fromkeys(
+_USED_VALUES = {one.name: one.used_values for one in REDUCTIONS} | dict.fromkeys(
     WEIGHTED_OPS.values(), (0.0, 2.0**14)
 )
 
@@ -321,7 +321,7 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
             "alone: enter join() on every rank, and make other collectives before or after it"
         )
     elif 0 < n_buckets < len(words):
-        is_in_step = any(call.startswith("spread_shares") for call in words)
+        is_in_step = any(call.startswith("all_gather_v") for call in words)
         advice = FEWER_STEPS if is_in_step else FEWER_BACKWARDS
     elif len({one for call in words for one in re.findall(r"reducer (\d+)\)", call)}) > 1:
         advice = SEVERAL_REDUCERS
@@ -400,7 +400,7 @@ def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
         raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
 
 
-def share_of(name: str, inp: Tensor, world_size: int) -> int:
+def shard_of(name: str, inp: Tensor, world_size: int) -> int:
     """The number of elements of `inp` that each rank keeps. Raises ValueError."""
     if inp.numel() % world_size:
         raise ValueError(

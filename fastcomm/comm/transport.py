@@ -222,8 +222,8 @@ class Transport(Communicator):
         """
         del what
 
-    def spread_shares(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
-        """copies each rank's share of `flat`, the elements from bounds[rank] to
+    def all_gather_v(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
+        """copies each rank's shard of `flat`, the elements from bounds[rank] to
         bounds[rank + 1], to all others. Returns the Work at once.
 
         flat: made by `empty`; bounds: of world_size + 1 numbers, ascending, equal on all ranks.

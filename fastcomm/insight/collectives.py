@@ -70,7 +70,7 @@ ALGORITHMS = (*_ROUNDS, "hierarchical")
 
 
 def reduce_scatter(algorithm: str, link: Link, nbytes: float, ranks: int) -> Cost:
-    """Each of `ranks` ranks gets its share of the sum of all buffers of `nbytes`."""
+    """Each of `ranks` ranks gets its shard of the sum of all buffers of `nbytes`."""
     if ranks == 1:
         return Cost(0.0)
     others = (ranks - 1) / ranks * nbytes

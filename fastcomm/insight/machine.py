@@ -82,7 +82,7 @@ class Machine:
         return self.reduce_scatter(nbytes, ranks).plus(self.all_gather(nbytes, ranks))
 
     def reduce_scatter(self, nbytes: float, ranks: int) -> Cost:
-        """The first half of an all-reduce, after which each rank has its share."""
+        """The first half of an all-reduce, after which each rank has its shard."""
         parts = self._parts(nbytes, ranks)
         return _total(reduce_scatter(*part) for part in parts)
 

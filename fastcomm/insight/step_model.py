@@ -150,7 +150,7 @@ def predict_on(
 
 
 def predict_sharded(machine: Machine, ranks: int, step: LocalStep, plan: Plan) -> Prediction:
-    """A step of which each rank's optimizer makes its share only: gradients are reduce-scattered
+    """A step of which each rank's optimizer makes its shard only: gradients are reduce-scattered
     beside the backward, and after the optimizer all parameters are gathered.
     """
     crowding = machine.crowding(ranks)

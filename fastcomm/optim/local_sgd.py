@@ -31,7 +31,7 @@ from fastcomm.optim.sync import ALL, Standing, Sync
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.local_steps import LocalSteps
-from fastcomm.reducer.optimizer_hooks import Share
+from fastcomm.reducer.optimizer_hooks import SteppedSlots
 from fastcomm.reducer.reducer import Reducer
 
 _OWN_PART = 0.5  # of the parameters, where compute went on: as in arXiv 2501.18512
@@ -163,9 +163,9 @@ class LocalSGD(LocalSteps):
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def after_step(self, shares: list[Share]) -> None:
+    def after_step(self, stepped: list[SteppedSlots]) -> None:
         """Count the step once all trainable parameters have been stepped."""
-        slots = {(bucket, slot) for bucket, held in shares for slot in held}
+        slots = {(bucket, slot) for bucket, held in stepped for slot in held}
         if self._stepped & slots:
             raise FastcommError(
                 f"parameter {self._left_out()} was not stepped between two steps of others: its "

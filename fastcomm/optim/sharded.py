@@ -1,4 +1,4 @@
-"""ShardedOptimizer: each rank steps its share of every bucket, and the parameters come back to all.
+"""ShardedOptimizer: each rank steps its shard of every bucket, and the parameters come back to all.
 
 The method is ZeRO's (arXiv 1910.02054, stage 2): gradients are reduced into the rank that steps
 them, and only that rank has their optimizer state. An optimizer of the user's class steps the
@@ -27,7 +27,7 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import arrivals, shards, torch_helpers
 from fastcomm.reducer.features.arrivals import Arrival, Arrivals
 from fastcomm.reducer.features.sharded_by import ShardedBy
-from fastcomm.reducer.features.shards import RankShare, Sharding
+from fastcomm.reducer.features.shards import BucketShard, Sharding
 from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
 
@@ -41,7 +41,7 @@ _LOADING = validation.Call(
 
 
 class ShardedOptimizer(Optimizer):
-    """Steps the model of a reducer, each rank its share of every bucket: as optimizer_class would
+    """Steps the model of a reducer, each rank its shard of every bucket: as optimizer_class would
     on every rank, in 1/world_size of the time and with 1/world_size of the optimizer's state.
 
         reducer = fastcomm.Reducer().attach(model)
@@ -56,7 +56,7 @@ class ShardedOptimizer(Optimizer):
     params: parameter groups, as optimizer_class takes them, that hold every trainable parameter of
         the model. None: one group.
     keep_gradients: every rank gets all reduced gradients, in .grad, which costs what the reduction
-        of shares saves. Else .grad is None after a backward: use reducer.grad_norm(),
+        of shards saves. Else .grad is None after a backward: use reducer.grad_norm(),
         reducer.clip_grad_norm_() and reducer.nonfinite_count(), which every rank must call then.
         torch's clip_grad_norm_ raises FastcommError.
     elementwise: whether a parameter may be cut between ranks, because optimizer_class looks at each
@@ -238,7 +238,7 @@ class ShardedOptimizer(Optimizer):
                 "optimizer.state = {}; then call refresh()"
             )
         for bucket in self._buckets:
-            _share_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
+            _shard_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
 
     def take_buckets(self, buckets: Sequence[Bucket]) -> None:
         """See sharded_by.Stepper."""
@@ -263,7 +263,7 @@ class ShardedOptimizer(Optimizer):
     def _parts_in(self, buckets: Sequence[Bucket]) -> dict[Parameter, Part]:
         known, parts = set(self._parameters()), {}
         for bucket in buckets:
-            share = _share_of(bucket)
+            shard = _shard_of(bucket)
             for i, (name, parameter) in enumerate(
                 zip(bucket.names, bucket.parameters, strict=True)
             ):
@@ -274,7 +274,7 @@ class ShardedOptimizer(Optimizer):
                     )
                 if self.sharding.cuts:
                     checkpoints.refuse_misfit(name, parameter, self._aside.get(parameter, {}))
-                parts[parameter] = Part(name, parameter, share.spans(i), share.pieces[i])
+                parts[parameter] = Part(name, parameter, shard.spans(i), shard.pieces[i])
         return parts
 
     def _inner_of(
@@ -311,7 +311,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps this rank's share, and returns when all ranks' parameters are here, or on their way
+        """Steps this rank's shard, and returns when all ranks' parameters are here, or on their way
         with overlap_gather=True. Collective.
 
         closure: evaluated once, before the step; its value is returned. Raises FastcommError for
@@ -334,7 +334,7 @@ class ShardedOptimizer(Optimizer):
                 self._remake_inner()
             param_groups.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
-                _share_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
+                _shard_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
             if not self.comm.has_streams:
                 self._barrier.wait()  # no rank reads parameters, and none has dropped the step
             self.is_torn = self._is_mixed = True
@@ -347,7 +347,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _leave(self, error: BaseException) -> None:
-        """It has ended a step, in which the other ranks may wait for this one's share."""
+        """It has ended a step, in which the other ranks may wait for this one's shard."""
         if self.is_torn:
             self._drop()
         elif isinstance(error, MismatchError):
@@ -367,8 +367,8 @@ class ShardedOptimizer(Optimizer):
     def _spread(self) -> None:
         under_way: dict[int, Work] = {}
         for i, bucket in reversed(list(enumerate(self._buckets))):  # as the next forward uses them
-            _share_of(bucket).drop()
-            work = _share_of(bucket).spread()
+            _shard_of(bucket).drop()
+            work = _shard_of(bucket).spread()
             if work is not None:
                 under_way[i] = work
         if self._arrivals is not None:
@@ -384,7 +384,7 @@ class ShardedOptimizer(Optimizer):
             i: Arrival(work, self._buckets[i].parameters, self) for i, work in under_way.items()
         }
         for i, arrival in started.items():
-            _share_of(self._buckets[i]).arrival = arrival
+            _shard_of(self._buckets[i]).arrival = arrival
         arrivals.begin(started)
 
     def wait_for_parameters(self) -> None:
@@ -392,7 +392,7 @@ class ShardedOptimizer(Optimizer):
         with overlap_gather=True alone. Raises the error that has ended a gather.
         """
         for bucket in self._buckets:
-            _share_of(bucket).arrive()
+            _shard_of(bucket).arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; drops the reduced gradients that this rank holds, too."""
@@ -401,7 +401,7 @@ class ShardedOptimizer(Optimizer):
 
     def _drop(self) -> None:
         for bucket in self._buckets:
-            _share_of(bucket).drop()
+            _shard_of(bucket).drop()
 
     def held(self) -> list[Tensor] | None:
         """See torch_helpers.Holder."""
@@ -522,9 +522,9 @@ class ShardedOptimizer(Optimizer):
         return groups, inner, aside
 
 
-def _share_of(bucket: Bucket) -> RankShare:
-    assert bucket.share is not None  # for the type checker: its reducer has this optimizer
-    return bucket.share
+def _shard_of(bucket: Bucket) -> BucketShard:
+    assert bucket.shard is not None  # for the type checker: its reducer has this optimizer
+    return bucket.shard
 
 
 def _is_held(parameter: Tensor) -> bool:

@@ -30,7 +30,7 @@ from fastcomm.reducer.sample import Sample
 from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.features.shards import RankShare
+    from fastcomm.reducer.features.shards import BucketShard
 
 # Gets a flat buffer, the gradients in it, and their offsets.
 Binding = Callable[[Tensor, list[Tensor], list[int]], BoundBucket]
@@ -77,7 +77,7 @@ class Bucket(Counter):
         self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
-        numel += len(own)  # behind the gradients: their presence
+        numel += len(own)  # behind the gradients: their used mask
         if is_copied:
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         else:
@@ -90,7 +90,7 @@ class Bucket(Counter):
         self.views = [self._view(i) for i in range(len(own))]
         self._addresses = [view.data_ptr() for view in self.views]
         self.gradient_state = GradientState(self._references, self.views, self._addresses, n_rounds)
-        self.share: RankShare | None = None  # of a model that a ShardedOptimizer steps
+        self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
         self._bound = bind(self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream
         self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
@@ -374,15 +374,15 @@ class Bucket(Counter):
         return self._bound.n_nonfinite() if self._counts_nonfinite and not is_partial else None
 
     def reduced_part(self) -> Tensor:
-        """The result of the last round, as far as this rank needs it: all, or its share."""
-        if self.share is not None and self._is_shared:
-            return self.share.part_of(self.flat)
+        """The result of the last round, as far as this rank needs it: all, or its shard."""
+        if self.shard is not None and self._is_shared:
+            return self.shard.part_of(self.flat)
         return self.flat[: self.flat.numel() - len(self.views)]
 
     @property
     def _is_shared(self) -> bool:
-        """Whether each rank has its share of the result only."""
-        return self.share is not None and not self.share.keeps_gradients
+        """Whether each rank has its shard of the result only."""
+        return self.shard is not None and not self.shard.keeps_gradients
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
@@ -447,7 +447,7 @@ class Bucket(Counter):
         """Whether it has reduced gradients that no optimizer has stepped, or dropped.
         counts_unclaimed: also of parameters that no optimizer has ever stepped.
         """
-        is_pending = self.share is not None and self.share.is_pending
+        is_pending = self.shard is not None and self.shard.is_pending
         return is_pending or self.gradient_state.has_unstepped(counts_unclaimed)
 
     def square_sum(self) -> Tensor | None:
@@ -530,8 +530,8 @@ class Bucket(Counter):
                 gradient = view.clone()
             self.gradient_state.hand_over(i, gradient)
             parameter.grad = gradient
-        if self.share is not None:
-            self.share.release(self.parameters)
+        if self.shard is not None:
+            self.shard.release(self.parameters)
 
 
 def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Tensor]]:

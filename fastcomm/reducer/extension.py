@@ -15,7 +15,7 @@ from fastcomm.comm.transport import BucketWork
 
 if TYPE_CHECKING:
     from fastcomm.reducer.bucket import Bucket
-    from fastcomm.reducer.optimizer_hooks import Share
+    from fastcomm.reducer.optimizer_hooks import SteppedSlots
     from fastcomm.reducer.round import Round
 
 
@@ -58,7 +58,7 @@ class RoundExtension:
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step parameters of the reducer. No gradient is reduced yet."""
 
-    def after_step(self, shares: list[Share]) -> None:
+    def after_step(self, stepped: list[SteppedSlots]) -> None:
         """An optimizer has stepped these parameters of the reducer."""
 
     def attached(self, buckets: Sequence[Bucket], model: object) -> None:

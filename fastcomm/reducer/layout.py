@@ -66,18 +66,18 @@ def plan_buckets(
     return tuple(layout for _, layout in sorted(full, key=lambda entry: entry[0]))
 
 
-def equal_shares(numel: int, itemsize: int, n: int) -> tuple[int, ...]:
-    """Cuts a flat buffer into n shares of the same size, at cache lines, with padding behind its
-    end: the last shares may hold padding only. Returns their bounds: share r is
+def equal_shards(numel: int, itemsize: int, n: int) -> tuple[int, ...]:
+    """Cuts a flat buffer into n shards of the same size, at cache lines, with padding behind its
+    end: the last shards may hold padding only. Returns their bounds: shard r is
     [bounds[r], bounds[r + 1]).
     """
     per_line = max(ALIGNMENT // itemsize, 1)
-    share = -(-numel // (n * per_line)) * per_line
-    return tuple(range(0, n * share + 1, share)) if share else (0,) * (n + 1)
+    shard = -(-numel // (n * per_line)) * per_line
+    return tuple(range(0, n * shard + 1, shard)) if shard else (0,) * (n + 1)
 
 
-def whole_shares(layout: BucketLayout, loads: list[int]) -> tuple[int, ...]:
-    """As equal_shares, but no slot is cut. loads: how many elements each rank has of the buckets
+def whole_shards(layout: BucketLayout, loads: list[int]) -> tuple[int, ...]:
+    """As equal_shards, but no slot is cut. loads: how many elements each rank has of the buckets
     before; this bucket's are added.
     """
     n = len(loads)

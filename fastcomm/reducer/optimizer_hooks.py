@@ -30,7 +30,7 @@ from fastcomm.reducer.gradient_state import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
 
 
-class Share(NamedTuple):
+class SteppedSlots(NamedTuple):
     """An optimizer's parameters in one bucket of a reducer, by slot. Holds the bucket's number, so
     that it keeps nothing alive.
     """
@@ -46,11 +46,11 @@ class _Bucket(Protocol):
     def parameters(self) -> Sequence[Tensor | None]: ...
 
 
-def shares_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[Share]:
+def slots_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[SteppedSlots]:
     """For each bucket, the slots that belong to these parameters."""
     wanted = {id(p) for p in parameters}
     return [
-        Share(number, [i for i, p in enumerate(bucket.parameters) if id(p) in wanted])
+        SteppedSlots(number, [i for i, p in enumerate(bucket.parameters) if id(p) in wanted])
         for number, bucket in enumerate(buckets)
     ]
 
@@ -61,27 +61,27 @@ class StepRecord:
     compares: buckets compare a few elements of what a step has made of the parameters, too.
     n: how many steps.
     record: of what was stepped, and how gradients were clipped.
-    last: the shares of the last step.
+    last: the slots of the last step.
     """
 
     def __init__(self, compares: bool = False) -> None:
         self.compares = compares
         self.n = self.record = 0
-        self.last: list[Share] = []
+        self.last: list[SteppedSlots] = []
 
     def packed(self) -> int:
         """As it travels with each bucket: see collective.steps_made."""
         return steps_made(self.n, self.record)
 
-    def note(self, shares: list[Share], buckets: Sequence[_Bucket]) -> None:
+    def note(self, stepped: list[SteppedSlots], buckets: Sequence[_Bucket]) -> None:
         """Count a step. Add to the record which parameters were stepped, unless all were: in any
         order.
         """
         self.n += 1
-        self.last = shares
+        self.last = stepped
         n_all = sum([len(bucket.names) for bucket in buckets])
-        if sum([len(slots) for _, slots in shares]) != n_all:
-            self.record += zlib.crc32(str([tuple(share) for share in shares]).encode())
+        if sum([len(slots) for _, slots in stepped]) != n_all:
+            self.record += zlib.crc32(str([tuple(one) for one in stepped]).encode())
 
     def last_in_words(self, rank: int, buckets: Sequence[_Bucket]) -> str:
         """For messages: what this rank has stepped last, and why records may differ."""
@@ -122,22 +122,24 @@ class Steppable(Protocol):
     def synchronize(self) -> None:
         """Ends the round."""
 
-    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
-        """The parameters' shares of the reducer's buckets."""
+    def slots_of(self, parameters: Sequence[Tensor]) -> list[SteppedSlots]:
+        """The parameters' slots in each of the reducer's buckets."""
 
-    def before_step(self, optimizer: Optimizer, shares: list[Share], since: int | None) -> None:
-        """Leaves the gradients in these shares reduced, or raises. since: n_rounds before this
+    def before_step(
+        self, optimizer: Optimizer, stepped: list[SteppedSlots], since: int | None
+    ) -> None:
+        """Leaves the gradients in these slots reduced, or raises. since: n_rounds before this
         optimizer's last step, if it has made one.
         """
 
-    def after_step(self, shares: list[Share] | None) -> None:
-        """Notes that a step was made with the gradients in these shares, as they are now; None: it
+    def after_step(self, stepped: list[SteppedSlots] | None) -> None:
+        """Notes that a step was made with the gradients in these slots, as they are now; None: it
         was left out.
         """
 
 
 class _Steps:
-    """What is known of one optimizer: which reducers own its parameters, what shares of their
+    """What is known of one optimizer: which reducers own its parameters, which slots of their
     buckets it has, and how many rounds each had ended before the last step, with what record.
 
     refusal: why it must not step, or None.
@@ -151,7 +153,7 @@ class _Steps:
         unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
         self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
         self.refusal = _refusal_of(parameters)
-        self.shares = [(weakref.ref(r), r.shares_of(parameters)) for r in reducers]
+        self.stepped = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
         self.before: weakref.WeakKeyDictionary[Steppable, tuple[int, int]]
         self.before = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
@@ -216,7 +218,7 @@ def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
     return [
         optimizer
         for optimizer, steps in _steps.items()
-        if any(id(reference()) in wanted for reference, _ in steps.shares)
+        if any(id(reference()) in wanted for reference, _ in steps.stepped)
     ]
 
 
@@ -232,10 +234,10 @@ def _before_step(
     skips_itself = getattr(optimizer, "skips_itself", False)
     if not skips_itself:  # else it refuses them itself
         _refuse_strangers(steps)
-    for reference, shares in steps.shares:
+    for reference, stepped in steps.stepped:
         reducer = reference()
         if reducer is not None:
-            reducer.before_step(optimizer, shares, steps.seen.get(reducer))
+            reducer.before_step(optimizer, stepped, steps.seen.get(reducer))
             steps.before[reducer] = reducer.n_rounds, reducer.steps.record
     if skips_itself:
         return None
@@ -248,7 +250,7 @@ def _without_skipped(
     """As _before_step(), of a step that changes nothing if the ranks drop it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):
-        if not steps.shares and not steps.strangers:
+        if not steps.stepped and not steps.strangers:
             return None
         dropping = functools.partial(_drop_where_skipped, optimizer, steps, closure)
         if len(args) > 1:
@@ -263,7 +265,7 @@ def _skipping(steps: _Steps) -> list[Steppable]:
     """The reducers for whose sake the next step is left out: once for each round that they drop,
     or an optimizer of two models would not step with one while nothing is reduced of the other.
     """
-    reducers = [reference() for reference, _ in steps.shares]
+    reducers = [reference() for reference, _ in steps.stepped]
     found = [one for one in reducers if one is not None and one.skipped]
     if len(found) == len(reducers):
         return found
@@ -307,7 +309,7 @@ def skipped_nonfinite(optimizer: Optimizer) -> bool | None:
     do not drop it. Takes this rank's part in a round that it votes to drop.
     """
     steps = _steps_of(optimizer)
-    for reference, _ in steps.shares:
+    for reference, _ in steps.stepped:
         reducer = reference()
         if reducer is not None and reducer.skipped:
             reducer.synchronize()
@@ -320,7 +322,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
     if steps is None or steps.epoch != _epoch:
         return  # a closure has attached or detached a model
     is_left_out = args[0] is not optimizer
-    for reference, shares in steps.shares:
+    for reference, stepped in steps.stepped:
         reducer = reference()
         if reducer is None or reducer not in steps.before:
             continue
@@ -333,7 +335,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
         is_of_one_round = reducer.n_rounds == steps.seen[reducer]
         if is_of_one_round:  # a step within this one, as ZeRO's of a rank's own part, is part of it
             reducer.steps.record = record
-        reducer.after_step(shares if is_of_one_round else [])
+        reducer.after_step(stepped if is_of_one_round else [])
 
 
 def _steps_of(optimizer: Optimizer) -> _Steps:

@@ -12,7 +12,7 @@ from fastcomm.comm.collective import bucket_label
 from fastcomm.comm.transport import BoundBucket, Transport
 from fastcomm.reducer.bucket import Binding, Bucket
 from fastcomm.reducer.features.ddp_hooks import BucketHooks, HookedBucket
-from fastcomm.reducer.features.shards import RankShare, Sharding
+from fastcomm.reducer.features.shards import BucketShard, Sharding
 from fastcomm.reducer.features.sparse_bucket import SparseBucket
 from fastcomm.reducer.layout import kind_of, plan_buckets
 from fastcomm.reducer.options import Options
@@ -82,7 +82,7 @@ def _dense_buckets(
         if options.skip_nonfinite:
             bucket.count_nonfinite()
         if sharding is not None and bounds is not None:
-            bucket.share = RankShare(comm, sharding, bounds, bucket, label)
+            bucket.shard = BucketShard(comm, sharding, bounds, bucket, label)
         buckets.append(bucket)
     return buckets
 

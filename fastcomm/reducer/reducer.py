@@ -55,12 +55,12 @@ from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.guards import Guards
 from fastcomm.reducer.hooks import EndOfBackward, ReducerFlags
 from fastcomm.reducer.optimizer_hooks import (
-    Share,
+    SteppedSlots,
     StepRecord,
     allow_steps,
     refuse_replaced,
     refuse_step,
-    shares_in,
+    slots_in,
     unreduced,
     watch_steps,
 )
@@ -735,33 +735,35 @@ class Reducer(ReducerFlags):
 
     # -- reduced gradients -------------------------------------------------------------------------
 
-    def shares_of(self, parameters: Sequence[Tensor]) -> list[Share]:
+    def slots_of(self, parameters: Sequence[Tensor]) -> list[SteppedSlots]:
         """See optimizer_hooks.Steppable."""
-        return shares_in(self.buckets, parameters)
+        return slots_in(self.buckets, parameters)
 
-    def before_step(self, optimizer: Optimizer, shares: list[Share], since: int | None) -> None:
+    def before_step(
+        self, optimizer: Optimizer, stepped: list[SteppedSlots], since: int | None
+    ) -> None:
         """See optimizer_hooks.Steppable."""
         for extension in self.extensions:
             extension.before_step(optimizer)
         self.synchronize()
         if not self.skipped:
-            self._require_reduced(((self.buckets[n], slots) for n, slots in shares), since)
+            self._require_reduced(((self.buckets[n], slots) for n, slots in stepped), since)
         if self.recorder is not None:
             self.recorder.begin_optimizer()
 
-    def after_step(self, shares: list[Share] | None) -> None:
+    def after_step(self, stepped: list[SteppedSlots] | None) -> None:
         """See optimizer_hooks.Steppable."""
         if self.recorder is not None:
             self.recorder.end_optimizer()
-        if shares is None or self.skipped:
+        if stepped is None or self.skipped:
             return  # nor does a rank count it that leaves out its optimizer's step
         for extension in self.extensions:
-            extension.after_step(shares)
+            extension.after_step(stepped)
         if self.steps_alone:
             return
-        self.steps.note(shares, self.buckets)
+        self.steps.note(stepped, self.buckets)
         compares = self.steps.compares and self.find(ShardedBy) is None
-        for number, slots in shares:
+        for number, slots in stepped:
             self.buckets[number].gradient_state.note_stepped(slots, self.n_rounds)
             if compares and slots:
                 self.buckets[number].note_step(self.n_rounds)

@@ -2,7 +2,7 @@
 finite: from the flat buffers if all gradients lie there, else by torch's own functions.
 
 Nothing here waits for the device. The reducer sees to it that the gradients are reduced. Where each
-rank has its shares only, the ranks add up what they find: one collective of one number.
+rank has its shards only, the ranks add up what they find: one collective of one number.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fastcomm.reducer.layout import scale_, values_of
 
 def norm(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
     """The 2-norm of all gradients together, as a scalar."""
-    shared = _in_shares(buckets)
-    if shared is not None:
-        return _norm_over_shares(buckets, shared, comm, "grad_norm()")
+    sharded = _in_shards(buckets)
+    if sharded is not None:
+        return _norm_over_shards(buckets, sharded, comm, "grad_norm()")
     return _norm_from(buckets, [bucket.square_sum() for bucket in buckets])
 
 
 def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor:
     """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before."""
-    shared = _in_shares(buckets)
-    if shared is not None:
-        before = _norm_over_shares(buckets, shared, comm, "clip_grad_norm_()")
-        if shared:
-            torch._foreach_mul_(shared, _clip_factor(max_norm, before))
+    sharded = _in_shards(buckets)
+    if sharded is not None:
+        before = _norm_over_shards(buckets, sharded, comm, "clip_grad_norm_()")
+        if sharded:
+            torch._foreach_mul_(sharded, _clip_factor(max_norm, before))
         return before
     square_sums = [bucket.square_sum() for bucket in buckets]
     before = _norm_from(buckets, square_sums)
@@ -58,9 +58,9 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
 
 def nonfinite_count(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
     """How many elements of all gradients are infinite or NaN, as an int64 scalar."""
-    shared = _in_shares(buckets)
-    if shared is not None:
-        count = _count_nonfinite(shared, comm.device)
+    sharded = _in_shards(buckets)
+    if sharded is not None:
+        count = _count_nonfinite(sharded, comm.device)
         with called_by("nonfinite_count()"):
             comm.all_reduce(count)
         return count
@@ -73,7 +73,7 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
 
 def n_left_nonfinite(buckets: Sequence[Bucket], comm: Transport) -> int:
     """How many elements the round that ends has left infinite or NaN, on all ranks together. Waits
-    for the device; collective where ranks have their shares only.
+    for the device; collective where ranks have their shards only.
     """
     counts = [bucket.n_left_nonfinite() for bucket in buckets]
     known = [count for count in counts if count is not None]
@@ -82,7 +82,7 @@ def n_left_nonfinite(buckets: Sequence[Bucket], comm: Transport) -> int:
     unknown = [b for b, count in zip(buckets, counts, strict=True) if count is None]
     if unknown:
         here = _total([_n_nonfinite_in_part(bucket) for bucket in unknown], comm.device)
-        if _in_shares(buckets) is not None:
+        if _in_shards(buckets) is not None:
             comm.all_reduce(here)
         total = total + here
     return int(total)
@@ -113,15 +113,15 @@ def _total(counts: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(counts).sum() if counts else zero
 
 
-def _in_shares(buckets: Sequence[Bucket]) -> list[Tensor] | None:
-    """The reduced gradients in this rank's shares; None where every rank has all."""
-    shares = [bucket.share for bucket in buckets if bucket.share is not None]
-    if not shares or shares[0].keeps_gradients:
+def _in_shards(buckets: Sequence[Bucket]) -> list[Tensor] | None:
+    """The reduced gradients in this rank's shards; None where every rank has all."""
+    shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
+    if not shards or shards[0].keeps_gradients:
         return None
-    return [gradient for share in shares for gradient in share.gradients()]
+    return [gradient for shard in shards for gradient in shard.gradients()]
 
 
-def _norm_over_shares(
+def _norm_over_shards(
     buckets: Sequence[Bucket], gradients: list[Tensor], comm: Transport, call: str
 ) -> Tensor:
     square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)

@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 #include "reduce.h"
-#include "tally.h"
+#include "statistics.h"
 
 enum {
     SHM_MAX_RANKS = SHM_MAX_INPUTS,
@@ -49,12 +49,12 @@ enum shm_kind {
     SHM_BROADCAST,
     SHM_ALL_GATHER,
     SHM_REDUCE_SCATTER,
-    /* Of a flat tensor that lies in the ranks' segments and is cut into one share per rank, of any
-     * sizes. REDUCE_SHARES reduces every share into its owner's tensor, and what lies behind the
-     * last share into all ranks' tensors. SPREAD_SHARES copies every owner's share to the others.
+    /* Of a flat tensor that lies in the ranks' segments and is cut into one shard per rank, of any
+     * sizes. REDUCE_SCATTER_V reduces every shard into its owner's tensor, and what lies behind the
+     * last shard into all ranks' tensors. ALL_GATHER_V copies every owner's shard to the others.
      */
-    SHM_REDUCE_SHARES,
-    SHM_SPREAD_SHARES,
+    SHM_REDUCE_SCATTER_V,
+    SHM_ALL_GATHER_V,
     /* This rank cannot go on with the collectives under way. Whatever the others have posted under
      * the same number ends with SHM_ABANDONED on every rank. A rank that learns of it posts
      * SHM_ABANDON, too, again and again, until all ranks have done so under one number (SHM_OK).
@@ -100,7 +100,7 @@ struct shm_piece {
     uint64_t offset, numel;
 };
 
-/* What an all_reduce, or REDUCE_SHARES, counts of its result while that is in the cache: in the
+/* What an all_reduce, or REDUCE_SCATTER_V, counts of its result while that is in the cache: in the
  * first `numel` elements, what is not finite, and perhaps the squares. numel 0: nothing. */
 struct shm_counting {
     uint64_t numel;
@@ -122,7 +122,7 @@ void shm_free_comm(struct shm_comm *comm);
  * `output` may be the same. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
  * collectives are already under way: call shm_make_room first.
  *
- * `bounds`: for the kinds with shares, else NULL. Rank r's share is [bounds[r], bounds[r + 1]), in
+ * `bounds`: for the kinds with shards, else NULL. Rank r's shard is [bounds[r], bounds[r + 1]), in
  * elements. They are equal on all ranks, and must stay alive until the collective is complete. */
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
@@ -153,7 +153,8 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
 
 /* What all ranks have counted of collective `seq`, one of the newest SHM_RING that are complete.
  * Returns false where they have not. */
-bool shm_tally_of(const struct shm_comm *comm, uint32_t seq, struct shm_tally *tally);
+bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
+                       struct shm_statistics *statistics);
 
 /* Whether a rank has posted collective `seq`, one of the newest SHM_RING that are complete, with
  * SHM_SKIP. */

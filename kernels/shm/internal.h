@@ -20,7 +20,7 @@ _Static_assert(sizeof(struct slot) == CACHE_LINE, "a rank's arrival is one cache
 /* What a rank has counted in its part of collective `seq`. */
 struct counted {
     _Alignas(CACHE_LINE) uint32_t seq;
-    struct shm_tally tally;
+    struct shm_statistics statistics;
 };
 
 /* The head of every segment. All zero to begin with. */
@@ -49,9 +49,9 @@ struct collective {
     char *output;
     const struct shm_piece *pieces;
     size_t n_pieces;
-    const uint64_t *bounds; /* of the ranks' shares, or NULL */
+    const uint64_t *bounds; /* of the ranks' shards, or NULL */
     struct shm_counting counting;
-    struct shm_tally tally; /* of this rank's part; on the inline path, of all */
+    struct shm_statistics statistics; /* of this rank's part; on the inline path, of all */
     enum path path;
     bool is_shadow; /* this rank has posted SHM_SHADOW; `descriptor` is what the others have */
     int status;

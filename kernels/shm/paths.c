@@ -34,10 +34,10 @@ static void reduce_elements(const struct shm_comm *comm, struct collective *c, u
     while (begin < end && numel > 0) {
         uint64_t length = min64(min64(numel, end - begin), COUNTED_BYTES / itemsize);
         if (reduce_inputs(comm, d, length, inputs, outputs, n_outputs)) {
-            c->tally.n_nonfinite += shm_count_nonfinite(d->dtype, length, outputs[0]);
+            c->statistics.n_nonfinite += shm_count_nonfinite(d->dtype, length, outputs[0]);
         }
         if (c->counting.adds_squares) {
-            c->tally.square_sum += shm_add_squares(d->dtype, length, outputs[0]);
+            c->statistics.square_sum += shm_add_squares(d->dtype, length, outputs[0]);
         }
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] = (const char *)inputs[r] + length * itemsize;
@@ -63,8 +63,8 @@ static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, struct c
     reduce_elements(comm, c, 0, numel, inputs, &output, 1);
 }
 
-/* Copies rank r's share from a copy of the whole tensor. */
-static void copy_share(const struct collective *c, int r, const char *tensor) {
+/* Copies rank r's shard from a copy of the whole tensor. */
+static void copy_shard(const struct collective *c, int r, const char *tensor) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype), begin = c->bounds[r] * itemsize;
     memcpy(c->output + begin, tensor + begin, c->bounds[r + 1] * itemsize - begin);
 }
@@ -78,7 +78,7 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective
     }
     switch (d->kind) {
     case SHM_ALL_REDUCE:
-    case SHM_REDUCE_SHARES: /* of all shares: there is little */
+    case SHM_REDUCE_SCATTER_V: /* of all shards: there is little */
         reduce_mailboxes(comm, seq, c, 0, d->numel);
         break;
     case SHM_REDUCE_SCATTER:
@@ -96,9 +96,9 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective
                    nbytes);
         }
         break;
-    case SHM_SPREAD_SHARES:
+    case SHM_ALL_GATHER_V:
         for (int r = 0; r < comm->world_size; r++) {
-            copy_share(c, r, control_of(comm, r)->mailbox[seq % SHM_RING]);
+            copy_shard(c, r, control_of(comm, r)->mailbox[seq % SHM_RING]);
         }
         break;
     default: /* a barrier moves nothing, nor does SHM_ABANDON */
@@ -125,12 +125,12 @@ void shm_gather_pieces(const struct collective *c, struct range range) {
     }
 }
 
-/* Reduces `range` of every rank's tensor into every rank's tensor or, if it is a share, into this
+/* Reduces `range` of every rank's tensor into every rank's tensor or, if it is a shard, into this
  * rank's alone. Reads this rank's own input at `own`. */
 static void reduce_range(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                          struct range range, const char *own) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
-    bool is_share = c->bounds != NULL && range.begin < c->bounds[comm->world_size];
+    bool is_shard = c->bounds != NULL && range.begin < c->bounds[comm->world_size];
     const void *inputs[SHM_MAX_RANKS];
     void *outputs[SHM_MAX_RANKS];
     int n_outputs = 0;
@@ -143,7 +143,7 @@ static void reduce_range(const struct shm_comm *comm, uint32_t seq, struct colle
         inputs[r] = r == comm->rank ? own : tensor;
         outputs[n_outputs++] = tensor;
     }
-    if (is_share) {
+    if (is_shard) {
         outputs[0] = c->output + range.begin * itemsize;
         n_outputs = 1;
     }
@@ -180,10 +180,10 @@ static void reduce_part(const struct shm_comm *comm, uint32_t seq, struct collec
     }
 }
 
-static void spread_shares(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
+static void all_gather_v(const struct shm_comm *comm, uint32_t seq, const struct collective *c) {
     for (int r = 0; r < comm->world_size; r++) {
         if (r != comm->rank) {
-            copy_share(c, r, tensor_of(comm, r, seq));
+            copy_shard(c, r, tensor_of(comm, r, seq));
         }
     }
 }
@@ -191,13 +191,13 @@ static void spread_shares(const struct shm_comm *comm, uint32_t seq, const struc
 void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
-    if (d->kind == SHM_ALL_REDUCE || d->kind == SHM_REDUCE_SHARES) {
+    if (d->kind == SHM_ALL_REDUCE || d->kind == SHM_REDUCE_SCATTER_V) {
         reduce_part(comm, seq, c, own_part(comm, c));
-        if (d->kind == SHM_REDUCE_SHARES && comm->rank == comm->world_size - 1) {
+        if (d->kind == SHM_REDUCE_SCATTER_V && comm->rank == comm->world_size - 1) {
             reduce_part(comm, seq, c, (struct range){c->bounds[comm->world_size], d->numel});
         }
-    } else if (d->kind == SHM_SPREAD_SHARES) {
-        spread_shares(comm, seq, c);
+    } else if (d->kind == SHM_ALL_GATHER_V) {
+        all_gather_v(comm, seq, c);
     } else if (d->kind == SHM_BROADCAST && (int)d->root != comm->rank) {
         memcpy(c->output, tensor_of(comm, (int)d->root, seq), d->numel * itemsize);
     } else if (d->kind == SHM_ALL_GATHER) {

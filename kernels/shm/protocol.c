@@ -123,14 +123,14 @@ static inline void note_time(const struct shm_comm *comm, uint64_t *time_ns) {
 }
 
 /* Puts what this rank has counted where its peers look once it has raised `reduced`. */
-static void publish_tally(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
+static void publish_statistics(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
     /* On the inline path a rank cannot know whether the others add squares, and norms that ranks
      * take in different ways may differ in the last bit. */
-    if (!c->counting.adds_squares || c->tally.n_nonfinite > 0 || c->path == INLINE) {
-        c->tally.square_sum = (double)NAN;
+    if (!c->counting.adds_squares || c->statistics.n_nonfinite > 0 || c->path == INLINE) {
+        c->statistics.square_sum = (double)NAN;
     }
     control_of(comm, comm->rank)->counted[seq % SHM_RING] =
-        (struct counted){.seq = seq, .tally = c->tally};
+        (struct counted){.seq = seq, .statistics = c->statistics};
 }
 
 /* Moves the oldest unfinished collective forward as far as possible. Returns whether it is finished
@@ -155,7 +155,7 @@ static bool run_head(struct shm_comm *comm) {
         }
     }
     if (c->counting.numel > 0) {
-        publish_tally(comm, seq, c);
+        publish_statistics(comm, seq, c);
     }
     note_time(comm, &c->ended_ns);
     comm->head = seq + 1;
@@ -379,21 +379,22 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
     *ended_ns = c->ended_ns;
 }
 
-bool shm_tally_of(const struct shm_comm *comm, uint32_t seq, struct shm_tally *tally) {
+bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
+                       struct shm_statistics *statistics) {
     const struct collective *c = &comm->ring[seq % SHM_RING];
     bool is_counted = c->counting.numel > 0 && shm_is_tallied(c->descriptor.dtype);
-    *tally = c->tally;
+    *statistics = c->statistics;
     if (!is_counted || c->path == INLINE) {
         return is_counted;
     }
-    *tally = (struct shm_tally){0};
+    *statistics = (struct shm_statistics){0};
     for (int r = 0; r < comm->world_size; r++) {
         const struct counted *theirs = &control_of(comm, r)->counted[seq % SHM_RING];
         if (c->path != DIRECT || theirs->seq != seq) {
             return false;
         }
-        tally->n_nonfinite += theirs->tally.n_nonfinite;
-        tally->square_sum += theirs->tally.square_sum;
+        statistics->n_nonfinite += theirs->statistics.n_nonfinite;
+        statistics->square_sum += theirs->statistics.square_sum;
     }
     return true;
 }

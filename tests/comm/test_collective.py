@@ -68,9 +68,9 @@ def test_every_op_has_the_names_that_torch_gives_it() -> None:
         assert canonical_op(getattr(ReduceOp, one.of_torch)) == one.name
 
 
-def test_the_presence_that_an_op_reduces_says_whether_a_rank_has_a_gradient() -> None:
+def test_the_used_mask_that_an_op_reduces_says_whether_a_rank_has_a_gradient() -> None:
     for one in REDUCTIONS:
-        absent, present = map(torch.tensor, one.presence)
+        absent, present = map(torch.tensor, one.used_values)
         for values in ((absent, absent), (absent, present), (present, absent), (present, present)):
             is_absent = bool(one.combine(*values) == absent)
             assert is_absent == all(value is absent for value in values), one.name

@@ -26,7 +26,7 @@ def test_a_mismatch_begins_with_what_differs(first: str, second: str, beginning:
 
 
 def test_a_step_that_one_rank_leaves_out_is_told_from_a_backward() -> None:
-    calls = ["spread_shares of 2 float32 elements", "reduce_shares of 34 (bucket 0 of reducer 1)"]
+    calls = ["all_gather_v of 2 float32 elements", "reduce_scatter_v of 34 (bucket 0 of reducer 1)"]
     for words in (calls, calls[::-1]):
         message = mismatch(7, words)
         assert "and others in the step() of a ShardedOptimizer" in message

@@ -37,7 +37,7 @@ def train(model, optimizer, steps):
 
 @KINDS
 @OVERLAPS
-def test_shares_of_one_rank_change_nothing(comm, kind, overlaps):
+def test_shards_of_one_rank_change_nothing(comm, kind, overlaps):
     model, plain = mlp(), mlp()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS).attach(model)
     sharded = fastcomm.ShardedOptimizer(reducer, kind, lr=1e-3, overlap_gather=overlaps)
@@ -96,7 +96,7 @@ def test_a_captured_sharded_step_gives_the_parameters_of_eager_ones(comm):
 @pytest.mark.parametrize("elementwise", [True, False], ids=["equal", "whole"])
 @OVERLAPS
 @on_ranks(2)
-def test_shares_of_ranks_that_share_a_card_train_as_one_process_does(comm, overlaps, elementwise):
+def test_shards_of_ranks_that_share_a_card_train_as_one_process_does(comm, overlaps, elementwise):
     model = small().float().to(comm.device)
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001)
     optimizer = fastcomm.ShardedOptimizer(

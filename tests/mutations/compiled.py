@@ -133,10 +133,10 @@ MUTATIONS = (
         name="compiled: a forward uses parameters that are still on their way",
         file=COMPILED,
         within="Compiled._prepare",
-        old="bucket.share.arrive()",
+        old="bucket.shard.arrive()",
         new="pass",
         tests=(
-            "tests/transports/nccl/test_shares.py::"
+            "tests/transports/nccl/test_shards.py::"
             "test_a_compiled_forward_waits_for_all_parameters",
         ),
     ),

@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 SKIPPING = "fastcomm/reducer/features/skip.py"
 SAMPLE = "fastcomm/reducer/sample.py"
-TALLY = "kernels/shm/tally.c"
+STATISTICS = "kernels/shm/statistics.c"
 PROTOCOL = "kernels/shm/protocol.c"
 PATHS = "kernels/shm/paths.c"
 REDUCE = "kernels/shm/reduce.c"
@@ -38,21 +38,21 @@ MUTATIONS = (
     Mutation(
         name="counts: a rank knows its own part alone",
         file=PROTOCOL,
-        within="shm_tally_of",
-        old="tally->square_sum += theirs->tally.square_sum;",
-        new="tally->square_sum += r == comm->rank ? theirs->tally.square_sum : 0;",
+        within="shm_statistics_of",
+        old="statistics->square_sum += theirs->statistics.square_sum;",
+        new="statistics->square_sum += r == comm->rank ? theirs->statistics.square_sum : 0;",
         tests=_NORM,
     ),
     Mutation(
         name="counts: a rank takes what another has counted in an earlier collective",
         file=PROTOCOL,
-        within="shm_tally_of",
+        within="shm_statistics_of",
         old="if (c->path != DIRECT || theirs->seq != seq) {",
         new="if (c->path != DIRECT) {",
         tests=_test("test_one_rank_may_ask_for_the_norm"),
     ),
     Mutation(
-        name="counts: presence counts as a gradient",
+        name="counts: the used mask counts as a gradient",
         file=SHM_BUCKET,
         within="ShmBucket.launch",
         old="shm_counting(self.end, self.adds_squares)",
@@ -69,7 +69,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts: the last elements of a block are left out",
-        file=TALLY,
+        file=STATISTICS,
         within="",
         old="lanes[i % LANES] += WIDEN(a[i]) * WIDEN(a[i]);",
         new="(void)lanes[i % LANES];",
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts: NaNs are counted, infinities are not",
-        file=TALLY,
+        file=STATISTICS,
         within="",
         old=">> 1)) >= (INFINITY_BITS);",
         new=">> 1)) > (INFINITY_BITS);",
@@ -165,7 +165,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="counts: the sign bit is taken for a large exponent",
-        file=TALLY,
+        file=STATISTICS,
         within="",
         old="(BITS)((BITS) ~(BITS)0 >> 1)",
         new="(BITS)~(BITS)0",
@@ -206,15 +206,15 @@ MUTATIONS = (
     Mutation(
         name="counts: infinities of float16 are in the norm as numbers",
         file=PROTOCOL,
-        within="publish_tally",
-        old="|| c->tally.n_nonfinite > 0 ||",
+        within="publish_statistics",
+        old="|| c->statistics.n_nonfinite > 0 ||",
         new="||",
         tests=_INFINITE,
     ),
     Mutation(
         name="counts: without squares their sum is 0",
         file=PROTOCOL,
-        within="publish_tally",
+        within="publish_statistics",
         old="if (!c->counting.adds_squares ||",
         new="if (",
         tests=_test("test_a_norm_that_one_rank_asks_for_changes_no_other"),
@@ -223,7 +223,7 @@ MUTATIONS = (
         name="counts: nothing is counted",
         file=PATHS,
         within="reduce_elements",
-        old="c->tally.n_nonfinite +=",
+        old="c->statistics.n_nonfinite +=",
         new="(void)",
         tests=_FOUND,
     ),
@@ -231,20 +231,20 @@ MUTATIONS = (
         name="counts: what is not known is the norm",
         file=SHM_BUCKET,
         within="ShmBucket.square_sum",
-        old="or isnan(work.tally.square_sum)",
+        old="or isnan(work.statistics.square_sum)",
         new="",
         tests=_INFINITE,
     ),
     Mutation(
         name="counts: squares that nobody counted are a sum of squares",
         file=PROTOCOL,
-        within="publish_tally",
-        old="c->tally.square_sum = (double)NAN;",
+        within="publish_statistics",
+        old="c->statistics.square_sum = (double)NAN;",
         new="",
         tests=_test("test_a_norm_that_one_rank_asks_for_changes_no_other"),
     ),
     Mutation(
-        name="counts: the block in which presence begins is counted to its end",
+        name="counts: the block in which the used mask begins is counted to its end",
         file=PATHS,
         within="reduce_elements",
         old="min64(min64(numel, end - begin), COUNTED_BYTES / itemsize)",
@@ -268,7 +268,7 @@ MUTATIONS = (
         equivalent="a rank without data writes no count: nobody takes those of the others for all",
     ),
     Mutation(
-        name="counts: over NCCL what a rank finds in its share stands for all",
+        name="counts: over NCCL what a rank finds in its shard stands for all",
         file=BUCKET,
         within="Bucket.n_left_nonfinite",
         old="self._is_shared and self._has_streams",

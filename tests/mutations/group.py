@@ -274,12 +274,12 @@ MUTATIONS = (
         tests=(f"{BLOCK_TESTS}rows_are_reduced_in_their_order_wherever_the_own_one_stands",),
     ),
     Mutation(
-        name="wire: presence is rounded beside the gradients",
+        name="wire: the used mask is rounded beside the gradients",
         file=EXCHANGE,
         within="Exchange.coded_reduction_of",
         old="flat[:end], flat[end:], _gaps(end, views, offsets)",
         new="flat, flat[end:].clone(), _gaps(end, views, offsets)",
-        tests=(f"{WIRE_TESTS}presence_is_exact_beside_great_gradients",),
+        tests=(f"{WIRE_TESTS}the_used_mask_is_exact_beside_great_gradients",),
     ),
     Mutation(
         name="hierarchical: a rank keeps a sum that it has rounded for the others",

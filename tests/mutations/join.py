@@ -110,7 +110,7 @@ MUTATIONS = (
         tests=_test("test_a_wire_dtype"),
     ),
     Mutation(
-        name="join: between hosts the presence of a coded bucket goes another way",
+        name="join: between hosts the used mask of a coded bucket goes another way",
         file="fastcomm/transports/group/work.py",
         within="GroupBucket.move_of_shadow.move",
         old="self._is_coded",

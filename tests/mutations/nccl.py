@@ -34,7 +34,7 @@ MUTATIONS = (
         tests=("tests/reducer/test_by_hand.py::test_reduce_passes_through_the_wire_dtype",),
     ),
     Mutation(
-        name="nccl: last round's presence stays in the wire whatever it was",
+        name="nccl: last round's used mask stays in the wire whatever it was",
         file=BUCKET,
         within="NcclBucket.launch",
         old="or self.last is None or self.last.token is not work.token",
@@ -61,8 +61,8 @@ MUTATIONS = (
         name="nccl: the youngest launch is what the watchdog sees",
         file=LAUNCHES,
         within="Launches.oldest_unfinished",
-        old="if oldest is None or ticket.number < oldest.number:",
-        new="if oldest is None or ticket.number > oldest.number:",
+        old="if oldest is None or in_flight.number < oldest.number:",
+        new="if oldest is None or in_flight.number > oldest.number:",
         tests=(
             "tests/transports/nccl/test_lost_peers.py::"
             "test_the_oldest_launch_is_the_one_that_is_waited_for",
@@ -212,10 +212,10 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        name="nccl: the garbage collector clears a ticket that is used again",
+        name="nccl: the garbage collector clears a record that is used again",
         file=LANE,
         within="",
-        old="@cython.no_gc_clear  # a work that is collected hands its ticket on",
+        old="@cython.no_gc_clear  # a work that is collected hands its record on",
         new="",
         tests=(
             "tests/transports/nccl/test_launches.py::"

@@ -49,7 +49,7 @@ MUTATIONS = (
         name="order: the event after a collective is not recorded",
         file=COMMUNICATOR,
         within="_launch_on",
-        old="driver.record_event(ticket.done.handle, stream)",
+        old="driver.record_event(in_flight.done.handle, stream)",
         new="0",
         tests=(ON_ONE,),
     ),
@@ -57,15 +57,15 @@ MUTATIONS = (
         name="order: the event after a collective is recorded on the caller's stream",
         file=COMMUNICATOR,
         within="_launch_on",
-        old="driver.record_event(ticket.done.handle, stream)",
-        new="driver.record_event(ticket.done.handle, current)",
+        old="driver.record_event(in_flight.done.handle, stream)",
+        new="driver.record_event(in_flight.done.handle, current)",
         tests=(ON_ONE,),
     ),
     Mutation(
         name="order: broadcast_all() does not wait",
         file=COMMUNICATOR,
         within="NcclCommunicator.broadcast_all",
-        old="self.cuda.order_current_after(ticket.done)",
+        old="self.cuda.order_current_after(in_flight.done)",
         new="",
         tests=(ON_ONE,),
     ),
@@ -73,7 +73,7 @@ MUTATIONS = (
         name="order: wait() does not wait",
         file=COMMUNICATOR,
         within="NcclWork.wait",
-        old="current = self.link.cuda.order_current_after(self.ticket.done)",
+        old="current = self.link.cuda.order_current_after(self.in_flight.done)",
         new="current = self.link.cuda.current_stream()",
         tests=(ON_ONE,),
     ),
@@ -82,7 +82,7 @@ MUTATIONS = (
         file=COMMUNICATOR,
         within="NcclWork.wait",
         old=(
-            "            self.link.cuda.order_current_after(self.ticket.done)\n"
+            "            self.link.cuda.order_current_after(self.in_flight.done)\n"
             "            if self.divided is not None:"
         ),
         new="if self.divided is not None:",
@@ -124,7 +124,7 @@ MUTATIONS = (
         name="order: nothing keeps the tensors of a work that nobody waits for",
         file=COMMUNICATOR,
         within="NcclCommunicator._collective",
-        old="ticket.tensors = work.tensors  # kept also if nobody waits",
+        old="in_flight.tensors = work.tensors  # kept also if nobody waits",
         new="pass",
         tests=(FOR_NOTHING,),
     ),
@@ -132,7 +132,7 @@ MUTATIONS = (
         name="order: barrier() does not wait for its collective",
         file=COMMUNICATOR,
         within="NcclCommunicator.barrier",
-        old="self.link.wait_for((<Lane>self.link.lanes[0]).ticket)",
+        old="self.link.wait_for((<Lane>self.link.lanes[0]).in_flight)",
         new="",
         tests=(f"{ORDERING}::test_a_barrier_waits_for_the_device",),
     ),
@@ -140,7 +140,7 @@ MUTATIONS = (
         name="order: the wait for a barrier does not block",
         file=COMMUNICATOR,
         within="NcclWork.wait",
-        old="self.link.wait_for(self.ticket)",
+        old="self.link.wait_for(self.in_flight)",
         new="pass",
         tests=(f"{ORDERING}::test_a_barrier_waits_for_the_device",),
     ),
@@ -165,7 +165,7 @@ MUTATIONS = (
         name="order: the event after a bucket's reduction is not recorded",
         file=BUCKET,
         within="NcclBucket._launch_on",
-        old="driver.record_event(self.ticket.done.handle, stream)",
+        old="driver.record_event(self.in_flight.done.handle, stream)",
         new="0",
         tests=(TRAINING,),
     ),
@@ -177,10 +177,10 @@ MUTATIONS = (
             "if scatters:\n"
             "    self.scattering.unflatten_on(stream, wire, 1, True)\n"
             "_record(ended, stream)\n"
-            'check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")'
+            'check(driver.record_event(self.in_flight.done.handle, stream), b"cuEventRecord")'
         ),
         new=(
-            'check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")\n'
+            'check(driver.record_event(self.in_flight.done.handle, stream), b"cuEventRecord")\n'
             "if scatters:\n"
             "    self.scattering.unflatten_on(stream, wire, 1, True)"
         ),
@@ -206,8 +206,8 @@ MUTATIONS = (
         name="order: a bucket's wait() does not wait",
         file=BUCKET,
         within="NcclBucketWork.wait",
-        old="self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.ticket.done)",
-        new="self.awaited_on = self.bucket.link.cuda.current_stream()",
+        old="self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)",
+        new="self.bucket.link.cuda.current_stream()",
         tests=(TRAINING,),
     ),
     Mutation(
@@ -341,7 +341,7 @@ MUTATIONS = (
         tests=(TWO_STREAMS,),
     ),
     Mutation(
-        name="order: a hooked bucket does not wait for its presence",
+        name="order: a hooked bucket does not wait for its used mask",
         file=HOOKED_BUCKET,
         within="_HookedWork.wait",
         old="self._known.wait()",
@@ -377,7 +377,7 @@ MUTATIONS = (
         name="order: a busy communicator is split",
         file=LINK,
         within="Link.lane",
-        old="self.wait_for((<Lane>self.lanes[0]).ticket)",
+        old="self.wait_for((<Lane>self.lanes[0]).in_flight)",
         new="",
         tests=(f"{ORDERING}::test_a_lane_is_split_off_when_the_first_is_idle",),
     ),
@@ -395,7 +395,7 @@ MUTATIONS = (
         file=LAUNCHES,
         within="Launches.oldest_unfinished",
         old="if looks[i].code != CUDA_ERROR_NOT_READY:",
-        new=("ticket.tensors = None\nif looks[i].code != CUDA_ERROR_NOT_READY:"),
+        new=("in_flight.tensors = None\nif looks[i].code != CUDA_ERROR_NOT_READY:"),
         tests=(FOR_NOTHING,),
     ),
 )

@@ -1,4 +1,4 @@
-"""ShardedOptimizer: shares, pieces, their state, and torch's helpers."""
+"""ShardedOptimizer: shards, pieces, their state, and torch's helpers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: unused parameters are stepped with old gradients",
         file=SHARES,
-        within="RankShare.take_round",
+        within="BucketShard.take_round",
         old="piece.gradient if is_present else None",
         new="piece.gradient",
         tests=TESTS,
@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: a second round overwrites gradients",
         file=SHARES,
-        within="RankShare.take_round",
+        within="BucketShard.take_round",
         old="self.is_pending = True",
         new="",
         tests=STATE_TESTS,
@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: gradients of no_sync() are passed over",
         file=SHARES,
-        within="RankShare.begin_step",
+        within="BucketShard.begin_step",
         old="elif gradient is not None:",
         new="elif False:",
         tests=STATE_TESTS,
@@ -43,7 +43,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: kept gradients that were replaced are not stepped",
         file=SHARES,
-        within="RankShare.begin_step",
+        within="BucketShard.begin_step",
         old="views[i].copy_(gradient)",
         new="pass",
         tests=TESTS,
@@ -59,7 +59,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: all whole parameters are stepped by rank 0",
         file=LAYOUT,
-        within="whole_shares",
+        within="whole_shards",
         old="(sum(loads) + layout.numel) / n",
         new="float('inf')",
         tests=("tests/reducer/test_layout.py",),
@@ -196,7 +196,7 @@ MUTATIONS = (
         name="sharded: a user's barrier meets that of a step",
         file=SHARES,
         within="StepBarrier.wait",
-        old="self._comm.spread_shares(self._token, self._bounds).wait",
+        old="self._comm.all_gather_v(self._token, self._bounds).wait",
         new="self._comm.barrier",
         tests=STATE_TESTS,
     ),
@@ -265,9 +265,9 @@ MUTATIONS = (
         tests=STATE_TESTS,
     ),
     Mutation(
-        name="sharded: the norm is that of one rank's share",
+        name="sharded: the norm is that of one rank's shard",
         file=NORMS,
-        within="_norm_over_shares",
+        within="_norm_over_shards",
         old="comm.all_reduce(square_sum)",
         new="pass",
         tests=TESTS,

@@ -87,8 +87,8 @@ MUTATIONS = (
         name="skips: a vote does not reach ranks with hooks",
         file="fastcomm/reducer/features/ddp_hooks.py",
         within="HookedBucket.launch",
-        old="presence[-1] = op == SKIP",
-        new="presence[-1] = 0",
+        old="used_mask[-1] = op == SKIP",
+        new="used_mask[-1] = 0",
         tests=_test("test_hooks_reduce_what_is_skipped"),
     ),
     Mutation(
@@ -119,8 +119,8 @@ MUTATIONS = (
         name="skips: a dropped step counts as one",
         file="fastcomm/reducer/reducer.py",
         within="Reducer.after_step",
-        old=("if shares is None or self.skipped:\n    return"),
-        new="if shares is None or self.skipped:\n    self.steps.n += 1\n    return",
+        old=("if stepped is None or self.skipped:\n    return"),
+        new="if stepped is None or self.skipped:\n    self.steps.n += 1\n    return",
         tests=_test("test_a_rank_may_leave_the_iteration_once_it_has_taken_its_part"),
     ),
     Mutation(
@@ -196,7 +196,7 @@ MUTATIONS = (
         tests=_SCALER,
     ),
     Mutation(
-        name="skips: GradScaler looks at shares that are dropped",
+        name="skips: GradScaler looks at shards that are dropped",
         file=HELPERS,
         within="_agreeing.agreed",
         old="held is None or skipped_nonfinite(optimizer) is not None",
@@ -220,10 +220,10 @@ MUTATIONS = (
         tests=_of_optimizers("test_an_optimizer_that_decays_without_gradients_does_not"),
     ),
     Mutation(
-        name="skips: each rank looks at its own share of the result",
+        name="skips: each rank looks at its own shard of the result",
         file="fastcomm/reducer/statistics.py",
         within="n_left_nonfinite",
-        old=("if _in_shares(buckets) is not None:\n    comm.all_reduce(here)"),
+        old=("if _in_shards(buckets) is not None:\n    comm.all_reduce(here)"),
         new="",
         tests=_of_optimizers("test_a_sharded_optimizer_skips"),
     ),
@@ -300,7 +300,7 @@ MUTATIONS = (
         tests=("tests/optim/test_syncs.py::test_steps_of_several_optimizers_count_as_one",),
     ),
     Mutation(
-        name="skips: a vote may come after the reduction of shares",
+        name="skips: a vote may come after the reduction of shards",
         file="fastcomm/reducer/bucket.py",
         within="Bucket.has_unstepped",
         old="is_pending or self.gradient_state.has_unstepped(counts_unclaimed)",

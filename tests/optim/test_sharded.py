@@ -277,7 +277,7 @@ def test_kept_gradients_are_those_of_the_plain_reducer(comm, buckets):
 
 @every_transport
 @on_ranks(3)
-def test_norm_clipping_and_counts_over_shares(comm):
+def test_norm_clipping_and_counts_over_shards(comm):
     pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1}, bucket_cap_mb=0.001)
     for step in range(STEPS):
         norms = []
@@ -308,7 +308,7 @@ def test_grad_scaler(comm, unscales):
         for model, optimizer, scaler in zip(pair.models, pair.optimizers, scalers, strict=True):
             optimizer.zero_grad()
             loss = loss_of(model, comm.rank, step)
-            if step == 3:  # in one element, so in one rank's share
+            if step == 3:  # in one element, so in one rank's shard
                 loss = loss + model[0].weight[0, 0] * float("inf")
             scaler.scale(loss).backward()
             if unscales:

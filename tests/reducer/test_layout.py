@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcomm.reducer.layout import equal_shares, plan_buckets, whole_shares
+from fastcomm.reducer.layout import equal_shards, plan_buckets, whole_shards
 
 ALIGNMENT = 64
 
@@ -128,14 +128,14 @@ def nbytes(bucket, without_last=False):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("numel", [0, 1, 16, 17, 1000, 4096])
-def test_equal_shares_cover_everything_and_begin_at_cache_lines(numel: int, n: int) -> None:
-    bounds = equal_shares(numel, 4, n)
+def test_equal_shards_cover_everything_and_begin_at_cache_lines(numel: int, n: int) -> None:
+    bounds = equal_shards(numel, 4, n)
     assert bounds[0] == 0 and numel <= bounds[-1] < numel + 16 * n and len(bounds) == n + 1
     assert len({end - begin for begin, end in itertools.pairwise(bounds)}) == 1
     assert all(bound % 16 == 0 for bound in bounds)
 
 
-def test_whole_shares_cut_no_slot_and_are_even() -> None:
+def test_whole_shards_cut_no_slot_and_are_even() -> None:
     layouts = plan_buckets(
         [(100 + 40 * (i % 7), torch.float32, 4) for i in range(40)],
         cap_bytes=2500,
@@ -143,7 +143,7 @@ def test_whole_shares_cut_no_slot_and_are_even() -> None:
     )
     loads = [0, 0, 0]
     for layout in layouts:
-        bounds = whole_shares(layout, loads)
+        bounds = whole_shards(layout, loads)
         assert set(bounds) <= {*(slot.offset for slot in layout.slots), layout.numel}
         assert list(bounds) == sorted(bounds) and bounds[0] == 0 and bounds[-1] == layout.numel
     assert max(loads) < 1.1 * min(loads)

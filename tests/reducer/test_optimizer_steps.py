@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.reducer import optimizer_hooks
-from fastcomm.reducer.optimizer_hooks import Share, StepRecord
+from fastcomm.reducer.optimizer_hooks import SteppedSlots, StepRecord
 
 
 class Reducer:
@@ -24,16 +24,16 @@ class Reducer:
     def __hash__(self) -> int:
         return self._order
 
-    def shares_of(self, parameters: list[Tensor]) -> list[Share]:
-        return [Share(0, [self.number])]
+    def slots_of(self, parameters: list[Tensor]) -> list[SteppedSlots]:
+        return [SteppedSlots(0, [self.number])]
 
     def before_step(
-        self, optimizer: torch.optim.Optimizer, shares: list[Share], since: int | None
+        self, optimizer: torch.optim.Optimizer, stepped: list[SteppedSlots], since: int | None
     ) -> None:
         self._steps.append(f"before {self.number}, since {since}")
 
-    def after_step(self, shares: list[Share]) -> None:
-        self._steps.append(f"after {self.number}" if shares else f"after {self.number}, no share")
+    def after_step(self, stepped: list[SteppedSlots]) -> None:
+        self._steps.append(f"after {self.number}" if stepped else f"after {self.number}, no slots")
 
 
 @pytest.fixture
@@ -98,4 +98,4 @@ def test_a_round_that_ends_within_a_step_is_not_stepped_by_it(reducers, steps):
         reducers[1].n_rounds += 1
 
     sgd(reducers[1]).step(closure)
-    assert steps == ["before 1, since None", "after 1, no share"]
+    assert steps == ["before 1, since None", "after 1, no slots"]

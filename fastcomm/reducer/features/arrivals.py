@@ -6,7 +6,7 @@ A use that is not ordered would be silently wrong. So there are three nets:
 - the parameters of a module, and of all modules in it, are waited for before its forward; a module
   without parameters of its own waits for none, as its forward runs those of others;
 - until then a parameter's class is Arriving, which sees what Python does to it with torch;
-- a gradient of a parameter that neither has seen is refused: RankShare.refuse_unseen.
+- a gradient of a parameter that neither has seen is refused: BucketShard.refuse_unseen.
 
 They do not see code in C++ that is handed the parameter itself outside its module's forward and
 gives it no gradient.

@@ -100,7 +100,7 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "a hook reduces gradients, and ranks sync without: leave the hook out"
     ),
     (Feature.LOCAL_STEPS, Feature.SHARDED): (
-        "a ShardedOptimizer steps this rank's share of reduced gradients: with steps of each "
+        "a ShardedOptimizer steps this rank's shard of the reduced gradients: with steps of each "
         "rank's own use the plain optimizer"
     ),
     (Feature.LOCAL_STEPS, Feature.LOCAL_STEPS): (
@@ -130,7 +130,7 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "its own: call its finish() first"
     ),
     (Feature.SHARDED, Feature.AUTO): (
-        'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shares of them: '
+        'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shards of them: '
         "choose a number"
     ),
 }

@@ -64,8 +64,8 @@ class Compiled:
         parameters: hooks on modules, which wait otherwise, do not run inside a graph.
         """
         for bucket in buckets:
-            if bucket.share is not None:
-                bucket.share.arrive()
+            if bucket.shard is not None:
+                bucket.shard.arrive()
         if not buckets or self._first() is buckets[0]:
             return
         self._refuse_stranger(buckets)

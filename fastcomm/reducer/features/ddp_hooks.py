@@ -2,7 +2,7 @@
 bucket that such hooks reduce.
 
 The tensor in the hook's future becomes the gradients; the hook divides, too. The communicator only
-carries the presence of gradients and, once a round was abandoned, how often each rank has called
+carries the used mask and, once a round was abandoned, how often each rank has called
 the hook: what a hook has posted elsewhere stays posted.
 """
 
@@ -188,10 +188,10 @@ class HookedBucket(BoundBucket):
         self._posted = None
         if not self._is_ours:
             self._hooks.calls.compare(self._comm)
-        # behind the gradients' presence: this rank's vote to drop the round
-        presence = torch.ones(len(self._views) + 1, device=self._flat.device)
-        presence[missing] = 0
-        presence[-1] = op == SKIP
+        # behind the gradients, the used mask and then: this rank's vote to drop the round
+        used_mask = torch.ones(len(self._views) + 1, device=self._flat.device)
+        used_mask[missing] = 0
+        used_mask[-1] = op == SKIP
         buffer = self._flat[: self._flat.numel() - len(self._views)]
         if op == SKIP:
             buffer.zero_()  # a hook may keep something of it
@@ -210,9 +210,9 @@ class HookedBucket(BoundBucket):
         self._hooks.calls.count(future)
         # Last: if the hook raises on one rank, the others wait for that rank here, and learn of it
         # in the same step.
-        known = self._comm.all_reduce(presence, "max", async_op=True)
+        known = self._comm.all_reduce(used_mask, "max", async_op=True)
         assert known is not None  # for the type checker: async_op was asked for
-        self._posted = _HookedWork(buffer, future, presence, known)
+        self._posted = _HookedWork(buffer, future, used_mask, known)
         return self._posted
 
     def _known_parameters(self) -> list[Tensor]:
@@ -249,11 +249,11 @@ class HookedBucket(BoundBucket):
 
 class _HookedWork(BucketWork):
     def __init__(
-        self, buffer: Tensor, future: torch.futures.Future[Tensor], presence: Tensor, known: Work
+        self, buffer: Tensor, future: torch.futures.Future[Tensor], used_mask: Tensor, known: Work
     ) -> None:
         self._buffer = buffer
         self._future = future
-        self._presence = presence
+        self._used_mask = used_mask
         self._known = known
 
     def wait(self) -> None:
@@ -266,10 +266,10 @@ class _HookedWork(BucketWork):
         return self._future.done() and self._known.is_completed()
 
     def present(self) -> list[bool]:
-        return [bool(value) for value in self._presence.tolist()[:-1]]
+        return [bool(value) for value in self._used_mask.tolist()[:-1]]
 
     def is_skipped(self) -> bool:
-        return bool(self._presence[-1])
+        return bool(self._used_mask[-1])
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

@@ -70,24 +70,24 @@ class ShardedBy(RoundExtension):
                 "differ: call refresh() on every rank, which copies rank 0's"
             )
         for bucket in round.buckets:
-            if bucket.share is not None:
-                bucket.share.begin_round()
+            if bucket.shard is not None:
+                bucket.shard.begin_round()
 
     def before_launch(self, round: Round, number: int) -> None:
-        """See RankShare.refuse_unseen."""
+        """See BucketShard.refuse_unseen."""
         bucket = round.buckets[number]
-        if bucket.share is not None and not round.votes_to_skip:
-            bucket.share.refuse_unseen(bucket.names, bucket.ready)
+        if bucket.shard is not None and not round.votes_to_skip:
+            bucket.shard.refuse_unseen(bucket.names, bucket.ready)
 
     def after_round(self, round: Round) -> None:
-        """Lets the shares take the reduced gradients, or drop those they hold."""
+        """Lets the shards take the reduced gradients, or drop those they hold."""
         for bucket in round.buckets:
-            if bucket.share is None:
+            if bucket.shard is None:
                 continue
             if round.state is State.SETTLED:
-                bucket.share.take_round(bucket.parameters, bucket.views)
+                bucket.shard.take_round(bucket.parameters, bucket.views)
             else:
-                bucket.share.drop()
+                bucket.shard.drop()
 
     def before_step(self, optimizer: object) -> None:
         """Raises FastcommError for another optimizer."""

@@ -1,4 +1,4 @@
-"""RankShare: what one rank steps of one bucket, when a ShardedOptimizer steps the model.
+"""BucketShard: what one rank steps of one bucket, when a ShardedOptimizer steps the model.
 
 The parameters of a bucket lie in a flat buffer, as their gradients do, and both are cut alike: rank
 r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
@@ -21,14 +21,14 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.arrivals import Arrival
-from fastcomm.reducer.layout import BucketLayout, equal_shares, view_of, whole_shares
+from fastcomm.reducer.layout import BucketLayout, equal_shards, view_of, whole_shards
 
 Geometry = tuple[int, torch.Size, tuple[int, ...]]  # offset, size, strides
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shares only.
+    """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shards only.
     cuts: a parameter may be cut, and have elements on several ranks. shares_parameters: all ranks
     have one copy of the parameters.
     """
@@ -38,18 +38,18 @@ class Sharding:
     shares_parameters: bool
 
     def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
-        """Of every bucket's shares, for n ranks."""
+        """Of every bucket's shards, for n ranks."""
         if not self.cuts:
             loads = [0] * n
-            return [whole_shares(layout, loads) for layout in layouts]
+            return [whole_shards(layout, loads) for layout in layouts]
         return [
-            equal_shares(layout.numel, layout.dtype.itemsize, n)  # type: ignore[attr-defined]
+            equal_shards(layout.numel, layout.dtype.itemsize, n)  # type: ignore[attr-defined]
             for layout in layouts
         ]
 
 
 class Piece(NamedTuple):
-    """A parameter's elements in a rank's share: [begin, end), in the order of its memory.
+    """A parameter's elements in a rank's shard: [begin, end), in the order of its memory.
 
     parameter: on the memory of these elements; what the optimizer steps. It has the whole
         parameter's shape if that is not cut, and else one dimension.
@@ -62,10 +62,10 @@ class Piece(NamedTuple):
     gradient: Tensor
 
 
-class RankShare:
-    """One rank's share of one bucket. Moves the bucket's parameters into a flat buffer.
+class BucketShard:
+    """One rank's shard of one bucket. Moves the bucket's parameters into a flat buffer.
 
-    bounds: of all ranks' shares. label: the bucket's.
+    bounds: of all ranks' shards. label: the bucket's.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RankShare:
         return Piece(begin, end, Parameter(parameter, requires_grad), gradient)
 
     def spans(self, i: int) -> dict[int, tuple[int, int]]:
-        """By rank, which of the i-th parameter's elements lie in its share: [begin, end). One
+        """By rank, which of the i-th parameter's elements lie in its shard: [begin, end). One
         without elements is rank 0's.
         """
         offset, size, _ = self._geometries[i]
@@ -151,7 +151,7 @@ class RankShare:
             )
 
     def take_round(self, parameters: Sequence[Parameter | None], views: Sequence[Tensor]) -> None:
-        """A round has ended: the share holds the reduced gradients of the parameters whose .grad is
+        """A round has ended: the shard holds the reduced gradients of the parameters whose .grad is
         one of the views. Takes those, unless every rank keeps its gradients. May be called again
         after a signal handler has raised in it.
         """
@@ -235,21 +235,21 @@ class RankShare:
                 piece.parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """The reduced gradients in this rank's share."""
+        """The reduced gradients in this rank's shard."""
         grads = [None if piece is None else piece.parameter.grad for piece in self.pieces]
         return [gradient for gradient in grads if gradient is not None]
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """The elements of a tensor cut alike that are in this rank's share."""
+        """The elements of a tensor cut alike that are in this rank's shard."""
         return flat[self._bounds[self._comm.rank] : self._bounds[self._comm.rank + 1]]
 
     def spread(self) -> Work | None:
-        """Copies this rank's share of the parameters to the other ranks, and theirs to this one.
+        """Copies this rank's shard of the parameters to the other ranks, and theirs to this one.
         None where there is one copy.
         """
         if self._is_shared:
             return None
-        return self._comm.spread_shares(self._flat, self._bounds, label=self._label)
+        return self._comm.all_gather_v(self._flat, self._bounds, label=self._label)
 
     def release(self, parameters: Sequence[Parameter | None]) -> None:
         """Gives the parameters memory of their own, so that the flat buffer can go."""
@@ -271,7 +271,7 @@ class StepBarrier:
     def wait(self) -> None:
         """Returns when all ranks have called it. Raises as every collective."""
         with called_by("ShardedOptimizer.step()"):
-            self._comm.spread_shares(self._token, self._bounds).wait()
+            self._comm.all_gather_v(self._token, self._bounds).wait()
 
 
 def _lies_as(parameter: Tensor, view: Tensor) -> bool:

@@ -127,7 +127,7 @@ class Skipping(RoundExtension):
                 self._found |= _counted(name, gradient)
 
     def verdict(self, round: Round) -> bool:
-        """Whether reduced gradients are not finite. Collective where ranks have their shares."""
+        """Whether reduced gradients are not finite. Collective where ranks have their shards."""
         if not self._options.skip_nonfinite or round.was_voted_down:
             return False
         if self._n_nonfinite is None:

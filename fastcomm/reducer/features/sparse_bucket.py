@@ -113,7 +113,7 @@ class SparseBucket(Bucket):
         self.views = [torch.empty(1, device=comm.device) for _ in own]
         self._addresses = [view.data_ptr() for view in self.views]
         self.gradient_state = GradientState(self._references, self.views, self._addresses, n_rounds)
-        self.share = None
+        self.shard = None
         self.note_stream = self._note_stream
         self._counts_nonfinite = comm.counts_nonfinite
         self._producers = Producers(comm.cuda) if comm.has_streams else None
@@ -299,7 +299,7 @@ class SparseBucket(Bucket):
                 place = section.rows(work.message)
                 place.indices.copy_(mine.indices)
                 place.values.copy_(mine.values)
-        work.works.append(self._comm.spread_shares(work.message, tuple(bounds), label=self._label))
+        work.works.append(self._comm.all_gather_v(work.message, tuple(bounds), label=self._label))
 
     def _message(self, nbytes: int) -> Tensor:
         """Memory for the message of all ranks, with room for some more rows later."""

@@ -1,7 +1,7 @@
 """torch's own helpers for gradients, where .grad is None because a ShardedOptimizer holds the
 gradients, or because the ranks have dropped them. In the first case clipping would silently do
 nothing, and GradScaler find nothing. watch() mends both: clipping raises FastcommError, and
-GradScaler unscales each rank's shares and agrees over the ranks. In the second case GradScaler
+GradScaler unscales each rank's shards and agrees over the ranks. In the second case GradScaler
 raises an error; watch_scalers() mends that, and notes which scaler goes with which optimizer.
 
 The functions are replaced where torch looks them up, so it does not matter how clip_grad_norm_ was
@@ -129,7 +129,7 @@ def _refusing(clip: Callable[..., Any], is_held: Callable[[Tensor], bool]) -> Ca
         if any(map(is_held, parameters)):
             raise FastcommError(
                 "torch's clipping finds no gradients: a ShardedOptimizer holds them, each rank its "
-                "share. Call reducer.clip_grad_norm_(max_norm) on every rank, or make the "
+                "shard. Call reducer.clip_grad_norm_(max_norm) on every rank, or make the "
                 "optimizer with keep_gradients=True"
             )
         return clip(parameters, *args, **options)

@@ -37,7 +37,7 @@ from fastcomm.comm.collective import (
     check_src,
     refuse_dtype,
     refuse_tensor,
-    share_of,
+    shard_of,
 )
 from fastcomm.comm.transport import Transport, Weight, is_abandoned_already, leave_backward
 from fastcomm.comm.watchdog import Notes
@@ -163,7 +163,7 @@ class GroupCommunicator(Transport):
         """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)
         flat = self._check(inp, op)
-        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        numel = shard_of("reduce_scatter_single", inp, self.world_size)
         part = self._check_out("reduce_scatter_single", out, inp, numel)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
         move = functools.partial(self._exchange.reduce_scatter, part, flat, op)
@@ -200,7 +200,7 @@ class GroupCommunicator(Transport):
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
         is_plain = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
 
-        def work_of(op: str, presence: Tensor, step: int, weight: Weight | None) -> GroupWork:
+        def work_of(op: str, used_mask: Tensor, step: int, weight: Weight | None) -> GroupWork:
             self._queue.check_usable()
             kind = "all_reduce", flat.numel(), flat.dtype, wire, op, 0, label, step
             call = Call(*kind, *(weight or ()))
@@ -208,8 +208,8 @@ class GroupCommunicator(Transport):
                 self._queue,
                 call,
                 functools.partial(reduce, op),
-                payload=presence if is_coded else None,
-                presence=presence,
+                payload=used_mask if is_coded else None,
+                used_mask=used_mask,
                 plain=flat if is_plain and op in OPS else None,
             )
 

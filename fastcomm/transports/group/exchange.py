@@ -134,14 +134,14 @@ class Exchange:
     def coded_reduction_of(
         self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
     ) -> Callable[..., None]:
-        """As reduction_of, of a bucket whose gradients a wire carries. Their presence is reduced by
+        """As reduction_of, of a bucket whose gradients a wire carries. The used mask is reduced by
         itself, as no rounding may change it: the rows are of that.
         """
         end = flat.numel() - len(views)
-        gradients, presence, gaps = flat[:end], flat[end:], _gaps(end, views, offsets)
+        gradients, used_mask, gaps = flat[:end], flat[end:], _gaps(end, views, offsets)
 
         def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
-            self.all_reduce(presence, op, rows, factors)
+            self.all_reduce(used_mask, op, rows, factors)
             self.reduce_coded(gradients, op, wire, factors)
             # A NaN of their block's would spoil its scale in every later round.
             gradients.index_fill_(0, gaps, 0)

@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import presence_values
+from fastcomm.comm.collective import used_values
 from fastcomm.comm.flat_buffers import FlatBuffer
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
@@ -87,7 +87,7 @@ class GroupWork(BucketWork):
         call: Call,
         move: Move | None,
         payload: Tensor | None = None,
-        presence: Tensor | None = None,
+        used_mask: Tensor | None = None,
         plain: Tensor | None = None,
     ) -> None:
         self.call = call
@@ -101,7 +101,7 @@ class GroupWork(BucketWork):
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
         self._waiter = waiter
-        self._presence = presence
+        self._used_mask = used_mask
         self._times: tuple[int, int, int] | None = None
         self._is_skipped = False
         self._is_refused = False
@@ -185,8 +185,8 @@ class GroupWork(BucketWork):
     def present(self) -> list[bool]:
         """See BucketWork.present."""
         self.wait()
-        absent, _ = presence_values(self.call.op)
-        return [] if self._presence is None else (self._presence != absent).tolist()
+        absent, _ = used_values(self.call.op)
+        return [] if self._used_mask is None else (self._used_mask != absent).tolist()
 
     def is_skipped(self) -> bool:
         """See BucketWork.is_skipped."""
@@ -218,9 +218,9 @@ class GroupWork(BucketWork):
 class GroupBucket(BoundBucket):
     """A flat buffer into which gradients are copied.
 
-    work_of(op, presence, step, weight): makes the work that reduces it.
+    work_of(op, used_mask, step, weight): makes the work that reduces it.
     reduce(op, payloads, factors): reduces it on the thread, as a Move does.
-    is_coded: whether it travels in blocks, and its presence apart.
+    is_coded: whether it travels in blocks, and its used mask apart.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class GroupBucket(BoundBucket):
         self._known = FlatBuffer(flat)
         self._flat, self._reduce, self._is_coded = flat, reduce, is_coded
         self._views, self._work_of = views, work_of
-        self._presence = flat[flat.numel() - len(views) :]
+        self._used_mask = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None
 
     @property
@@ -253,11 +253,11 @@ class GroupBucket(BoundBucket):
     ) -> GroupWork:
         """See BoundBucket.launch. Waits for nobody."""
         self._newest = None
-        absent, present = presence_values(op)
-        self._presence.fill_(present)
+        absent, present = used_values(op)
+        self._used_mask.fill_(present)
         if missing:
-            self._presence[missing] = absent
-        work = self._newest = self._work_of(op, self._presence, step, weight)
+            self._used_mask[missing] = absent
+        work = self._newest = self._work_of(op, self._used_mask, step, weight)
         work.post()
         return work
 
@@ -267,9 +267,9 @@ class GroupBucket(BoundBucket):
         """
 
         def move(_: Tensor | None, factors: Sequence[float]) -> None:
-            presence = self._presence
-            is_carried = self._is_coded and presence.nbytes <= CARRIED_NBYTES
-            rows = presence.new_zeros(len(factors), presence.numel()) if is_carried else None
+            used_mask = self._used_mask
+            is_carried = self._is_coded and used_mask.nbytes <= CARRIED_NBYTES
+            rows = used_mask.new_zeros(len(factors), used_mask.numel()) if is_carried else None
             self._flat.zero_()
             self._reduce(op, rows, factors)
 

@@ -5,7 +5,7 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 
 import torch
 
-from fastcomm.comm.collective import presence_values, real_numel
+from fastcomm.comm.collective import used_values, real_numel
 from fastcomm.comm.transport import BoundBucket, BucketWork
 
 cimport cython
@@ -19,9 +19,9 @@ from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.nccl.calls cimport (
-    ALL_REDUCE, REDUCE_SHARES, Call, call_all, name_of, reduce_shares,
+    ALL_REDUCE, REDUCE_SCATTER_V, Call, call_all, name_of, reduce_scatter_v,
 )
-from fastcomm.transports.nccl.lane cimport Lane, Ticket
+from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
 from fastcomm.transports.nccl.link cimport Link
 
@@ -43,12 +43,12 @@ cdef class NcclBucketWork:
     def wait(self):
         """As NcclWork.wait."""
         self.bucket.link.check_work(self.epoch)
-        self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.ticket.done)
+        self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)
         self.is_awaited = True
 
     def is_completed(self):
         """Whether the result is in place."""
-        return self.bucket.ticket.done.is_over()
+        return self.bucket.in_flight.done.is_over()
 
     def present(self):
         """See BucketWork.present. Waits for the device; while a CUDA graph is captured all
@@ -56,7 +56,7 @@ cdef class NcclBucketWork:
         """
         if self.is_captured:
             return [True] * len(self.bucket.views)
-        present = self.bucket.presence.reduced(self.op)
+        present = self.bucket.used_mask.reduced(self.op)
         self.bucket.link.check_work(self.epoch)
         return present
 
@@ -93,13 +93,13 @@ cdef class NcclBucket(GatheringBucket):
     cdef Link link
     cdef object __weakref__
     cdef Lane lane
-    cdef Ticket ticket
+    cdef InFlight in_flight
     cdef object wire
     cdef void *wire_address
     cdef object token  # whose address the last of `gathering.addresses` is
     cdef Call *calls  # of a launch
     cdef size_t n_calls
-    cdef Presence presence
+    cdef UsedMask used_mask
     cdef MultiTensor gathering, scattering, measuring
     cdef list kept  # gradients of this round that the launch will read where they are
     cdef Producers producers
@@ -111,13 +111,13 @@ cdef class NcclBucket(GatheringBucket):
     ):
         cdef size_t n = len(views)
         self.link, self.wire = link, wire
-        self.lane, self.ticket = link.lane(lane), link.launches.new_ticket()
-        self.ticket.kind = ALL_REDUCE if bounds is None else REDUCE_SHARES
-        self.ticket.label = label
-        self.ticket.dtype, self.ticket.numel = wire.dtype, wire.numel()
+        self.lane, self.in_flight = link.lane(lane), link.launches.new_record()
+        self.in_flight.kind = ALL_REDUCE if bounds is None else REDUCE_SCATTER_V
+        self.in_flight.label = label
+        self.in_flight.dtype, self.in_flight.numel = wire.dtype, wire.numel()
         self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
         self._fill_in_calls(bounds)
-        self.presence = Presence(wire[wire.numel() - n:], flat.dtype, link.world_size)
+        self.used_mask = UsedMask(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.producers = Producers(link.cuda)
         self.hold(flat, views)
         numels = [real_numel(view) for view in views]
@@ -139,7 +139,7 @@ cdef class NcclBucket(GatheringBucket):
         free(self.calls)
 
     cdef int _fill_in_calls(self, tuple bounds) except -1:
-        """Each rank gets the whole, or its share and the presence behind all shares."""
+        """Each rank gets the whole, or its shard and the used mask behind all shards."""
         cdef char *wire = <char *>self.wire_address
         cdef int dtype = dtype_number(self.wire.dtype)
         cdef size_t itemsize = self.wire.element_size(), first = 0, n = 0
@@ -148,7 +148,7 @@ cdef class NcclBucket(GatheringBucket):
             raise MemoryError("out of memory")
         if bounds is not None:
             first = bounds[len(bounds) - 1]
-            n = reduce_shares(self.calls, wire, itemsize, dtype, bounds, self.link.rank)
+            n = reduce_scatter_v(self.calls, wire, itemsize, dtype, bounds, self.link.rank)
         wire += first * itemsize
         self.calls[n] = Call(ALL_REDUCE, wire, wire, self.wire.numel() - first, dtype, 0, 0)
         self.n_calls = n + 1
@@ -156,7 +156,7 @@ cdef class NcclBucket(GatheringBucket):
 
     cdef int _prepare_scattering(self, list numels, list offsets, tuple bounds) except -1:
         """What is cast back into the flat buffer: all gradients, or what of them is in this rank's
-        share.
+        shard.
         """
         cdef char *flat = <char *><size_t>self.flat.data_ptr()
         cdef size_t itemsize = self.flat.element_size()
@@ -179,7 +179,7 @@ cdef class NcclBucket(GatheringBucket):
 
     @property
     def label(self):
-        return self.ticket.label
+        return self.in_flight.label
 
     def register_memory(self, bint as_window):
         """Registers the wire's memory again. As a window, that is collective."""
@@ -230,30 +230,30 @@ cdef class NcclBucket(GatheringBucket):
         if weight is not None:  # what is added is scaled before
             weight.adding_up.wait()  # the current stream does
             scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
-        self.posted, self.ticket.step = None, step
+        self.posted, self.in_flight.step = None, step
         cdef CUstream current = link.cuda.current_stream()
         cdef CUcontext before = link.cuda.enter()
         try:
             work.is_captured = self.is_captured
-            work.token = self.presence.token(op, () if work.is_captured else tuple(missing))
+            work.token = self.used_mask.token(op, () if work.is_captured else tuple(missing))
             if self.token is not work.token:
                 self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
                 self.token = work.token
             # If nothing moves and nothing is scaled, the wire still holds the last round's
-            # presence: see presence_values.
+            # the used mask: see used_values.
             flattens = (bool(missing) or bool(self.kept) or scale != 1 or weight is not None
                         or self.wire is not self.flat
                         or self.last is None or self.last.token is not work.token)
             if link.clock is not None and not work.is_captured:
                 work.span = link.clock.span()
-            link.launches.begin(self.lane, self.ticket, op)
+            link.launches.begin(self.lane, self.in_flight, op)
             try:
                 code = self._launch_on(
                     current, scale, divisor, flattens,
                     op_number(op if weight is None else "sum"), work.span,
                 )
             finally:
-                link.launches.end(self.lane, self.ticket, work.is_captured)
+                link.launches.end(self.lane, self.in_flight, work.is_captured)
             if code != ncclSuccess:
                 raise link.reason(link.error(code, name_of(self.calls)))
         finally:
@@ -292,7 +292,7 @@ cdef class NcclBucket(GatheringBucket):
             if scatters:
                 self.scattering.unflatten_on(stream, wire, 1, True)
             _record(ended, stream)
-            check(driver.record_event(self.ticket.done.handle, stream), b"cuEventRecord")
+            check(driver.record_event(self.in_flight.done.handle, stream), b"cuEventRecord")
         return ncclSuccess
 
     cdef int _order_gathering(self) except -1:
@@ -319,7 +319,8 @@ cdef class NcclBucket(GatheringBucket):
         # around it.
         if not is_known and not self.is_captured and not last.is_captured:
             with nogil:  # may wait for room in the device's queue
-                check(driver.wait_event(current, self.ticket.done.handle, 0), b"cuStreamWaitEvent")
+                check(driver.wait_event(current, self.in_flight.done.handle, 0),
+                      b"cuStreamWaitEvent")
         return 0
 
     cdef _release(self, CUstream current):
@@ -360,7 +361,7 @@ cdef class NcclBucket(GatheringBucket):
         return 0
 
 
-cdef class Presence:
+cdef class UsedMask:
     """The elements behind the gradients of a bucket, which say for each parameter whether some rank
     has a gradient.
     """
@@ -381,7 +382,7 @@ cdef class Presence:
                 self.token(op, ())  # so that it is there when a graph is captured
             if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
                 self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
-            absent, present = presence_values(op)
+            absent, present = used_values(op)
             # flattening divides by world_size
             values = [present * (self.world_size if op == "mean" else 1)] * self.wire.numel()
             for i in missing:
@@ -394,7 +395,7 @@ cdef class Presence:
 
     cdef list reduced(self, op):
         """Whether some rank has a gradient, by parameter. Waits for the device."""
-        absent, _ = presence_values(op)
+        absent, _ = used_values(op)
         return (self.wire.float() != absent).tolist()
 
 

@@ -3,8 +3,8 @@ from fastcomm.transports.nccl.library cimport ncclComm_t
 
 cdef enum Kind:
     ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE
-    # no calls of their own, but what a ticket stands for
-    REDUCE_SHARES, SPREAD_SHARES, REGISTRATION, MEETING
+    # no calls of their own, but what an in-flight record stands for
+    REDUCE_SCATTER_V, ALL_GATHER_V, REGISTRATION, MEETING
 
 
 # One call into NCCL.
@@ -18,9 +18,9 @@ cdef struct Call:
 
 cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil
 cdef const char *name_of(const Call *call) noexcept
-cdef size_t reduce_shares(
+cdef size_t reduce_scatter_v(
     Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0
-cdef size_t spread_shares(
+cdef size_t all_gather_v(
     Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0

@@ -1,10 +1,10 @@
 # cython: language_level=3
 """The calls of collectives into NCCL: one, or several as a group, which NCCL launches at once. Also
-which calls move the shares of a flat buffer.
+which calls move the shards of a flat buffer.
 
-Share r of a buffer is its elements from bounds[r] to bounds[r + 1]. Shares of one size are moved by
+Shard r of a buffer is its elements from bounds[r] to bounds[r + 1]. Shards of one size are moved by
 ncclReduceScatter and ncclAllGather, in place. Others, of whole parameters, by a group with a call
-for each share: ncclReduce to its owner, ncclBroadcast from it.
+for each shard: ncclReduce to its owner, ncclBroadcast from it.
 """
 
 from fastcomm.transports.nccl.library cimport nccl, ncclComm_t, ncclSuccess
@@ -56,19 +56,19 @@ cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:
     )
 
 
-cdef size_t reduce_shares(
+cdef size_t reduce_scatter_v(
     Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0:
-    """Fills in the calls that reduce each share of `flat` into its owner's: one for each rank at
+    """Fills in the calls that reduce each shard of `flat` into its owner's: one for each rank at
     most. Returns how many.
     """
     return _move(calls, flat, itemsize, dtype, bounds, rank, REDUCE_SCATTER, REDUCE)
 
 
-cdef size_t spread_shares(
+cdef size_t all_gather_v(
     Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0:
-    """As reduce_shares: the calls that copy each share of `flat` from its owner to the others."""
+    """As reduce_scatter_v: the calls that copy each shard of `flat` from its owner to all."""
     return _move(calls, flat, itemsize, dtype, bounds, rank, ALL_GATHER, BROADCAST)
 
 
@@ -78,20 +78,20 @@ cdef size_t _move(
 ) except? 0:
     cdef size_t r, n = 0, world_size = len(bounds) - 1, numel
     cdef char *whole = flat + <size_t>bounds[0] * itemsize
-    cdef char *share
+    cdef char *shard
     numels = {bounds[r + 1] - bounds[r] for r in range(world_size)}
     if len(numels) == 1:
         numel = numels.pop()
-        share = whole + rank * numel * itemsize
+        shard = whole + rank * numel * itemsize
         if numel:
-            calls[0] = Call(alike, whole, share, numel, dtype, 0, 0)
+            calls[0] = Call(alike, whole, shard, numel, dtype, 0, 0)
             if alike == ALL_GATHER:
-                calls[0].source, calls[0].target = share, whole
+                calls[0].source, calls[0].target = shard, whole
         return 1 if numel else 0
     for r in range(world_size):
         numel = bounds[r + 1] - bounds[r]
-        share = flat + <size_t>bounds[r] * itemsize
+        shard = flat + <size_t>bounds[r] * itemsize
         if numel:
-            calls[n] = Call(each, share, share, numel, dtype, 0, r)
+            calls[n] = Call(each, shard, shard, numel, dtype, 0, r)
             n += 1
     return n

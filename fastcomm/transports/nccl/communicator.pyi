@@ -58,7 +58,7 @@ class NcclCommunicator(Transport):
         bounds: tuple[int, ...] | None = None,
         error_feedback: bool = False,
     ) -> NcclBucket: ...
-    def spread_shares(
+    def all_gather_v(
         self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0
     ) -> NcclWork: ...
     @property

@@ -11,7 +11,7 @@ import torch
 
 from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
-    mean_of_addends, refuse_error_feedback, refuse_tensor, share_of,
+    mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.transport import Transport, is_abandoned_already, leave_backward
 from fastcomm.errors import FastcommError
@@ -25,10 +25,10 @@ from libc.stdlib cimport calloc, free
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
 from fastcomm.transports.nccl.calls cimport (
-    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SPREAD_SHARES, Call, Kind, call_all, name_of,
-    spread_shares,
+    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER_V, Call, Kind, call_all, name_of,
+    all_gather_v,
 )
-from fastcomm.transports.nccl.lane cimport Lane, Ticket
+from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.transports.nccl.link cimport Link
 
@@ -42,21 +42,21 @@ cdef int UINT8 = dtype_number(torch.uint8)
 @cython.no_gc_clear
 cdef class NcclWork:
     """A collective that has been launched. Holds its tensors until the caller's stream is ordered
-    after it; the ticket holds them until it is over, if no wait() has let go of them.
+    after it; the in-flight record holds them until it is over, if no wait() has let go of them.
     """
 
     cdef Link link
-    cdef Ticket ticket
+    cdef InFlight in_flight
     cdef object tensors, divide_by
     cdef Event divided  # recorded after the division, where one is made
     cdef int epoch
     cdef CUstream launched_on  # the stream that was current then
-    cdef bint is_barrier, has_own_ticket, is_captured
+    cdef bint is_barrier, has_own_record, is_captured
     cdef bint orders_launch  # wait() orders the stream of the launch, too
 
     def __dealloc__(self):
-        if self.has_own_ticket:
-            self.link.launches.unused.append(self.ticket)
+        if self.has_own_record:
+            self.link.launches.unused.append(self.in_flight)
 
     def wait(self):
         """Orders the current stream after the collective; blocks only for a barrier. Raises the
@@ -65,22 +65,22 @@ cdef class NcclWork:
         if self.tensors is None:  # waited for already, perhaps on another stream
             if self.is_captured:  # nothing may wait across the end of a capture
                 return
-            self.link.cuda.order_current_after(self.ticket.done)
+            self.link.cuda.order_current_after(self.in_flight.done)
             if self.divided is not None:
                 self.link.cuda.order_current_after(self.divided)
             return
         cdef CUstream current
         self.link.check_work(self.epoch)
-        current = self.link.cuda.order_current_after(self.ticket.done)
+        current = self.link.cuda.order_current_after(self.in_flight.done)
         if self.orders_launch and current != self.launched_on:
             self._order_launch()
         if self.is_barrier:
-            self.link.wait_for(self.ticket)
+            self.link.wait_for(self.in_flight)
         if self.divide_by is not None:
             self._divide(current)
         self.tensors = None
         if current == self.launched_on:  # else that stream could use their memory too early
-            self.ticket.tensors = None
+            self.in_flight.tensors = None
 
     cdef int _order_launch(self) except -1:
         """For the streams that have waited for that of the launch since."""
@@ -88,7 +88,7 @@ cdef class NcclWork:
         cdef CUcontext before = cuda.enter()
         try:
             with nogil:  # may wait for room in the device's queue
-                check(driver.wait_event(self.launched_on, self.ticket.done.handle, 0),
+                check(driver.wait_event(self.launched_on, self.in_flight.done.handle, 0),
                       b"cuStreamWaitEvent")
         finally:
             cuda.leave(before)
@@ -102,10 +102,10 @@ cdef class NcclWork:
             out.mul_(1.0 / self.divide_by)
         else:
             out.copy_(mean_of_addends(total, self.divide_by).view(out.shape))
-            # The ticket lets go of `total` when the sum is there, perhaps before it is divided.
+            # The record lets go of `total` when the sum is there, perhaps before it is divided.
             if current != self.launched_on and cuda.record_stream is not None:
                 cuda.record_stream(total)
-        if self.has_own_ticket:  # else nobody waits again
+        if self.has_own_record:  # else nobody waits again
             with cuda.selected():
                 self.divided = Event()
                 with nogil:  # may wait for room in the device's queue
@@ -113,7 +113,7 @@ cdef class NcclWork:
 
     def is_completed(self):
         """Whether the result is in place."""
-        return self.ticket.done.is_over()
+        return self.in_flight.done.is_over()
 
 
 @cython.no_gc_clear
@@ -262,34 +262,34 @@ cdef class NcclCommunicator:
         with self.cuda.selected():
             return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
 
-    def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
-        """See Communicator.spread_shares. One launch. A capture waits for it at once. Else wait(),
+    def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
+        """See Communicator.all_gather_v. One launch. A capture waits for it at once. Else wait(),
         perhaps much later and on another stream, also orders the stream that is current now.
         """
         self._check(flat)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
-        cdef Ticket ticket = self.link.launches.take_ticket()
+        cdef InFlight in_flight = self.link.launches.take_record()
         cdef Call *calls = <Call *>calloc(self.world_size, sizeof(Call))
         cdef size_t n
         if calls == NULL:
             raise MemoryError("out of memory")
-        ticket.kind, ticket.label = SPREAD_SHARES, label
-        ticket.dtype, ticket.numel = flat.dtype, bounds[-1]
+        in_flight.kind, in_flight.label = ALL_GATHER_V, label
+        in_flight.dtype, in_flight.numel = flat.dtype, bounds[-1]
         work.link, work.launched_on = self.link, self.cuda.current_stream()
         try:
-            n = spread_shares(
+            n = all_gather_v(
                 calls, <char *><size_t>flat.data_ptr(), flat.element_size(),
                 dtype_number(flat.dtype), bounds, self.rank,
             )
-            work.is_captured = self._launch(ticket, None, calls, n, work.launched_on)
+            work.is_captured = self._launch(in_flight, None, calls, n, work.launched_on)
         finally:
             free(calls)
-        work.ticket, work.tensors, work.epoch = ticket, (flat,), self.link.epoch
-        work.has_own_ticket = work.orders_launch = True
+        work.in_flight, work.tensors, work.epoch = in_flight, (flat,), self.link.epoch
+        work.has_own_record = work.orders_launch = True
         if work.is_captured:
             work.wait()  # in the capture
         else:
-            ticket.tensors = work.tensors  # for as long as it takes
+            in_flight.tensors = work.tensors  # for as long as it takes
         return work
 
     def add_up(self, numbers):  # for rounds.py
@@ -333,7 +333,7 @@ cdef class NcclCommunicator:
         """As broadcast, for many tensors of any dtype, in one launch."""
         tensors = [self._check(tensor) for tensor in tensors]
         check_src(src, self.world_size)
-        cdef Ticket ticket = (<Lane>self.link.lanes[0]).ticket
+        cdef InFlight in_flight = (<Lane>self.link.lanes[0]).in_flight
         cdef size_t n = 0
         cdef Call *calls = <Call *>calloc(len(tensors) + 1, sizeof(Call))
         if calls == NULL:
@@ -344,13 +344,13 @@ cdef class NcclCommunicator:
                     data = <void *><size_t>tensor.data_ptr()
                     calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
                     n += 1
-            ticket.kind, ticket.dtype, ticket.root = BROADCAST, torch.uint8, src
-            ticket.label = label
-            ticket.numel = sum([tensor.nbytes for tensor in tensors])
-            self._launch(ticket, None, calls, n, self.cuda.current_stream())
+            in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
+            in_flight.label = label
+            in_flight.numel = sum([tensor.nbytes for tensor in tensors])
+            self._launch(in_flight, None, calls, n, self.cuda.current_stream())
         finally:
             free(calls)
-        self.cuda.order_current_after(ticket.done)
+        self.cuda.order_current_after(in_flight.done)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
         """See Communicator.all_gather_single."""
@@ -364,7 +364,7 @@ cdef class NcclCommunicator:
         """
         op = canonical_op(op)
         source = self._check(inp, op)
-        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        numel = shard_of("reduce_scatter_single", inp, self.world_size)
         out, inp = self._check_out("reduce_scatter_single", out, inp, numel), source
         if op == "mean" and not inp.is_floating_point():
             rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
@@ -401,7 +401,7 @@ cdef class NcclCommunicator:
         if async_op:
             (<NcclWork>work).is_barrier = True
             return work
-        self.link.wait_for((<Lane>self.link.lanes[0]).ticket)
+        self.link.wait_for((<Lane>self.link.lanes[0]).in_flight)
 
     # -- how every collective is launched --
 
@@ -432,8 +432,8 @@ cdef class NcclCommunicator:
         """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
         cdef Link link = self.link
         cdef NcclWork work = NcclWork.__new__(NcclWork)
-        cdef Ticket ticket = (
-            link.launches.take_ticket() if async_op else (<Lane>link.lanes[0]).ticket
+        cdef InFlight in_flight = (
+            link.launches.take_record() if async_op else (<Lane>link.lanes[0]).in_flight
         )
         cdef Call call
         cdef bint is_captured
@@ -441,22 +441,23 @@ cdef class NcclCommunicator:
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
         call.op = 0 if op is None else op_number(op)
-        ticket.kind, ticket.root, ticket.label = kind, root, 0
-        ticket.dtype, ticket.numel = inp.dtype, inp.numel()
+        in_flight.kind, in_flight.root, in_flight.label = kind, root, 0
+        in_flight.dtype, in_flight.numel = inp.dtype, inp.numel()
         work.launched_on = self.cuda.current_stream()
-        is_captured = self._launch(ticket, op, &call, 1, work.launched_on)
-        work.link, work.ticket, work.tensors, work.epoch = link, ticket, (out, inp), link.epoch
+        is_captured = self._launch(in_flight, op, &call, 1, work.launched_on)
+        work.link, work.in_flight, work.epoch = link, in_flight, link.epoch
+        work.tensors = (out, inp)
         if divided is not None:
             work.tensors, work.divide_by = (divided, out, inp), self.world_size
         if async_op and not is_captured:
-            ticket.tensors = work.tensors  # kept also if nobody waits
+            in_flight.tensors = work.tensors  # kept also if nobody waits
         if async_op:
-            work.has_own_ticket = True
+            work.has_own_record = True
             return work
         work.wait()
 
     cdef bint _launch(
-        self, Ticket ticket, op, Call *calls, size_t n, CUstream current
+        self, InFlight in_flight, op, Call *calls, size_t n, CUstream current
     ) except -1:
         """Launches on the first lane, after the work of the current stream. Returns whether it was
         only captured.
@@ -468,12 +469,12 @@ cdef class NcclCommunicator:
         cdef int code
         try:
             is_captured = link.graphs.note_capture(current)
-            link.launches.begin(lane, ticket, op)
+            link.launches.begin(lane, in_flight, op)
             try:
                 with nogil:  # may wait inside NCCL, which connects at the first collective
-                    code = _launch_on(lane, ticket, current, calls, n)
+                    code = _launch_on(lane, in_flight, current, calls, n)
             finally:
-                link.launches.end(lane, ticket, is_captured)
+                link.launches.end(lane, in_flight, is_captured)
             if code != ncclSuccess:
                 raise link.error(code, name_of(calls))
         except FastcommError as error:
@@ -484,7 +485,7 @@ cdef class NcclCommunicator:
 
 
 cdef int _launch_on(
-    Lane lane, Ticket ticket, CUstream current, Call *calls, size_t n
+    Lane lane, InFlight in_flight, CUstream current, Call *calls, size_t n
 ) except -1 nogil:
     """Returns NCCL's code."""
     cdef CUstream stream = lane.stream.handle
@@ -493,7 +494,7 @@ cdef int _launch_on(
     check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
     code = call_all(calls, n, lane.comm, stream)
     if code == ncclSuccess:
-        check(driver.record_event(ticket.done.handle, stream), b"cuEventRecord")
+        check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
     return code
 
 

@@ -6,7 +6,7 @@ from fastcomm.transports.nccl.calls cimport Kind
 from fastcomm.transports.nccl.library cimport Ctas, ncclComm_t
 
 
-cdef class Ticket:
+cdef class InFlight:
     cdef Event done
     cdef Event mark  # recorded after an older launch: once it is over, there was progress
     cdef uint64_t number
@@ -29,8 +29,8 @@ cdef class Lane:
     cdef CapturedGraphs graphs
     cdef Stream stream
     cdef Event ready  # recorded on the caller's stream; the lane's stream waits for it
-    cdef Ticket ticket
-    cdef Ticket calling  # of the launch that a thread is inside, else None
+    cdef InFlight in_flight
+    cdef InFlight calling  # of the launch that a thread is inside, else None
     cdef int n_inside  # other calls into NCCL with this communicator, by any thread
     cdef object ending  # the call that aborts it, until that is over, else None
 

@@ -29,12 +29,12 @@ cdef double SLICE_S = 0.05
 cdef double LEAVE_S = 2  # how long an abort waits for another thread to come out of NCCL
 cdef tuple KIND_NAMES = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
-    "reduce_shares", "spread_shares", "registration", "meeting of the ranks",
+    "reduce_scatter_v", "all_gather_v", "registration", "meeting of the ranks",
 )  # by Kind
 
 
-@cython.no_gc_clear  # a work that is collected hands its ticket on
-cdef class Ticket:
+@cython.no_gc_clear  # a work that is collected hands its record on
+cdef class InFlight:
     """What the watchdog knows of the newest of the collectives that share an event."""
 
     def __cinit__(self):
@@ -57,7 +57,7 @@ cdef class Lane:
 
     def __cinit__(self, Device device, CapturedGraphs graphs):
         self.device, self.graphs = device, graphs
-        self.stream, self.ready, self.ticket = Stream(), Event(), Ticket()
+        self.stream, self.ready, self.in_flight = Stream(), Event(), InFlight()
 
     def connect(self, str identifier, int rank, int world_size, double timeout_s, look):
         """Meets the other ranks. `look()` is called while waiting and raises if one of them has

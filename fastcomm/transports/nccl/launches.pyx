@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Launches: what a rank has launched over NCCL, and which of it is unfinished, by ticket.
+"""Launches: what a rank has launched over NCCL, and which of it is unfinished.
 
 Numbers the launches, and keeps the tensors of those that nobody may be waiting for. Only says which
 unfinished launch is the oldest; the watchdog judges it.
@@ -24,64 +24,64 @@ cdef class Launches:
 
     def __cinit__(self, Device cuda, list lanes):
         self.cuda, self.lanes = cuda, lanes
-        self.tickets, self.unused = weakref.WeakSet(), deque()
+        self.records, self.unused = weakref.WeakSet(), deque()
 
-    cdef Ticket new_ticket(self):
+    cdef InFlight new_record(self):
         cdef CUcontext before = self.cuda.enter()
         try:
-            ticket = Ticket()
+            in_flight = InFlight()
         finally:
             self.cuda.leave(before)
-        self.tickets.add(ticket)
-        return ticket
+        self.records.add(in_flight)
+        return in_flight
 
-    cdef Ticket take_ticket(self):
-        """A ticket for one asynchronous collective. Whoever drops the work puts it in `unused`."""
-        cdef Ticket ticket
+    cdef InFlight take_record(self):
+        """A record for one asynchronous collective. Whoever drops the work puts it in `unused`."""
+        cdef InFlight in_flight
         if self.unused:
-            ticket = self.unused[0]
-            if not ticket.is_pending or _is_over(ticket):
+            in_flight = self.unused[0]
+            if not in_flight.is_pending or _is_over(in_flight):
                 self.unused.popleft()
-                ticket.is_pending = ticket.is_marked = False
-                ticket.tensors = None
-                self.tickets.add(ticket)  # where the work was collected it was thought gone
-                return ticket
-        return self.new_ticket()
+                in_flight.is_pending = in_flight.is_marked = False
+                in_flight.tensors = None
+                self.records.add(in_flight)  # where the work was collected it was thought gone
+                return in_flight
+        return self.new_record()
 
     cdef forget_tensors(self):
         """All that was launched is over."""
-        for ticket in _members(self.tickets):
-            (<Ticket>ticket).tensors = None
+        for in_flight in _members(self.records):
+            (<InFlight>in_flight).tensors = None
 
     cdef begin_epoch(self):
         """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
         self.forget_tensors()
 
-    cdef int begin(self, Lane lane, Ticket ticket, op) except -1:
+    cdef int begin(self, Lane lane, InFlight in_flight, op) except -1:
         """From here on the watchdog counts the launch as unfinished."""
         self.number += 1
-        ticket.number, ticket.op = self.number, op
-        if not ticket.is_pending:  # else the one before has not ended, as far as is known
-            ticket.since = time.monotonic()
-        lane.calling = ticket
+        in_flight.number, in_flight.op = self.number, op
+        if not in_flight.is_pending:  # else the one before has not ended, as far as is known
+            in_flight.since = time.monotonic()
+        lane.calling = in_flight
         return 0
 
-    cdef int end(self, Lane lane, Ticket ticket, bint is_captured) except -1:
+    cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1:
         """The launch has returned. A launch that was only captured does not run, and its events
         must not be queried.
         """
         cdef int code
-        ticket.is_pending = not is_captured
-        if ticket.is_pending and not ticket.is_marked:
+        in_flight.is_pending = not is_captured
+        if in_flight.is_pending and not in_flight.is_marked:
             with nogil:  # may wait for room in the device's queue
-                code = driver.record_event(ticket.mark.handle, lane.stream.handle)
-            ticket.is_marked = code == CUDA_SUCCESS
+                code = driver.record_event(in_flight.mark.handle, lane.stream.handle)
+            in_flight.is_marked = code == CUDA_SUCCESS
         lane.calling = None
         return 0
 
-    cdef Ticket calling(self):
-        """The ticket of the launch that a thread is inside: at most one over all lanes."""
+    cdef InFlight calling(self):
+        """The record of the launch that a thread is inside: at most one over all lanes."""
         for lane in self.lanes:
             if (<Lane>lane).calling is not None:
                 return (<Lane>lane).calling
@@ -89,7 +89,7 @@ cdef class Launches:
 
     cdef oldest_unfinished(self):
         """See Watched._oldest_unfinished."""
-        cdef Ticket ticket, oldest = self.calling()
+        cdef InFlight in_flight, oldest = self.calling()
         cdef list pending = self._pending()
         cdef size_t i, n = len(pending)
         cdef Look *looks = <Look *>calloc(n + 1, sizeof(Look))
@@ -97,26 +97,26 @@ cdef class Launches:
             raise MemoryError("out of memory")
         try:
             for i in range(n):
-                ticket = pending[i]
-                looks[i].number, looks[i].done = ticket.number, ticket.done.handle
-                looks[i].mark = ticket.mark.handle if ticket.is_marked else NULL
+                in_flight = pending[i]
+                looks[i].number, looks[i].done = in_flight.number, in_flight.done.handle
+                looks[i].mark = in_flight.mark.handle if in_flight.is_marked else NULL
             with nogil:  # once for all, as another thread may keep the GIL for long
                 _look(looks, n)
             for i in range(n):
-                ticket = pending[i]
+                in_flight = pending[i]
                 # meanwhile another thread may have launched the same bucket again, perhaps in a
                 # capture, of whose events nobody may ask
-                if ticket.number != looks[i].number or not ticket.is_pending:
+                if in_flight.number != looks[i].number or not in_flight.is_pending:
                     continue
                 if looks[i].code != CUDA_ERROR_NOT_READY:
                     check(looks[i].code, b"cuEventQuery")
-                    ticket.is_pending = ticket.is_marked = False
-                    ticket.tensors = None
+                    in_flight.is_pending = in_flight.is_marked = False
+                    in_flight.tensors = None
                     continue
                 if looks[i].has_progress:
-                    ticket.is_marked, ticket.since = False, time.monotonic()
-                if oldest is None or ticket.number < oldest.number:
-                    oldest = ticket
+                    in_flight.is_marked, in_flight.since = False, time.monotonic()
+                if oldest is None or in_flight.number < oldest.number:
+                    oldest = in_flight
         finally:
             free(looks)
         if oldest is None:
@@ -124,15 +124,15 @@ cdef class Launches:
         return oldest.number, time.monotonic() - oldest.since, oldest.describe()
 
     cdef list _pending(self):
-        """The tickets of what is not known to be over."""
-        cdef Ticket calling = self.calling()
+        """The records of what is not known to be over."""
+        cdef InFlight calling = self.calling()
         return [
-            ticket for ticket in _members(self.tickets)
-            if (<Ticket>ticket).is_pending and ticket is not calling
+            in_flight for in_flight in _members(self.records)
+            if (<InFlight>in_flight).is_pending and in_flight is not calling
         ]
 
 
-# What one look at a ticket has found.
+# What one look at a record has found.
 cdef struct Look:
     uint64_t number
     CUevent done
@@ -149,15 +149,15 @@ cdef void _look(Look *looks, size_t n) noexcept nogil:
             looks[i].has_progress = driver.query_event(looks[i].mark) == CUDA_SUCCESS
 
 
-cdef bint _is_over(Ticket ticket) noexcept:
-    """Whether the ticket's launch is over, as far as can be told. A capture on this thread does not
+cdef bint _is_over(InFlight in_flight) noexcept:
+    """Whether the record's launch is over, as far as can be told. A capture on this thread does not
     mind the question.
     """
     cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
     cdef int code
     with nogil:
         driver.exchange_capture_mode(&mode)
-        code = driver.query_event(ticket.done.handle)
+        code = driver.query_event(in_flight.done.handle)
         driver.exchange_capture_mode(&mode)
     return code == CUDA_SUCCESS
 

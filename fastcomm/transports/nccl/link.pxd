@@ -4,7 +4,7 @@ from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport Device
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.comm.lifetime cimport Lifetime
-from fastcomm.transports.nccl.lane cimport Lane, Ticket
+from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
 from fastcomm.transports.nccl.library cimport Ctas
 from fastcomm.transports.nccl.memory cimport Pool
@@ -40,7 +40,7 @@ cdef class Link:
     cdef hear(self)
     cdef Lane lane(self, int number)
     cdef register(self, Lane lane, memory, uint32_t label)
-    cdef wait_for(self, Ticket ticket)
+    cdef wait_for(self, InFlight in_flight)
     cdef int check_usable(self) except -1
     cdef int check_open(self) except -1
     cdef int check_work(self, int epoch) except -1

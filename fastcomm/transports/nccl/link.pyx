@@ -83,7 +83,7 @@ cdef class Link:
             lane = Lane(self.cuda, self.graphs)
         (<Lane>lane).ctas = self.ctas
         self._connect(lane, len(self.lanes), look, look)
-        self.launches.tickets.add((<Lane>lane).ticket)
+        self.launches.records.add((<Lane>lane).in_flight)
         self.lanes.append(lane)
 
     cdef _connect(self, Lane lane, int number, look, look_for_all):
@@ -102,19 +102,19 @@ cdef class Link:
         """The lane of that number. Makes it if there is none yet, which is collective."""
         while len(self.lanes) <= number:
             # NCCL cannot split a communicator that is busy
-            self.wait_for((<Lane>self.lanes[0]).ticket)
+            self.wait_for((<Lane>self.lanes[0]).in_flight)
             with self._meeting():
                 self._add_lane(self._look)
         return self.lanes[number]
 
-    cdef wait_for(self, Ticket ticket):
-        """Blocks until the newest collective launched with the ticket is over.
+    cdef wait_for(self, InFlight in_flight):
+        """Blocks until the newest collective launched with the record is over.
 
         What a signal handler raises meanwhile (Ctrl-C) is raised afterwards, because the peers
         count on this rank. A second exception is raised at once, and aborts the communicator.
         """
         deferred = None
-        while not ticket.done.is_over():
+        while not in_flight.done.is_over():
             try:
                 PyErr_CheckSignals()
             except BaseException as error:
@@ -141,14 +141,14 @@ cdef class Link:
         the communicator on all.
         """
         cdef Lane lane = self.lanes[0]
-        cdef Ticket ticket = self.launches.new_ticket()
-        ticket.kind = MEETING
-        self.launches.begin(lane, ticket, None)
+        cdef InFlight in_flight = self.launches.new_record()
+        in_flight.kind = MEETING
+        self.launches.begin(lane, in_flight, None)
         try:
             try:
                 yield
             finally:
-                self.launches.end(lane, ticket, True)
+                self.launches.end(lane, in_flight, True)
         except FastcommError as error:
             raise self.reason(error) from error
         except BaseException:  # Ctrl-C: the other ranks have met without this one
@@ -349,15 +349,15 @@ cdef class Link:
 
     cdef register(self, Lane lane, memory, uint32_t label):
         """Registers a bucket's memory. The watchdog watches: a window waits for the peers."""
-        cdef Ticket ticket = self.launches.new_ticket()
-        ticket.kind, ticket.label = REGISTRATION, label
-        ticket.dtype, ticket.numel = memory.dtype, memory.numel()
-        self.launches.begin(lane, ticket, None)
+        cdef InFlight in_flight = self.launches.new_record()
+        in_flight.kind, in_flight.label = REGISTRATION, label
+        in_flight.dtype, in_flight.numel = memory.dtype, memory.numel()
+        self.launches.begin(lane, in_flight, None)
         try:
             try:
                 self.pool.register(<void *><size_t>memory.data_ptr(), lane, self.world_size > 1)
             finally:
-                self.launches.end(lane, ticket, True)
+                self.launches.end(lane, in_flight, True)
         except NcclError as error:
             raise self.reason(error) from error
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from fastcomm.comm.collective import presence_values, real_numel
+from fastcomm.comm.collective import used_values, real_numel
 from fastcomm.comm.transport import BoundBucket, BucketWork
 
 from libc.math cimport isnan
@@ -14,7 +14,7 @@ from libc.string cimport memcpy
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.shm.core cimport (
-    SHM_ALL_REDUCE, SHM_REDUCE_SHARES, shm_counting, shm_descriptor, shm_piece,
+    SHM_ALL_REDUCE, SHM_REDUCE_SCATTER_V, shm_counting, shm_descriptor, shm_piece,
 )
 from fastcomm.transports.shm.descriptor cimport bucket_op_code, descriptor
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
@@ -34,11 +34,11 @@ cdef class ShmBucket(GatheringBucket):
 
     cdef readonly ShmWork posted  # see BoundBucket.posted
     cdef Ring ring
-    cdef Py_ssize_t end  # of the gradients in `flat`; behind it lies their presence
-    cdef object wire, dtype, presence
-    cdef tuple bounds  # of the ranks' shares; None: every rank gets the whole
+    cdef Py_ssize_t end  # of the gradients in `flat`; behind it lies their used mask
+    cdef object wire, dtype, used_mask
+    cdef tuple bounds  # of the ranks' shards; None: every rank gets the whole
     cdef list narrow, wide  # what a launch casts, and where it casts the result back
-    cdef dict tokens  # by op and by what is missing: what to put into `presence`
+    cdef dict tokens  # by op and by what is missing: what to put into it
     cdef uint32_t label
     cdef size_t itemsize
     cdef Span *spans  # of the slots in the flat buffer
@@ -52,7 +52,7 @@ cdef class ShmBucket(GatheringBucket):
         self.ring, self.wire, self.label = ring, wire, label
         self.dtype, self.itemsize = flat.dtype, flat.element_size()
         self.end = flat.numel() - len(views)
-        self.presence, self.tokens = flat[self.end:], {}
+        self.used_mask, self.tokens = flat[self.end:], {}
         self.spans = <Span *>malloc(max(len(views), 1) * sizeof(Span))
         if self.spans == NULL:
             raise MemoryError("out of memory")
@@ -106,11 +106,11 @@ cdef class ShmBucket(GatheringBucket):
     def launch(self, str op, list missing, uint64_t step=0, weight=None):
         """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
-        cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SHARES
+        cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SCATTER_V
         cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None
-        work.op, work.presence = op, self.presence
+        work.op, work.used_mask = op, self.used_mask
         if self.bounds is not None:
             work.take_bounds(self.bounds)
         d.label, d.step = self.label, step
@@ -118,7 +118,7 @@ cdef class ShmBucket(GatheringBucket):
             d.weight, d.scale = weight
         if self.counts:
             work.counting = shm_counting(self.end, self.adds_squares)
-        self.presence.copy_(self._token(op, tuple(missing)))
+        self.used_mask.copy_(self._token(op, tuple(missing)))
         if self.wire is not self.flat:
             self._narrow(&d)
         self.ring.post(&d, data, data, work)
@@ -136,7 +136,7 @@ cdef class ShmBucket(GatheringBucket):
             self.wire.copy_(self.flat)
             return 0
         torch.mul(self.flat, d.scale / d.weight, out=self.wire)
-        self.wire[self.end:].copy_(self.presence)
+        self.wire[self.end:].copy_(self.used_mask)
         d.scale = d.weight
         return 0
 
@@ -145,8 +145,8 @@ cdef class ShmBucket(GatheringBucket):
         if token is None:
             if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
                 self.tokens.clear()
-            absent, present = presence_values(op)
-            token = self.tokens[op, missing] = torch.full_like(self.presence, present)
+            absent, present = used_values(op)
+            token = self.tokens[op, missing] = torch.full_like(self.used_mask, present)
             token[list(missing)] = absent
         return token
 
@@ -161,15 +161,15 @@ cdef class ShmBucket(GatheringBucket):
     def square_sum(self):
         """See BoundBucket.square_sum. As the last launch has left them."""
         cdef ShmWork work = self.posted
-        if work is None or not work.was_counted or isnan(work.tally.square_sum):
+        if work is None or not work.was_counted or isnan(work.statistics.square_sum):
             return None  # of NaNs, too
-        return torch.tensor(work.tally.square_sum, dtype=torch.float64)
+        return torch.tensor(work.statistics.square_sum, dtype=torch.float64)
 
     def n_nonfinite(self):
         """See BoundBucket.n_nonfinite."""
         if self.posted is None or not self.posted.was_counted:
             return None
-        return torch.tensor(self.posted.tally.n_nonfinite, dtype=torch.int64)
+        return torch.tensor(self.posted.statistics.n_nonfinite, dtype=torch.int64)
 
 
 BoundBucket.register(ShmBucket)

@@ -12,7 +12,7 @@ import torch
 
 from fastcomm.comm.collective import (
     CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_src, refuse_dtype,
-    refuse_error_feedback, share_of,
+    refuse_error_feedback, shard_of,
 )
 from fastcomm.comm.transport import Transport, is_abandoned_already, leave_backward
 from fastcomm.errors import InitError, has_closed
@@ -184,7 +184,7 @@ cdef class ShmCommunicator:
         """
         cdef shm_descriptor d = descriptor(SHM_REDUCE_SCATTER, op_code(op))
         cdef char *input = self.ring.check(inp, &d)
-        numel = share_of("reduce_scatter_single", inp, self.world_size)
+        numel = shard_of("reduce_scatter_single", inp, self.world_size)
         cdef char *output = self._check_out("reduce_scatter_single", out, inp, numel)
         return self.ring.call(&d, inp, input, out, output, async_op)
 
@@ -234,13 +234,13 @@ cdef class ShmCommunicator:
             wire = self.empty(flat.numel(), dtype=wire_dtype).zero_()
         return ShmBucket(self.ring, flat, wire, views, offsets, label, bounds)
 
-    def spread_shares(self, flat, tuple bounds, *, uint32_t label=0):
-        """See Communicator.spread_shares. Every rank reads the others' shares where they lie."""
-        cdef shm_descriptor d = descriptor(SHM_SPREAD_SHARES, SHM_SUM)
+    def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
+        """See Communicator.all_gather_v. Every rank reads the others' shards where they lie."""
+        cdef shm_descriptor d = descriptor(SHM_ALL_GATHER_V, SHM_SUM)
         cdef char *data = self.ring.check(flat, &d)
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         if d.where == SHM_PRIVATE and d.numel:
-            raise ValueError("spread_shares() takes tensors that empty() has made")
+            raise ValueError("all_gather_v() takes tensors that empty() has made")
         work.ring, work.tensors = self.ring, flat
         work.take_bounds(bounds)
         d.label = label

@@ -13,7 +13,7 @@ cdef extern from "shm/core.h" nogil:
         SHM_MAX_RANKS, SHM_RING
         SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
         SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER
-        SHM_REDUCE_SHARES, SHM_SPREAD_SHARES, SHM_ABANDON, SHM_SHADOW
+        SHM_REDUCE_SCATTER_V, SHM_ALL_GATHER_V, SHM_ABANDON, SHM_SHADOW
         SHM_ALIVE, SHM_CLOSED, SHM_ABORTED, SHM_DROPPED, SHM_ENDED, SHM_RAISED
     uint64_t SHM_PRIVATE
 
@@ -32,7 +32,7 @@ cdef extern from "shm/core.h" nogil:
         uint64_t numel
         bint adds_squares
 
-    struct shm_tally:
+    struct shm_statistics:
         uint64_t n_nonfinite
         double square_sum
 
@@ -51,7 +51,7 @@ cdef extern from "shm/core.h" nogil:
     uint64_t shm_progress(const shm_comm *comm)
     void shm_keep_times(shm_comm *comm, int change)
     void shm_times_of(const shm_comm *comm, uint32_t seq, uint64_t *began_ns, uint64_t *ended_ns)
-    bint shm_tally_of(const shm_comm *comm, uint32_t seq, shm_tally *tally)
+    bint shm_statistics_of(const shm_comm *comm, uint32_t seq, shm_statistics *statistics)
     int shm_is_skipped(const shm_comm *comm, uint32_t seq)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)

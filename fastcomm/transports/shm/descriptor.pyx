@@ -8,7 +8,7 @@ cdef dict BUCKET_OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
 cdef dict OP_CODES = {op: BUCKET_OP_CODES[op] for op in OPS}
 cdef tuple KIND_NAMES = (
     "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
-    "reduce_shares", "spread_shares", "abandon", SHADOW,
+    "reduce_scatter_v", "all_gather_v", "abandon", SHADOW,
 )
 
 
@@ -26,7 +26,7 @@ cdef str in_words(shm_descriptor d):
     return sentence(
         KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],
         op=BUCKET_OPS[d.op]
-        if d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SHARES) else None,
+        if d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SCATTER_V) else None,
         src=d.root if d.kind == SHM_BROADCAST else None, label=d.label, step=d.step,
     )
 

@@ -11,14 +11,14 @@ cdef class ShmWork:
     cdef object tensors  # kept alive while they are needed
     # of a bucket that is reduced in another dtype: what is cast back, and from where; else None
     cdef object flat, wire
-    cdef uint64_t *bounds  # of a collective of shares, else NULL
+    cdef uint64_t *bounds  # of a collective of shards, else NULL
     cdef shm_piece *pieces
     cdef size_t n_pieces
     cdef str op
-    cdef object presence
+    cdef object used_mask
     cdef bint finished, is_realigning, was_skipped, was_counted
     cdef shm_counting counting
-    cdef shm_tally tally
+    cdef shm_statistics statistics
     cdef object error
     cdef uint64_t began_ns, ended_ns  # 0 if not noted
 

@@ -12,7 +12,7 @@ import time
 import torch
 
 from fastcomm.comm import collective
-from fastcomm.comm.collective import CPU_DTYPES, presence_values
+from fastcomm.comm.collective import CPU_DTYPES, used_values
 from fastcomm.errors import (
     CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
     PeerLostError, TimeoutError,
@@ -75,8 +75,8 @@ cdef class ShmWork:
     def present(self):
         """See BucketWork.present."""
         self.wait()
-        absent, _ = presence_values(self.op)
-        return (self.presence != absent).tolist()
+        absent, _ = used_values(self.op)
+        return (self.used_mask != absent).tolist()
 
     def is_skipped(self):
         """See BucketWork.is_skipped."""
@@ -327,7 +327,7 @@ cdef class Ring:
         if status == SHM_OK:
             shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
             work.was_skipped = shm_is_skipped(self.handle, work.seq)
-            work.was_counted = shm_tally_of(self.handle, work.seq, &work.tally)
+            work.was_counted = shm_statistics_of(self.handle, work.seq, &work.statistics)
             work.resolve(None)
         elif status == SHM_MISMATCH:
             work.resolve(MismatchError(self._mismatch(work.seq)))

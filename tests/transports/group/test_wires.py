@@ -169,7 +169,7 @@ def over_wires(*world_sizes):
 
 
 def _bind(comm, gradients, wire_dtype, label=1, **options):
-    """A bucket of one view, and behind it its presence."""
+    """A bucket of one view, and behind it its used mask."""
     flat = torch.cat([gradients, gradients.new_zeros(1)])
     bound = comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=wire_dtype, label=label, **options)
     return flat[:-1], bound
@@ -226,7 +226,7 @@ def test_ranks_have_the_same_bits_and_no_infinity_is_lost(comm, wire_dtype, erro
 @with_transport
 @pytest.mark.parametrize("n_views", [3, 300])  # carried by the announcement, and not
 @on_ranks(3)
-def test_presence_is_exact_beside_great_gradients(comm, n_views):
+def test_the_used_mask_is_exact_beside_great_gradients(comm, n_views):
     flat = torch.empty(2 * n_views)
     views, offsets = list(flat[:n_views].view(n_views, 1)), list(range(n_views))
     bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=torch.int8, label=1)

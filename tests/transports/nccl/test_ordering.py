@@ -200,7 +200,7 @@ COLLECTIVES = {
     "reduce_scatter_single": lambda comm, t, **how: comm.reduce_scatter_single(
         t[:4], torch.cat([t, t])[4:12], **how
     ),
-    "mean of a share": lambda comm, t, **how: comm.reduce_scatter_single(
+    "mean of a shard": lambda comm, t, **how: comm.reduce_scatter_single(
         t[:4], torch.cat([t, t])[4:12], "mean", **how
     ),
 }

@@ -25,12 +25,12 @@ bool forked, full;
 
 /* ---- one collective ---- */
 
-static bool has_shares(uint32_t kind) {
-    return kind == SHM_REDUCE_SHARES || kind == SHM_SPREAD_SHARES;
+static bool has_shards(uint32_t kind) {
+    return kind == SHM_REDUCE_SCATTER_V || kind == SHM_ALL_GATHER_V;
 }
 
 bool is_in_place(uint32_t kind) {
-    return kind == SHM_ALL_REDUCE || kind == SHM_BROADCAST || has_shares(kind);
+    return kind == SHM_ALL_REDUCE || kind == SHM_BROADCAST || has_shards(kind);
 }
 
 static uint64_t output_numel(const struct rank *me, const struct shm_descriptor *d) {
@@ -66,7 +66,7 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
     return q;
 }
 
-/* The rank in whose share the element lies; world_size for one behind the shares. */
+/* The rank in whose shard the element lies; world_size for one behind the shards. */
 static int owner_of(const struct rank *me, const struct request *q, uint64_t index) {
     int owner = 0;
     while (owner < me->world_size && index >= q->bounds[owner + 1]) {
@@ -75,11 +75,11 @@ static int owner_of(const struct rank *me, const struct request *q, uint64_t ind
     return owner;
 }
 
-static union element expected_of_shares(const struct rank *me, const struct request *q,
+static union element expected_of_shards(const struct rank *me, const struct request *q,
                                         uint64_t index) {
     const struct shm_descriptor *d = &q->descriptor;
     int owner = owner_of(me, q, index);
-    if (d->kind == SHM_SPREAD_SHARES) {
+    if (d->kind == SHM_ALL_GATHER_V) {
         return element_of(d->dtype, q->seed, owner < me->world_size ? owner : me->rank, index);
     }
     if (owner == me->rank || owner == me->world_size || shm_fits_mailbox(d, me->world_size)) {
@@ -91,9 +91,9 @@ static union element expected_of_shares(const struct rank *me, const struct requ
 static union element expected(const struct rank *me, const struct request *q, uint64_t index) {
     const struct shm_descriptor *d = &q->descriptor;
     switch (d->kind) {
-    case SHM_REDUCE_SHARES:
-    case SHM_SPREAD_SHARES:
-        return expected_of_shares(me, q, index);
+    case SHM_REDUCE_SCATTER_V:
+    case SHM_ALL_GATHER_V:
+        return expected_of_shards(me, q, index);
     case SHM_BROADCAST:
         return element_of(d->dtype, q->seed, (int)d->root, index);
     case SHM_ALL_GATHER:
@@ -138,7 +138,7 @@ uint32_t post(struct rank *me, struct request *q) {
     int status;
     /* counts half of the reductions, whose result is the same */
     struct shm_counting counting = {q->seed % 2 * q->descriptor.numel, false};
-    const uint64_t *bounds = has_shares(q->descriptor.kind) ? q->bounds : NULL;
+    const uint64_t *bounds = has_shards(q->descriptor.kind) ? q->bounds : NULL;
     while ((status = shm_post(me->comm, &q->descriptor, q->input, q->output, q->pieces, q->n_pieces,
                               bounds, counting, &seq)) == SHM_AGAIN) {
         status = shm_make_room(me->comm, UINT64_MAX / 2);

@@ -48,7 +48,7 @@ struct request {
     char *input, *output;
     size_t n_pieces;
     struct shm_piece pieces[8];
-    uint64_t bounds[SHM_MAX_RANKS + 1]; /* of the shares, where the kind has them */
+    uint64_t bounds[SHM_MAX_RANKS + 1]; /* of the shards, where the kind has them */
 };
 
 /* Fills in the collective and its inputs. `room` begins where this rank may put the tensors;

@@ -172,8 +172,8 @@ static void pieces(struct rank *me) {
     }
 }
 
-/* Rank r's share is `numel` * r / n long, so rank 0 has none; `behind` elements follow the last. */
-static struct request request_of_shares(struct rank *me, uint32_t kind, uint32_t dtype,
+/* Rank r's shard is `numel` * r / n long, so rank 0 has none; `behind` elements follow the last. */
+static struct request request_of_shards(struct rank *me, uint32_t kind, uint32_t dtype,
                                         uint64_t numel, uint64_t behind) {
     struct request q = prepare(me, kind, SHM_SUM, dtype, numel + behind, me->shared);
     uint64_t n = (uint64_t)me->world_size;
@@ -183,19 +183,19 @@ static struct request request_of_shares(struct rank *me, uint32_t kind, uint32_t
     return q;
 }
 
-static void shares(struct rank *me) {
+static void shards(struct rank *me) {
     uint64_t sizes[] = {0, 1, 90, 1025, 5000, 70000, full ? 300001 : 66000};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
             for (int scattered = 0; scattered < 2; scattered++) {
                 struct request q =
-                    request_of_shares(me, SHM_REDUCE_SHARES, dtype, sizes[i], i % 3 * 7);
+                    request_of_shards(me, SHM_REDUCE_SCATTER_V, dtype, sizes[i], i % 3 * 7);
                 if (scattered) {
                     scatter_input(me, &q, me->private + AREA_BYTES);
                 }
                 run_and_verify(me, &q);
             }
-            struct request q = request_of_shares(me, SHM_SPREAD_SHARES, dtype, sizes[i], i % 3 * 7);
+            struct request q = request_of_shards(me, SHM_ALL_GATHER_V, dtype, sizes[i], i % 3 * 7);
             run_and_verify(me, &q);
         }
     }
@@ -414,7 +414,7 @@ const struct scenario scenarios[] = {
     {"staged_in_a_row", staged_in_a_row, ALWAYS},
     {"many_under_way", many_under_way, ALWAYS},
     {"pieces", pieces, ALWAYS},
-    {"shares", shares, ALWAYS},
+    {"shards", shards, ALWAYS},
     {"mismatches", mismatches, ALWAYS},
     {"mismatch_under_way", mismatch_under_way, ALWAYS},
     {"late_rank", late_rank, ALWAYS},

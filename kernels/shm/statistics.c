@@ -1,6 +1,6 @@
 /* Counts what is not finite, and adds squares: in double, in LANES sums side by side, whose order
  * is the same for every instruction set. */
-#include "tally.h"
+#include "statistics.h"
 
 #include <string.h>
 

@@ -1,11 +1,11 @@
 /* What is counted of a reduction's result while it is in the cache. Plain C11. */
-#ifndef FASTCOMM_SHM_TALLY_H
-#define FASTCOMM_SHM_TALLY_H
+#ifndef FASTCOMM_SHM_STATISTICS_H
+#define FASTCOMM_SHM_STATISTICS_H
 
 #include "reduce.h"
 
 /* Of floats: how many are infinite or NaN, and the sum of their squares, NaN if it is unknown. */
-struct shm_tally {
+struct shm_statistics {
     uint64_t n_nonfinite;
     double square_sum;
 };

@@ -11,11 +11,11 @@ SHARES = "fastcomm/reducer/features/shards.py"
 SHARDED = "fastcomm/optim/sharded.py"
 ARRIVALS = "fastcomm/reducer/features/arrivals.py"
 
-FILE = "tests/transports/nccl/test_shares.py"
-EQUAL = f"{FILE}::test_equal_shares_are_reduce_scattered_and_gathered"
+FILE = "tests/transports/nccl/test_shards.py"
+EQUAL = f"{FILE}::test_equal_shards_are_reduce_scattered_and_gathered"
 WHOLE = f"{FILE}::test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it"
-PARAMETERS = f"{FILE}::test_shares_give_the_parameters_of_whole_buckets"
-ORDERED = f"{FILE}::test_training_with_shares_is_ordered"
+PARAMETERS = f"{FILE}::test_shards_give_the_parameters_of_whole_buckets"
+ORDERED = f"{FILE}::test_training_with_shards_is_ordered"
 OVERLAPPED = f"{FILE}::test_overlapped_gathers_give_the_parameters_of_the_plain_optimizer"
 MODULES = f"{FILE}::test_each_module_waits_for_its_own_parameters_alone"
 USES = f"{FILE}::test_whatever_uses_a_parameter_waits_for_it"
@@ -23,31 +23,31 @@ UNSEEN = f"{FILE}::test_a_gradient_of_a_parameter_that_was_not_seen_in_use_is_re
 
 MUTATIONS = (
     Mutation(
-        name="shares: all whole parameters are reduced into rank 0, and sent from it",
+        name="shards: all whole parameters are reduced into rank 0, and sent from it",
         file=CALLS,
         within="_move",
-        old="Call(each, share, share, numel, dtype, 0, r)",
-        new="Call(each, share, share, numel, dtype, 0, 0)",
+        old="Call(each, shard, shard, numel, dtype, 0, r)",
+        new="Call(each, shard, shard, numel, dtype, 0, 0)",
         tests=(WHOLE, PARAMETERS),
     ),
     Mutation(
-        name="shares: every rank gathers the first share",
+        name="shards: every rank gathers the first shard",
         file=CALLS,
         within="_move",
-        old="calls[0].source, calls[0].target = share, whole",
+        old="calls[0].source, calls[0].target = shard, whole",
         new="calls[0].source, calls[0].target = whole, whole",
         tests=(PARAMETERS,),
     ),
     Mutation(
-        name="shares: every rank's share is scattered to the beginning",
+        name="shards: every rank's shard is scattered to the beginning",
         file=CALLS,
         within="_move",
-        old="Call(alike, whole, share, numel, dtype, 0, 0)",
+        old="Call(alike, whole, shard, numel, dtype, 0, 0)",
         new="Call(alike, whole, whole, numel, dtype, 0, 0)",
         tests=(PARAMETERS,),
     ),
     Mutation(
-        name="shares: whole buckets are reduced",
+        name="shards: whole buckets are reduced",
         file=BUCKET,
         within="NcclBucket._fill_in_calls",
         old="if bounds is not None:",
@@ -55,7 +55,7 @@ MUTATIONS = (
         tests=(EQUAL, WHOLE),
     ),
     Mutation(
-        name="shares: no rank hears which gradients the others have",
+        name="shards: no rank hears which gradients the others have",
         file=BUCKET,
         within="NcclBucket._fill_in_calls",
         old="self.n_calls = n + 1",
@@ -63,7 +63,7 @@ MUTATIONS = (
         tests=(EQUAL, PARAMETERS),
     ),
     Mutation(
-        name="shares: the first share is cast back on every rank",
+        name="shards: the first shard is cast back on every rank",
         file=BUCKET,
         within="NcclBucket._prepare_scattering",
         old="begin, end = bounds[self.link.rank], bounds[self.link.rank + 1]",
@@ -71,7 +71,7 @@ MUTATIONS = (
         tests=(PARAMETERS,),
     ),
     Mutation(
-        name="shares: gathers begin with what the next forward uses last",
+        name="shards: gathers begin with what the next forward uses last",
         file=SHARDED,
         within="ShardedOptimizer._spread",
         old="reversed(list(enumerate(self._buckets)))",
@@ -79,7 +79,7 @@ MUTATIONS = (
         tests=(WHOLE,),
     ),
     Mutation(
-        name="shares: step() does not wait for the gathers",
+        name="shards: step() does not wait for the gathers",
         file=SHARDED,
         within="ShardedOptimizer._spread",
         old=("for work in under_way.values():\n    work.wait()"),
@@ -87,7 +87,7 @@ MUTATIONS = (
         tests=(ORDERED,),
     ),
     Mutation(
-        name="shares: a wait on another stream leaves that of the step without order",
+        name="shards: a wait on another stream leaves that of the step without order",
         file=COMMUNICATOR,
         within="NcclWork.wait",
         old="self._order_launch()",
@@ -95,15 +95,15 @@ MUTATIONS = (
         tests=(f"{FILE}::test_a_first_use_on_another_stream_orders_that_of_the_step",),
     ),
     Mutation(
-        name="shares: a gather crosses the end of a capture",
+        name="shards: a gather crosses the end of a capture",
         file=COMMUNICATOR,
-        within="NcclCommunicator.spread_shares",
+        within="NcclCommunicator.all_gather_v",
         old="work.wait()  # in the capture",
         new="pass",
         tests=(f"{FILE}::test_a_step_can_be_captured",),
     ),
     Mutation(
-        name="shares: a module does not wait for its parameters",
+        name="shards: a module does not wait for its parameters",
         file=ARRIVALS,
         within="Arrivals._before_forward",
         old="self._under_way[number].wait()",
@@ -111,7 +111,7 @@ MUTATIONS = (
         tests=(OVERLAPPED,),
     ),
     Mutation(
-        name="shares: a module waits for all parameters",
+        name="shards: a module waits for all parameters",
         file=ARRIVALS,
         within="Arrivals._before_forward",
         old="not torch.is_grad_enabled()",
@@ -119,7 +119,7 @@ MUTATIONS = (
         tests=(MODULES,),
     ),
     Mutation(
-        name="shares: without grad a module waits for its own parameters alone",
+        name="shards: without grad a module waits for its own parameters alone",
         file=ARRIVALS,
         within="Arrivals._before_forward",
         old="not torch.is_grad_enabled()",
@@ -127,7 +127,7 @@ MUTATIONS = (
         tests=(MODULES,),
     ),
     Mutation(
-        name="shares: zero_grad() waits for all parameters",
+        name="shards: zero_grad() waits for all parameters",
         file=ARRIVALS,
         within="Arriving.__torch_function__",
         old="func in _METADATA",
@@ -135,7 +135,7 @@ MUTATIONS = (
         tests=(MODULES,),
     ),
     Mutation(
-        name="shares: what is done to a parameter outside modules does not wait",
+        name="shards: what is done to a parameter outside modules does not wait",
         file=ARRIVALS,
         within="Arriving.__torch_function__",
         old="_wait_for(one)",
@@ -143,7 +143,7 @@ MUTATIONS = (
         tests=(USES,),
     ),
     Mutation(
-        name="shares: a copy of a parameter is for ever on its way",
+        name="shards: a copy of a parameter is for ever on its way",
         file=ARRIVALS,
         within="Arriving.__deepcopy__",
         old=("_wait_for(self)\nreturn self.__deepcopy__(memo)"),
@@ -151,15 +151,15 @@ MUTATIONS = (
         tests=(USES,),
     ),
     Mutation(
-        name="shares: gradients of parameters that were not seen in use are reduced",
+        name="shards: gradients of parameters that were not seen in use are reduced",
         file=SHARES,
-        within="RankShare.refuse_unseen",
+        within="BucketShard.refuse_unseen",
         old="self._was_unseen and any(ready)",
         new="False",
         tests=(UNSEEN,),
     ),
     Mutation(
-        name="shares: training goes on with parameters that did not arrive",
+        name="shards: training goes on with parameters that did not arrive",
         file=ARRIVALS,
         within="Arrival.wait",
         old="optimizer.is_torn = True",

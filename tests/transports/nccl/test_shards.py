@@ -1,4 +1,4 @@
-"""A ShardedOptimizer over NCCL: buckets are reduced into the ranks' shares, and parameters gathered
+"""A ShardedOptimizer over NCCL: buckets are reduced into the ranks' shards, and parameters gathered
 from them, by the calls that are made for it, and in order.
 """
 
@@ -59,17 +59,17 @@ def _step(place, kind, options):
 @pytest.mark.parametrize(
     "wire_dtype, number", [(None, FLOAT32), (torch.bfloat16, BFLOAT16)], ids=["as it is", "cast"]
 )
-def test_equal_shares_are_reduce_scattered_and_gathered(wire_dtype, number):
-    share = 144  # of 272, to the next cache line
+def test_equal_shards_are_reduce_scattered_and_gathered(wire_dtype, number):
+    shard = 144  # of 272, to the next cache line
     bucket = [
         ("ncclGroupStart",),
-        ("ncclReduceScatter", share, number),
+        ("ncclReduceScatter", shard, number),
         ("ncclAllReduce", 2, number),  # which rank has which gradients
         ("ncclGroupEnd",),
     ]
     for backwards, steps in stand_in_values(2, _step, torch.optim.SGD, {"wire_dtype": wire_dtype}):
         assert backwards == bucket * 2
-        assert steps == [("ncclAllGather", share, FLOAT32)] * 2
+        assert steps == [("ncclAllGather", shard, FLOAT32)] * 2
 
 
 def test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it():
@@ -107,7 +107,7 @@ def _train_heads(place, kind, options):
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion], ids=["equal", "whole"])
-def test_shares_give_the_parameters_of_whole_buckets(kind, wire_dtype, op):
+def test_shards_give_the_parameters_of_whole_buckets(kind, wire_dtype, op):
     options = {"wire_dtype": wire_dtype, "op": op, "bucket_cap_mb": 0.0005}
     stand_in_values(3, _train_heads, kind, options)
 
@@ -143,7 +143,7 @@ def _train(place, kind, options, sharding):
     ids=["as it is", "two lanes", "cast", "gradients kept"],
 )
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion], ids=["equal", "whole"])
-def test_training_with_shares_is_ordered(kind, options, sharding):
+def test_training_with_shards_is_ordered(kind, options, sharding):
     stand_in_values(2, _train, kind, options, sharding)
 
 
@@ -152,14 +152,14 @@ def _use_on_another_stream(place):
     comm = communicator(place)
     with TorchStreams(comm, 3) as streams:
         flat = comm.empty(8, dtype=torch.float32).fill_(place.rank)
-        work = comm.spread_shares(flat, (0, 4, 8))
+        work = comm.all_gather_v(flat, (0, 4, 8))
         for stream in streams.streams[1:]:
             with streams.on(stream):
                 work.wait()
                 assert flat.tolist() == [0] * 4 + [1] * 4
 
 
-def test_shares_are_there_for_every_stream_that_waits():
+def test_shards_are_there_for_every_stream_that_waits():
     stand_in_values(2, _use_on_another_stream)
 
 
