@@ -230,7 +230,7 @@ class Bucket(Counter):
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the
         gradients with one; settle() copies the values back into those.
         """
-        if self._is_shared:
+        if self._is_sharded:
             raise FastcommError(
                 "backward(create_graph=True) leaves gradients in .grad, which a ShardedOptimizer "
                 "takes: make it with keep_gradients=True"
@@ -250,7 +250,7 @@ class Bucket(Counter):
         """
         if self._held is None:
             # not of a sharded model, whose gradients have to go
-            some = [] if self._is_shared else self.parameters
+            some = [] if self._is_sharded else self.parameters
             self._held = {
                 i: parameter.grad
                 for i, parameter in enumerate(some)
@@ -370,17 +370,17 @@ class Bucket(Counter):
         """After finish(): how many elements of the result are infinite or NaN, on all ranks, as an
         int64 scalar. None if the transport has not counted.
         """
-        is_partial = self._is_shared and self._has_streams
+        is_partial = self._is_sharded and self._has_streams
         return self._bound.n_nonfinite() if self._counts_nonfinite and not is_partial else None
 
     def reduced_part(self) -> Tensor:
         """The result of the last round, as far as this rank needs it: all, or its shard."""
-        if self.shard is not None and self._is_shared:
+        if self.shard is not None and self._is_sharded:
             return self.shard.part_of(self.flat)
         return self.flat[: self.flat.numel() - len(self.views)]
 
     @property
-    def _is_shared(self) -> bool:
+    def _is_sharded(self) -> bool:
         """Whether each rank has its shard of the result only."""
         return self.shard is not None and not self.shard.keeps_gradients
 

@@ -271,7 +271,7 @@ MUTATIONS = (
         name="counts: over NCCL what a rank finds in its shard stands for all",
         file=BUCKET,
         within="Bucket.n_left_nonfinite",
-        old="self._is_shared and self._has_streams",
+        old="self._is_sharded and self._has_streams",
         new="False",
         tests=(
             "tests/reducer/features/test_skipped_optimizers.py::test_a_sharded_optimizer_skips",
