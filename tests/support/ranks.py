@@ -230,6 +230,8 @@ def own_port(lowest: int = 25_000) -> int:
     for _ in range(12):
         port = first + next(_n_ports) % 12
         with socket.socket() as probe, contextlib.suppress(OSError):
+            # As the ranks' store does: a connection that ended a minute ago still has the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
             return port
     raise RuntimeError(f"the ports from {first} to {first + 11} are all taken")
