@@ -81,7 +81,7 @@ def reduce_scatter(algorithm: str, link: Link, nbytes: float, ranks: int) -> Cos
 
 
 def all_gather(algorithm: str, link: Link, nbytes: float, ranks: int) -> Cost:
-    """Every rank gets all shares of a buffer of `nbytes`."""
+    """Every rank gets all shards of a buffer of `nbytes`."""
     if ranks == 1:
         return Cost(0.0)
     # In shared memory a rank writes its shard into every buffer.

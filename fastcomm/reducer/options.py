@@ -22,7 +22,7 @@ from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.ddp_hooks import Hook, HookCalls
 
 _MB = 1024 * 1024
-AUTO = "auto"  # a bucket_cap_mb: see tuning.py
+AUTO = "auto"  # a bucket_cap_mb: see features/autotune.py
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,6 @@ class SharedCommunicator:
         self._unplaced: deque[UnderWay] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See Communicator.empty."""
         with self.turn:
             return self.comm.empty(numel, dtype=dtype)
 

@@ -1,6 +1,6 @@
 """Weighting: what a rank's gradients count in the next reduction, after Reducer.set_weight().
 
-The weight of a round goes to the other ranks with its buckets; see communicator.Weight. Where a
+The weight of a round goes to the other ranks with its buckets; see transport.Weight. Where a
 round takes several batches (no_sync), .grad holds their gradients in one unit, the largest weight
 so far: gradients of a batch with a smaller weight are scaled before autograd adds them, and what
 stands in .grad is scaled when a larger weight comes. So nothing there is larger than a sum without

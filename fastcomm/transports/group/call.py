@@ -45,7 +45,7 @@ KINDS = (
 @dataclass(frozen=True)
 class Call:
     """A collective as the ranks announce it to each other. It must be equal on all of them, but for
-    the weight: see communicator.Weight.
+    the weight: see transport.Weight.
     """
 
     kind: str

@@ -96,7 +96,6 @@ class GroupCommunicator(Transport):
 
     @property
     def failure(self) -> FastcommError | None:
-        """See Communicator.failure."""
         return self._queue.life.failure
 
     def __repr__(self) -> str:
@@ -108,7 +107,7 @@ class GroupCommunicator(Transport):
     # -- collectives -------------------------------------------------------------------------------
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """See Communicator.empty. A group alone reaches no memory without a copy."""
+        """A group alone reaches no memory without a copy."""
         self._queue.check_usable()
         if dtype not in CPU_DTYPES:
             refuse_dtype(dtype, CPU_DTYPES)
@@ -118,7 +117,7 @@ class GroupCommunicator(Transport):
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> GroupWork | None:
-        """See Communicator.all_reduce. 16-bit floats are added in float32 and rounded once."""
+        """16-bit floats are added in float32 and rounded once."""
         op = canonical_op(op)
         flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
@@ -128,7 +127,6 @@ class GroupCommunicator(Transport):
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
     ) -> GroupWork | None:
-        """See Communicator.broadcast."""
         flat = self._check(tensor)
         check_src(src, self.world_size)
         call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
@@ -136,7 +134,7 @@ class GroupCommunicator(Transport):
         return self._begin(call, move, flat, async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
-        """See Communicator.broadcast_all. One collective, so that no exception can split it."""
+        """One collective, so that no exception can split it."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
         check_src(src, self.world_size)
 
@@ -150,7 +148,6 @@ class GroupCommunicator(Transport):
     def all_gather_single(
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
     ) -> GroupWork | None:
-        """See Communicator.all_gather_single."""
         flat = self._check(inp)
         whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
@@ -160,7 +157,6 @@ class GroupCommunicator(Transport):
     def reduce_scatter_single(
         self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> GroupWork | None:
-        """See Communicator.reduce_scatter_single."""
         op = canonical_op(op)
         flat = self._check(inp, op)
         numel = shard_of("reduce_scatter_single", inp, self.world_size)
@@ -170,7 +166,7 @@ class GroupCommunicator(Transport):
         return self._begin(call, move, flat, async_op)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
-        """See Communicator.barrier. The announcement is the whole barrier."""
+        """The announcement is the whole barrier."""
         self._queue.check_usable()
         return self._begin(Call("barrier"), None, None, async_op)
 
@@ -186,9 +182,7 @@ class GroupCommunicator(Transport):
         bounds: tuple[int, ...] | None = None,
         error_feedback: bool = False,
     ) -> GroupBucket:
-        """See Communicator.bind_bucket. There are no lanes: the ranks share one network. Every rank
-        gets the whole result.
-        """
+        """There are no lanes: the ranks share one network. Every rank gets the whole result."""
         if wire_dtype is not None and wire_dtype not in CARRIED_DTYPES:
             refuse_dtype(wire_dtype, CARRIED_DTYPES, "wire_dtype")
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
@@ -218,7 +212,6 @@ class GroupCommunicator(Transport):
         return bucket
 
     def shadow(self) -> bool:
-        """See Communicator.shadow."""
         self._queue.check_usable()
         work = GroupWork(self._queue, WITHOUT_DATA, None)
         work.run()
@@ -260,17 +253,15 @@ class GroupCommunicator(Transport):
         return flat
 
     def keep_times(self, is_on: bool) -> None:
-        """See Communicator.keep_times."""
         self._queue.n_timekeepers += 1 if is_on else -1
 
     # -- abandoning and ending ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """See Communicator.check."""
         self._queue.check()
 
     def abandon(self, *, in_any_case: bool = False) -> None:
-        """See Communicator.abandon. Finishes the collective that has begun; begins no waiting one.
+        """Finishes the collective that has begun; begins no waiting one.
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
@@ -281,11 +272,10 @@ class GroupCommunicator(Transport):
             leave_backward(self.rank)
 
     def abort(self) -> None:
-        """See Communicator.abort."""
         self._queue.abort()
 
     def close(self) -> None:
-        """See Communicator.close. Peers that still wait for this rank get PeerLostError."""
+        """Peers that still wait for this rank get PeerLostError."""
         self._queue.close()
 
 

@@ -105,7 +105,7 @@ class Exchange:
     # Called by the caller's thread, too.
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See Communicator.empty. Ordinary memory: nothing is reached without a copy."""
+        """Ordinary memory: nothing is reached without a copy."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:

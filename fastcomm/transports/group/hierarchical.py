@@ -135,7 +135,7 @@ class HierarchicalExchange(Exchange):
         self._shm.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See Communicator.empty. In shared memory."""
+        """Returns a tensor in shared memory."""
         with self._shm_turn:
             return self._shm.empty(numel, dtype=dtype)
 

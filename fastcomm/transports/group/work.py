@@ -239,19 +239,17 @@ class GroupBucket(BoundBucket):
 
     @property
     def posted(self) -> GroupWork | None:
-        """See BoundBucket.posted."""
         work = self._newest
         return work if work is not None and work.is_posted else None
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
-        """See BoundBucket.gather."""
         self._newest = None
         return copy_gradients(self._views, parameters)
 
     def launch(
         self, op: str, missing: list[int], step: int = 0, weight: Weight | None = None
     ) -> GroupWork:
-        """See BoundBucket.launch. Waits for nobody."""
+        """Waits for nobody."""
         self._newest = None
         absent, present = used_values(op)
         self._used_mask.fill_(present)
@@ -276,10 +274,10 @@ class GroupBucket(BoundBucket):
         return move
 
     def note_stream(self) -> None:
-        """See BoundBucket.note_stream. There are no streams."""
+        """There are no streams."""
 
     def square_sum(self) -> None:
-        """See BoundBucket.square_sum."""
+        """Nothing counts here."""
 
     def n_nonfinite(self) -> None:
-        """See BoundBucket.n_nonfinite."""
+        """Nothing counts here."""

@@ -190,7 +190,7 @@ cdef class NcclBucket(GatheringBucket):
         self.producers.note()
 
     def gather(self, list parameters):
-        """See BoundBucket.gather. Only notes where the gradients are: the launch moves them."""
+        """Only notes where the gradients are: the launch moves them."""
         self.posted = None
         self._order_gathering()
         self.kept = []
@@ -218,9 +218,7 @@ cdef class NcclBucket(GatheringBucket):
         return len(self.views)
 
     def launch(self, str op, list missing, uint64_t step=0, NcclWeight weight=None):
-        """See BoundBucket.launch. Flattens on the current stream; reduces, and unflattens, on the
-        lane's.
-        """
+        """Flattens on the current stream; reduces, and unflattens, on the lane's."""
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
         cdef Link link = self.link
         cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
@@ -334,16 +332,16 @@ cdef class NcclBucket(GatheringBucket):
         self.producers.clear()
 
     def count_results(self, bint adds_squares):
-        """See BoundBucket.count_results. It counts when somebody asks, or in the cast."""
+        """Counts when somebody asks, or in the cast."""
 
     def square_sum(self):
-        """See BoundBucket.square_sum. One pass over the flat buffer."""
+        """One pass over the flat buffer."""
         self._measure()
         return self.measuring.square_sum
 
     def n_nonfinite(self):
-        """See BoundBucket.n_nonfinite. Where gradients are cast back, the cast has counted; else
-        this takes one pass over the flat buffer.
+        """Where gradients are cast back, the cast has counted; else this takes one pass over the
+        flat buffer.
         """
         if self.scattering is not None:
             return self.scattering.n_nonfinite

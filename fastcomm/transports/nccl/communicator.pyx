@@ -174,8 +174,7 @@ cdef class NcclCommunicator:
         self.link.abort()
 
     def abandon(self, *, bint in_any_case=False):
-        """See Communicator.abandon. Ends NCCL's communicators on every rank; the ranks meet anew at
-        their next collective.
+        """Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
 
         What other ranks have launched in this round is lost. They may learn of it a step later.
         """
@@ -187,7 +186,7 @@ cdef class NcclCommunicator:
             leave_backward(self.rank)
 
     def keep_times(self, bint is_on):
-        """See Communicator.keep_times. At first waits for the current stream."""
+        """At first waits for the current stream."""
         self.link.n_timekeepers += 1 if is_on else -1
         if self.link.n_timekeepers == 0:
             self.link.clock = None
@@ -195,17 +194,14 @@ cdef class NcclCommunicator:
             self.link.clock = DeviceClock(self.link.cuda)
 
     def check(self):
-        """See Communicator.check."""
         self.link.hear()
 
     @property
     def n_abandoned(self):
-        """See Communicator.n_abandoned."""
         return self.link.n_abandoned
 
     @property
     def failure(self):
-        """See Communicator.failure."""
         return self.link.life.failure
 
     def __repr__(self):
@@ -241,9 +237,8 @@ cdef class NcclCommunicator:
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
         tuple bounds=None, bint error_feedback=False,
     ):
-        """See Communicator.bind_bucket. Collective, where NCCL registers memory as windows. Raises
-        TypeError for dtypes without a kernel, or that NCCL does not reduce; InitError without
-        kernels.
+        """Collective, where NCCL registers memory as windows. Raises TypeError for dtypes without a
+        kernel, or that NCCL does not reduce; InitError without kernels.
         """
         self.link.check_usable()
         if error_feedback:
@@ -263,8 +258,8 @@ cdef class NcclCommunicator:
             return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
-        """See Communicator.all_gather_v. One launch. A capture waits for it at once. Else wait(),
-        perhaps much later and on another stream, also orders the stream that is current now.
+        """One launch. A capture waits for it at once. Else wait(), perhaps much later and on
+        another stream, also orders the stream that is current now.
         """
         self._check(flat)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
@@ -301,7 +296,6 @@ cdef class NcclCommunicator:
             return self.link.graphs.note_capture(self.cuda.current_stream())
 
     def refuse_capture(self, str what):
-        """See Communicator.refuse_capture."""
         if self.is_captured():
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
@@ -309,9 +303,9 @@ cdef class NcclCommunicator:
     # -- collectives --
 
     def all_reduce(self, tensor, op="sum", *, bint async_op=False):
-        """See Communicator.all_reduce. A float mean is the sum of tensors scaled beforehand; an
-        integer mean is rounded towards zero. 16-bit floats are added as NCCL does it, from 3 ranks
-        on with a rounding at each step. wait() of the Work orders the current stream after it.
+        """A float mean is the sum of tensors scaled beforehand; an integer mean is rounded towards
+        zero. 16-bit floats are added as NCCL does it, from 3 ranks on with a rounding at each step.
+        wait() of the Work orders the current stream after it.
         """
         op = canonical_op(op)
         tensor = self._check(tensor, op).detach()
@@ -324,7 +318,6 @@ cdef class NcclCommunicator:
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
-        """See Communicator.broadcast."""
         tensor = self._check(tensor)
         check_src(src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
@@ -353,14 +346,13 @@ cdef class NcclCommunicator:
         self.cuda.order_current_after(in_flight.done)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
-        """See Communicator.all_gather_single."""
         source = self._check(inp)
         out = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         return self._collective(ALL_GATHER, source, out, None, 0, async_op, None)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
-        """See Communicator.reduce_scatter_single. A float mean is a sum that is scaled, when wait()
-        has ordered the current stream after it; of float16, a sum of what was scaled beforehand.
+        """A float mean is a sum that is scaled, when wait() has ordered the current stream after
+        it; of float16, a sum of what was scaled beforehand.
         """
         op = canonical_op(op)
         source = self._check(inp, op)

@@ -45,7 +45,7 @@ def refuse_in_join(comm: Sharing) -> None:
 
 
 def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> NcclWeight:
-    """See Communicator.share_weight. The host waits for nothing."""
+    """The host waits for nothing."""
     if comm.is_captured():
         raise FastcommError(
             "a CUDA graph would replay the weight of its capture: capture a step without "

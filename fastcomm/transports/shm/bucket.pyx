@@ -69,9 +69,9 @@ cdef class ShmBucket(GatheringBucket):
         free(self.spans)
 
     def gather(self, list parameters):
-        """See BoundBucket.gather. A large gradient is left where autograd has put it: the launch
-        copies what the peers will read, and the reduction reads the rest there. Small ones are
-        copied here, which is cheaper than to keep many tensors alive.
+        """A large gradient is left where autograd has put it: the launch copies what the peers will
+        read, and the reduction reads the rest there. Small ones are copied here, which is cheaper
+        than to keep many tensors alive.
         """
         self._next_work(len(parameters))
         self.posted = None
@@ -104,7 +104,6 @@ cdef class ShmBucket(GatheringBucket):
         return work
 
     def launch(self, str op, list missing, uint64_t step=0, weight=None):
-        """See BoundBucket.launch."""
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SCATTER_V
         cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
@@ -151,22 +150,20 @@ cdef class ShmBucket(GatheringBucket):
         return token
 
     def note_stream(self):
-        """See BoundBucket.note_stream. There are no streams."""
+        """There are no streams."""
 
     def count_results(self, bint adds_squares):
-        """See BoundBucket.count_results."""
         self.counts = True
         self.adds_squares |= adds_squares
 
     def square_sum(self):
-        """See BoundBucket.square_sum. As the last launch has left them."""
+        """The gradients are as the last launch has left them."""
         cdef ShmWork work = self.posted
         if work is None or not work.was_counted or isnan(work.statistics.square_sum):
             return None  # of NaNs, too
         return torch.tensor(work.statistics.square_sum, dtype=torch.float64)
 
     def n_nonfinite(self):
-        """See BoundBucket.n_nonfinite."""
         if self.posted is None or not self.posted.was_counted:
             return None
         return torch.tensor(self.posted.statistics.n_nonfinite, dtype=torch.int64)

@@ -74,12 +74,10 @@ cdef class ShmCommunicator:
 
     @property
     def failure(self):
-        """See Communicator.failure."""
         return self.ring.life.failure
 
     @property
     def n_abandoned(self):
-        """See Communicator.n_abandoned."""
         return self.ring.n_abandoned
 
     def __repr__(self):
@@ -108,7 +106,7 @@ cdef class ShmCommunicator:
         return torch.frombuffer(block, dtype=dtype, count=numel)
 
     def empty_for_all(self, numel, *, dtype):
-        """See Communicator.empty_for_all. The tensor lies in rank 0's segment."""
+        """The tensor lies in rank 0's segment."""
         cdef size_t nbytes = max(numel, 1) * dtype.itemsize
         cdef Block block = None
         place = torch.zeros(1, dtype=torch.int64)
@@ -195,22 +193,19 @@ cdef class ShmCommunicator:
         return self.ring.call(&d, None, NULL, None, NULL, async_op)
 
     def shadow(self):
-        """See Communicator.shadow."""
         return self.ring.shadow()
 
     def keep_times(self, bint is_on):
-        """See Communicator.keep_times."""
         self.ring.keep_times(is_on)
 
     def check(self):
-        """See Communicator.check. Waits only after another rank has abandoned what was under way,
-        until the ranks have met again.
+        """Waits only after another rank has abandoned what was under way, until the ranks have met
+        again.
         """
         self.ring.check_usable()
         self.ring.hear()
 
     def abandon(self, *, bint in_any_case=False):
-        """See Communicator.abandon."""
         self.ring.check_usable()
         if not in_any_case and is_abandoned_already(self):
             return
@@ -223,9 +218,7 @@ cdef class ShmCommunicator:
         tuple bounds=None,
         bint error_feedback=False,
     ):
-        """See Communicator.bind_bucket. There are no lanes: one bucket keeps every core busy
-        already.
-        """
+        """There are no lanes: one bucket keeps every core busy already."""
         if error_feedback:
             refuse_error_feedback(self.backend)
         keep_freed_memory()
@@ -235,7 +228,7 @@ cdef class ShmCommunicator:
         return ShmBucket(self.ring, flat, wire, views, offsets, label, bounds)
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
-        """See Communicator.all_gather_v. Every rank reads the others' shards where they lie."""
+        """Every rank reads the others' shards where they lie."""
         cdef shm_descriptor d = descriptor(SHM_ALL_GATHER_V, SHM_SUM)
         cdef char *data = self.ring.check(flat, &d)
         cdef ShmWork work = ShmWork.__new__(ShmWork)

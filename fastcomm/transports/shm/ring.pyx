@@ -56,18 +56,16 @@ cdef class ShmWork:
         free(self.bounds)
 
     def wait(self):
-        """See Work.wait. What a signal handler raises meanwhile (Ctrl-C) is raised when the
-        collective is over, because the peers count on it. A second exception is raised at once, and
-        aborts the communicator.
+        """What a signal handler raises meanwhile (Ctrl-C) is raised when the collective is over,
+        because the peers count on it. A second exception is raised at once, and aborts the
+        communicator.
         """
         if not self.finished:
             self.ring.finish(self)
         self.ring.raise_what_ended(self)
 
     def is_completed(self):
-        """See Work.is_completed. Raises only what any call would: after a fork, or while another
-        thread is inside.
-        """
+        """Raises only what any call would: after a fork, or while another thread is inside."""
         if not self.finished:
             self.ring.advance(self, 0)
         return self.finished
@@ -179,7 +177,6 @@ cdef class Ring:
         return 0
 
     cdef keep_times(self, bint is_on):
-        """See Communicator.keep_times."""
         shm_keep_times(self.handle, 1 if is_on else -1)
 
     # -- how every collective is posted and finished --
@@ -262,7 +259,6 @@ cdef class Ring:
         return work
 
     cdef bint shadow(self) except -1:
-        """See Communicator.shadow."""
         cdef shm_descriptor d = descriptor(SHM_SHADOW, SHM_SUM)
         self.check_usable()
         self.call(&d, None, NULL, None, NULL, False)
@@ -370,7 +366,6 @@ cdef class Ring:
         return 0
 
     cdef abandon(self):
-        """See Communicator.abandon."""
         self.interruption = None  # if another rank has abandoned this round, join it
         self._realign(FastcommError(collective.own_abandonment(self.rank)))
         self._raise_deferred(None)
