@@ -33,7 +33,7 @@ BENCHMARKS = {
     "step": "training steps: local, fastcomm, DDP; on the CPU, or with --device cuda",
     "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
     "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
-    "meetings": "ranks that meet seldom: bytes, time and loss; network namespaces: needs root",
+    "syncs": "ranks that sync seldom: bytes, time and loss; network namespaces: needs root",
     "compiled": "compiled models: when buckets are launched, and what cutting graphs costs",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
     "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",

@@ -315,13 +315,13 @@ def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend(loc="upper right")
 
 
-def _meetings(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/meetings.py: the time of a step and what it sends; or the losses of all seeds."""
+def _syncs(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/syncs.py: the time of a step and what it sends; or the losses of all seeds."""
     rows = results["rows"]
     axes = figure.subplots()
     if "rate" in results:
         figure.suptitle(
-            f"Two hosts, a link of {results['rate']}, meetings every {results['every']} steps"
+            f"Two hosts, a link of {results['rate']}, syncs every {results['every']} steps"
         )
         labels = [
             f"{row['seconds'][1]:.2f} s\n{row['nbytes'] / 1e6:.1f} MB" for row in rows.values()
@@ -329,7 +329,7 @@ def _meetings(figure: Any, results: Mapping[str, Any]) -> None:
         _bars(axes, {way: row["seconds"] for way, row in rows.items()}, labels)
         axes.set_ylabel("time of a step (s)")
     else:
-        figure.suptitle(f"{results['seeds']} seeds, meetings every {results['every']} steps")
+        figure.suptitle(f"{results['seeds']} seeds, syncs every {results['every']} steps")
         for x, (way, row) in enumerate(rows.items()):
             axes.plot([x] * len(row["losses"]), row["losses"], "o", color=LOOKS[way][1])
         axes.set_ylabel(f"loss after {results['steps']} steps")
@@ -419,7 +419,7 @@ _PICTURES = {
     "step": _step,
     "backend": _backend,
     "hierarchical": _hierarchical,
-    "meetings": _meetings,
+    "syncs": _syncs,
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_chart.draw,

@@ -23,7 +23,7 @@ BENCH = ROOT / "bench"
 RESULTS = sorted(BENCH.glob("results/*.json"))
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
-    *("meetings", "compiled"),
+    *("syncs", "compiled"),
     *("simulate", "timeline", "overhead"),
 )
 

@@ -1,13 +1,13 @@
-"""Ranks that meet seldom (LocalSGD, DiLoCo) beside ranks that reduce every gradient: what they send
+"""Ranks that sync seldom (LocalSGD, DiLoCo) beside ranks that reduce every gradient: what they send
 and how long a step takes over a slow link, and the loss after as many tokens.
 
-    python -m fastcomm bench meetings                2 hosts, a link of 100 Mbit/s
-    python -m fastcomm bench meetings --rate 1gbit --every 16
-    python -m fastcomm bench meetings losses         of a smaller model, over five seeds
+    python -m fastcomm bench syncs                2 hosts, a link of 100 Mbit/s
+    python -m fastcomm bench syncs --rate 1gbit --every 16
+    python -m fastcomm bench syncs losses         of a smaller model, over five seeds
 
 Two hosts of one rank each train the demo's model; they are network namespaces, for which the
 benchmark needs root's rights, and their link is limited by tc's token bucket. Ways take turns in
-every round, in random order. A turn has `every` steps, so every parameter meets once in it. A time
+every round, in random order. A turn has `every` steps, so every parameter syncs once in it. A time
 is that of the slowest rank; bytes are those that the host's interface has sent, headers included.
 "streaming" is DiLoCo with 4 fragments and a delay of one step.
 
@@ -63,7 +63,7 @@ def _streaming(reducer: fastcomm.Reducer, every: int) -> fastcomm.DiLoCo:
     return _diloco(reducer, every, fragments=4, delay=1)
 
 
-# By name: the wire, and how ranks meet.
+# By name: the wire, and how ranks sync.
 WAYS: dict[str, tuple[torch.dtype | None, Begin]] = {
     "every_gradient": (None, lambda reducer, every: contextlib.nullcontext()),
     "local_sgd": (None, _local_sgd),
@@ -85,7 +85,7 @@ def main() -> int:
     options = parse_options()
     reason = namespaces.why_not() if namespaces else "run it in the source tree"
     if reason is not None:
-        print(f"bench/meetings.py: {reason}", file=sys.stderr)
+        print(f"bench/syncs.py: {reason}", file=sys.stderr)
         return 2
     launch.exit_on_sigterm()
     figures: dict[str, Any] = {"every": options.every, "rows": {way: {} for way in WAYS}}
@@ -95,7 +95,7 @@ def main() -> int:
         add_losses(figures, options)
     print(f"# {machine.summary()}")
     (table_of_times if options.part == "times" else table_of_losses)(figures["rows"]).print()
-    report.write_results("meetings", figures, options, prefix="# ")
+    report.write_results("syncs", figures, options, prefix="# ")
     return 0
 
 
@@ -176,7 +176,7 @@ def parse_options() -> argparse.Namespace:
         "part", nargs="?", choices=("times", "losses"), default="times", help="(times)"
     )
     parser.add_argument("--rate", default="100mbit", help="of every link, each way (100mbit)")
-    parser.add_argument("--every", type=int, default=8, help="steps to a meeting (8)")
+    parser.add_argument("--every", type=int, default=8, help="steps to a sync (8)")
     parser.add_argument("--layers", type=int, default=4, help="of the timed model (4)")
     parser.add_argument("--width", type=int, default=256, help="of the timed model (256)")
     parser.add_argument("--seeds", type=int, default=5, help="(5)")
