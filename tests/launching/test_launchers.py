@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from tests.support.outcomes import values_of
 from tests.support.rank_process import LAUNCHER_VARIABLES
 from tests.support.ranks import fresh_ranks, own_port, torchrun_env
 from tests.support.reference import check_all_reduce
+
+SOON = timedelta(seconds=5)  # for what must be refused: else it would wait for a rank
 
 SLURM = {
     "SLURM_PROCID": "{rank}",
@@ -113,7 +116,7 @@ def put_up(monkeypatch, names, **others):
 def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
     put_up(bare, MPICH, MPI_LOCALNRANKS="1")
     with pytest.raises(InitError, match="rank 0 of 2: mpiexec does not say.*MASTER_ADDR"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)
     bare.setenv("MASTER_ADDR", "node1")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:29500"
     bare.setenv("MASTER_PORT", "4321")
@@ -123,7 +126,7 @@ def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
 def test_a_port_that_is_none_is_refused(bare):
     put_up(bare, MPICH, MASTER_ADDR="node1", MASTER_PORT="65536")
     with pytest.raises(InitError, match="MASTER_PORT must be from 1 to 65535; it is 65536"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)
 
 
 def _describe_rank_of_a_task(place):
@@ -183,7 +186,7 @@ def test_an_address_of_version_6_is_put_in_brackets(bare):
 def test_a_shell_that_srun_has_started_is_no_rank(bare, job):
     put_up(bare, SLURM, SLURM_JOB_NAME=job)
     with pytest.raises(InitError, match="RANK is not set.*-m fastcomm run.*torchrun.*mpirun"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)
 
 
 def test_a_step_of_slurm_meets_on_its_own_first_host(bare):
@@ -244,7 +247,7 @@ def test_a_launcher_that_is_hidden_asks_for_an_address(bare):
     put_up(bare, MPICH)
     bare.setattr("os.getppid", lambda: 2**22 + 1)  # more than any pid: as /proc with hidepid=2
     with pytest.raises(InitError, match="rank 0 cannot tell which process.*MASTER_ADDR"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(bare, tmp_path):
@@ -252,14 +255,14 @@ def test_a_file_in_the_place_of_the_folder_is_refused(bare, tmp_path):
     bare.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     (tmp_path / f"fastcomm-{os.getuid()}").touch()
     with pytest.raises(InitError, match="no folder .*: .*File exists.*Set TMPDIR"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)
 
 
 def test_a_rank_that_its_launcher_does_not_tell_is_asked_for(bare):
     bare.setenv("MPI_LOCALRANKID", "0")
     assert launchers.is_first_rank()
     with pytest.raises(InitError, match="PMI_RANK is not set"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)
 
 
 def test_the_folder_of_another_user_is_refused(bare, tmp_path):
@@ -268,4 +271,4 @@ def test_the_folder_of_another_user_is_refused(bare, tmp_path):
     bare.setattr("os.getuid", lambda: 12345)
     (tmp_path / "fastcomm-12345").mkdir()
     with pytest.raises(InitError, match="fastcomm-12345 belongs to another user"):
-        fastcomm.init()
+        fastcomm.init(timeout=SOON)

@@ -11,6 +11,7 @@ RENDEZVOUS = "fastcomm/launching/rendezvous.py"
 BOOTSTRAP = "fastcomm/launching/bootstrap.py"
 LAUNCHERS = "fastcomm/launching/launchers.py"
 
+LAUNCHER_TESTS = "tests/launching/test_launchers.py::test_"
 WATCHDOG_TESTS = ("tests/comm/test_watchdog.py",)
 
 MUTATIONS = (
@@ -183,7 +184,7 @@ MUTATIONS = (
         within="_launcher_or_none",
         old="None if found is SRUN and _is_interactive() else found",
         new="found",
-        tests=("tests/launching/test_launchers.py",),
+        tests=(f"{LAUNCHER_TESTS}a_shell_that_srun_has_started_is_no_rank",),
     ),
     Mutation(
         name="launchers: ranks meet by their parent, a script of each rank's own included",
@@ -191,7 +192,9 @@ MUTATIONS = (
         within="_id_of_launcher",
         old="not _is_set_for(pid, started_by.rank)",
         new="True",
-        tests=("tests/launching/test_launchers.py",),
+        tests=(
+            f"{LAUNCHER_TESTS}ranks_meet_by_the_process_that_started_them_also_through_a_script",
+        ),
     ),
     Mutation(
         name="launchers: ranks of several hosts meet at a file",
@@ -199,7 +202,7 @@ MUTATIONS = (
         within="meeting_point",
         old="started_by.local_size in os.environ and number(started_by.local_size) == world_size",
         new="started_by.local_size in os.environ",
-        tests=("tests/launching/test_launchers.py",),
+        tests=(f"{LAUNCHER_TESTS}ranks_of_mpi_on_several_hosts_are_asked_for_an_address",),
     ),
     Mutation(
         name="launchers: ranks that a task of srun's starts itself have its local rank",
@@ -207,7 +210,7 @@ MUTATIONS = (
         within="local_rank",
         old="is_its_own and found.local_rank in os.environ",
         new="found.local_rank in os.environ",
-        tests=("tests/launching/test_launchers.py",),
+        tests=(f"{LAUNCHER_TESTS}ranks_that_one_task_starts_itself_have_local_ranks_of_their_own",),
     ),
     Mutation(
         name="launchers: what srun sets for an MPI hides srun",
@@ -215,7 +218,7 @@ MUTATIONS = (
         within="",
         old='Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", _HYDRAS, "MPI_LOCALNRANKS", sign=_HYDRAS)',
         new='Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", _HYDRAS, "MPI_LOCALNRANKS",)',
-        tests=("tests/launching/test_launchers.py",),
+        tests=(f"{LAUNCHER_TESTS}init_under_a_launcher_needs_no_configuration",),
     ),
     Mutation(
         name="meeting: a torch that is too new is named at every start",
