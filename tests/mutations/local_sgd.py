@@ -47,7 +47,7 @@ MUTATIONS = (
         tests=_result("parameters_loaded_after_diloco_has_copied_them_are_refused"),
     ),
     Mutation(
-        name="local SGD: what was made alone counts as accumulated afterwards",
+        name="local sgd: what was made alone counts as accumulated afterwards",
         file=LOCAL_SGD,
         within="LocalSGD._forget_own_gradients",
         old="bucket.gradient_state.begin_period()",

@@ -141,14 +141,18 @@ def test_frozen_parameters_and_groups_are_as_without(comm):
     assert torch.equal(model.trunk.weight, frozen)
 
 
+@pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
-def test_what_was_made_alone_is_no_accumulation_afterwards(comm):
+def test_what_was_made_alone_is_no_accumulation_afterwards(comm, every):
+    """With every=1 the end of the block finds nothing to sync, which would begin anew."""
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fastcomm.LocalSGD(reducer, every=2):
+    with fastcomm.LocalSGD(reducer, every=every):
         backward(model, comm.rank)
         optimizer.step()
+        optimizer.zero_grad()
+        backward(model, comm.rank, 1)
     with pytest.raises(FastcommError, match="made without a backward"):
         optimizer.step()
     reducer.set_weight(1 + comm.rank)
@@ -494,6 +498,7 @@ def test_a_sync_that_is_not_applied_ends_training(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
     syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
+    at_first = copy.deepcopy((model.state_dict(), syncs.state_dict()))
     if comm.rank == 1:
         handle = syncs.outer_optimizer.register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -505,6 +510,12 @@ def test_a_sync_that_is_not_applied_ends_training(comm):
         step(model, optimizer, comm.rank, 0)
     with pytest.raises(MismatchError, match="n_syncs is 1 on rank 0 and 0 on rank 1"):
         syncs.load_state_dict(syncs.state_dict())
+    model.load_state_dict(at_first[0])
+    syncs.load_state_dict(at_first[1])
+    step(model, optimizer, comm.rank, 2)
+    assert syncs.n_syncs == 1
+    syncs.finish()
+    reducer.check_in_sync()
 
 
 class Interrupted(BaseException):
