@@ -173,10 +173,9 @@ class Transport(Communicator):
         bounds: tuple[int, ...] | None = None,
         error_feedback: bool = False,
     ) -> BoundBucket:
-        """prepares the reduction of `flat`, in which gradients have their places:
-        views[i] begins at element offsets[i], ascending; a complex one is of pairs of elements. It
-        ends with one element for each view, in which the ranks tell each other which gradients they
-        have.
+        """Prepares the reduction of `flat`. views[i] begins at its element offsets[i], ascending; a
+        complex view takes pairs of elements. `flat` ends with one element for each view, by which
+        the ranks tell each other which gradients they have.
 
         wire_dtype: what the elements are cast to on their way between ranks. None: none was chosen,
         and the transport rounds as its all_reduce does. The same on all ranks.
@@ -194,9 +193,9 @@ class Transport(Communicator):
         """
 
     def share_weight(self, weight: Weight, reducer: int | None = None) -> Any:
-        """tells the ranks the weight of this one in the round that begins, and
-        returns what the launches of its buckets need. All ranks call it, before the first bucket.
-        Here it does nothing: the weight travels with what announces a bucket.
+        """Tells the ranks this rank's weight in the round that begins. Returns what its launches
+        need. All ranks call it, before the first bucket. Here it does nothing: the weight travels
+        with what announces a bucket.
 
         reducer: the number of the reducer whose round begins, for ranks in shadow(). Given on all
             ranks with data, or on none.
@@ -205,10 +204,10 @@ class Transport(Communicator):
         return weight
 
     def shadow(self) -> bool:
-        """On a rank without data: takes part in the next collective of the other
-        ranks, the reduction of a bucket, and adds nothing to it. A mean is over the other ranks;
-        the contents of this rank's own bucket are undefined afterwards. Waits for the others.
-        Returns True if all ranks have called this, so that there was nothing to reduce.
+        """Takes part, without data, in the other ranks' next collective, the reduction of a bucket,
+        and adds nothing to it. A mean is over the other ranks; the contents of this rank's own
+        bucket are undefined afterwards. Waits for the others. Returns True if all ranks have called
+        this, so that there was nothing to reduce.
 
         Raises MismatchError, on every rank, if the others call anything else. Where nothing
         `announces`, it takes part in a whole round: the ranks with data begin each one by
@@ -217,14 +216,14 @@ class Transport(Communicator):
         raise NotImplementedError
 
     def refuse_capture(self, what: str) -> None:
-        """raises FastcommError if a CUDA graph is being captured. what: the call that
-        would wait for the device.
+        """Raises FastcommError if a CUDA graph is being captured. what: the call that would wait
+        for the device.
         """
         del what
 
     def all_gather_v(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
-        """copies each rank's shard of `flat`, the elements from bounds[rank] to
-        bounds[rank + 1], to all others. Returns the Work at once.
+        """Copies each rank's shard of `flat`, the elements from bounds[rank] to bounds[rank + 1],
+        to all others. Returns the Work at once.
 
         flat: made by `empty`; bounds: of world_size + 1 numbers, ascending, equal on all ranks.
         label: of the bucket whose parameters these are.
@@ -235,15 +234,15 @@ class Transport(Communicator):
         return _Together([work for work in works if work is not None])
 
     def keep_times(self, is_on: bool) -> None:
-        """from now on, or no longer, the works of buckets know their times. Call it
-        once with False for each call with True. By default a transport keeps none.
+        """Turns the times of buckets' works on or off. Call it once with False for each call with
+        True. By default a transport keeps none.
         """
         del is_on
 
     @abc.abstractmethod
     def check(self) -> None:
-        """raises what has ended the collectives under way, if that is known by now.
-        Does not wait.
+        """Raises what has ended the collectives under way, if that is known by now. Does not
+        wait.
         """
 
 

@@ -258,7 +258,7 @@ class Watchdog:
         return [rank for rank, lifeline in self._lifelines.items() if lifeline in ended]
 
     def _give_up_dead(self, comm: Watched, ended: list[int], what: str) -> None:
-        """ended: whose processes have. Those that had closed in good order have not died."""
+        """Gives up if a rank in `ended` has died, and had not closed in good order."""
         dead = [rank for rank in ended if rank not in self._closed]
         if dead:
             gone = ", ".join(f"{_of(comm, rank)} {self._last_words_of(rank)}" for rank in dead)

@@ -178,5 +178,5 @@ class DiLoCo(LocalSGD):
 
 
 def _numbers(saved: dict[str, Any]) -> list[Any]:
-    """Of the parameters in an optimizer's saved state."""
+    """Lists the numbers of the parameters in an optimizer's saved state."""
     return [number for group in saved["param_groups"] for number in group["params"]]

@@ -381,7 +381,12 @@ class LocalSGD(LocalSteps):
         call = f"load_state_dict() of {type(self).__name__}"
         loading = validation.Call(call, "states to load", "cannot load its state")
         validation.compare(self.comm, problem, described, [], loading)
+        interruption = None
+        if self._under_way is not None:  # its buckets are to be free, and its works at rest
+            interruption = self._wait_for(self._under_way)
         self._load(state_dict)
+        if interruption is not None:
+            raise interruption
 
     def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         """The state, as the ranks compare it. Raises ValueError for one that does not fit."""

@@ -196,7 +196,8 @@ class ShardedOptimizer(Optimizer):
                 "the state of a ShardedOptimizer is of this rank's pieces: give the whole one to "
                 "load_full_state_dict()"
             )
-        self._inner.state, self._aside, self._is_mixed = state, {}, False
+        self._aside, self._is_mixed = {}, False
+        self._use(self._inner_of(self.param_groups, self._parts, {}))
 
     # -- the buckets -------------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _leave(self, error: BaseException) -> None:
-        """It has ended a step, in which the other ranks may wait for this one's shard."""
+        """Ends a failed step, in which the other ranks may wait for this one's shard."""
         if self.is_torn:
             self._drop()
         elif isinstance(error, MismatchError):

@@ -160,7 +160,7 @@ class Bucket(Counter):
         is_empty = own_weight is not None and not own_weight.total
         moved = displaced(self.views, self._addresses)
         if moved:
-            self._bring_home(moved)
+            self._remake_views(moved)
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.gradient_state.taking_part(taking_part, self.ready)
@@ -185,7 +185,7 @@ class Bucket(Counter):
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
 
-    def _bring_home(self, slots: Sequence[int]) -> None:
+    def _remake_views(self, slots: Sequence[int]) -> None:
         """After parameter.grad.data = ... these views are on the user's memory."""
         for i in slots:
             self.views[i] = self._view(i)
@@ -457,9 +457,7 @@ class Bucket(Counter):
         return self._bound.square_sum() if self._is_as_counted() else None
 
     def n_nonfinite(self) -> Tensor | None:
-        """How many elements the last round has left infinite or NaN, as an int64 scalar; None as
-        above.
-        """
+        """Counts infinite or NaN elements, as an int64 scalar. None as above."""
         return self._bound.n_nonfinite() if self._is_as_counted() else None
 
     def _is_as_counted(self) -> bool:
@@ -507,7 +505,7 @@ class Bucket(Counter):
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter is not None and parameter.grad is view:
                 parameter.grad = view.clone()
-        self._bring_home(displaced(self.views, self._addresses))
+        self._remake_views(displaced(self.views, self._addresses))
 
     def take_views(self) -> None:
         """Makes the views the gradients: what they hold is reduced next."""
@@ -535,7 +533,7 @@ class Bucket(Counter):
 
 
 def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Tensor]]:
-    """By slot, those there are."""
+    """The gradients by slot, without those that are missing."""
     grads = [None if parameter is None else parameter.grad for parameter in parameters]
     return [(i, gradient) for i, gradient in enumerate(grads) if gradient is not None]
 

@@ -6,7 +6,6 @@ features that nobody uses. Every method here does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from fastcomm.comm.transport import BucketWork
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.bucket import Bucket
     from fastcomm.reducer.optimizer_hooks import SteppedSlots
     from fastcomm.reducer.round import Round
 
@@ -60,9 +58,6 @@ class RoundExtension:
 
     def after_step(self, stepped: list[SteppedSlots]) -> None:
         """An optimizer has stepped these parameters of the reducer."""
-
-    def attached(self, buckets: Sequence[Bucket], model: object) -> None:
-        """The reducer has made these buckets for the model."""
 
     def released(self) -> None:
         """The reducer has let go of its model and its buckets."""

@@ -262,8 +262,8 @@ def _without_skipped(
 
 
 def _skipping(steps: _Steps) -> list[Steppable]:
-    """The reducers for whose sake the next step is left out: once for each round that they drop,
-    or an optimizer of two models would not step with one while nothing is reduced of the other.
+    """Lists the reducers for which the next step is left out. Each dropped round counts once: else
+    an optimizer of two models could not step one while nothing of the other is reduced.
     """
     reducers = [reference() for reference, _ in steps.stepped]
     found = [one for one in reducers if one is not None and one.skipped]

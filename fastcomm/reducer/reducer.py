@@ -307,6 +307,21 @@ class Reducer(ReducerFlags):
         model = None if self._model is None else self._model()
         return [] if model is None else named_parameters(model)
 
+    def _why_not_refresh(self) -> Exception | None:
+        """What this rank alone can know: the others are to hear of it."""
+        if self.is_announced:
+            return FastcommError(
+                f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() whose "
+                "reduction has not come: call it before those"
+            )
+        try:
+            self._refuse_local_steps("refresh()")
+            self.attached_model()
+            self.stepper()
+        except (FastcommError, ValueError) as error:
+            return error
+        return None
+
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans anew, and
         copies rank 0's values. An optimizer that holds parameters others have replaced cannot step
@@ -316,12 +331,7 @@ class Reducer(ReducerFlags):
         again. Raises FastcommError inside a backward.
         """
         self.refuse_inside_backward("refresh()")
-        self._refuse_local_steps("refresh()")
-        if self.is_announced:
-            raise FastcommError(
-                f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() whose "
-                "reduction has not come: call it before those"
-            )
+        validation.compare(self.comm, self._why_not_refresh(), {}, [], validation.REFRESH)
         model = self.attached_model()
         before = [pair for bucket in self.buckets for pair in bucket.named_parameters()]
         now = self.named_parameters()
@@ -774,10 +784,9 @@ class Reducer(ReducerFlags):
     def _require_reduced(
         self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
     ) -> None:
-        """The gradients in these slots, all of a bucket's if None, are reduced when this returns:
-        the one place that decides it. Raises FastcommError naming one that is not.
+        """Raises FastcommError naming a gradient in these slots (None: all of a bucket's) that no
+        round has reduced: the one place that decides it.
         """
-        self.synchronize()
         if self.steps_alone:
             return  # each rank uses its own
         for bucket, slots in chosen:
@@ -787,6 +796,7 @@ class Reducer(ReducerFlags):
         self.attached_model()
         if self._guards.refusal is not None:
             raise FastcommError(self._guards.refusal)
+        self.synchronize()
         self._require_reduced((bucket, None) for bucket in self.buckets)
 
     def grad_norm(self) -> Tensor:
@@ -809,7 +819,7 @@ class Reducer(ReducerFlags):
         Every rank calls it, with the same number, or none: where ranks differ, the next reduction
         raises MismatchError, but for NCCL's.
         """
-        if max_norm <= 0:
+        if not max_norm > 0:  # NaN is none
             raise ValueError(f"max_norm must be positive; got {max_norm}")
         self._require_all_reduced()
         if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:

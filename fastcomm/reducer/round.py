@@ -226,7 +226,7 @@ class Round(RoundFlags):
         if self._result is None:
             for i in range(len(self.buckets)):
                 self._wait_for(i)
-            self._result = self._bring_home()
+            self._result = self._settle_or_drop()
         self._close()
 
     def _wait_for(self, i: int) -> None:
@@ -239,7 +239,7 @@ class Round(RoundFlags):
         for extension in self.extensions:
             extension.after_wait(self, i, work)
 
-    def _bring_home(self) -> State:
+    def _settle_or_drop(self) -> State:
         """Settle or drop the gradients of all buckets."""
         if self._hears_votes:
             self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)

@@ -2,7 +2,7 @@
 that what was counted then holds.
 
 Torch counts the writes to a tensor, and apart from them those to each gradient, which has a storage
-of its own (geometry.view_of). Writes that go past it, through .data or NumPy, are looked for in a
+of its own (layout.view_of). Writes that go past it, through .data or NumPy, are looked for in a
 few elements of each gradient, which any scaling changes unless they are all 0: a gradient of few
 rows is never known to be unchanged.
 """
@@ -30,12 +30,12 @@ class Sample:
         self._versions: list[int] = []
 
     def take(self) -> None:
-        """The reduction is over."""
+        """Notes what the reduction has left."""
         if self._places is not None:
             self._values, self._versions = self._flat[self._places], self._count_writes()
 
     def is_unchanged(self) -> bool:
-        """Since take()."""
+        """Whether nobody has written to the gradients since take()."""
         if self._places is None:
             self._places = torch.cat([_places(*span) for span in self._spans])
             return False
@@ -49,6 +49,6 @@ class Sample:
 
 
 def _places(offset: int, numel: int) -> Tensor:
-    """Elements all over one gradient, of a small one some more than once."""
+    """Spreads indices over one gradient; of a small one some repeat."""
     steps = torch.arange(_PER_GRADIENT, device="cpu")
     return offset + (steps * max(numel - 1, 0)) // (_PER_GRADIENT - 1)

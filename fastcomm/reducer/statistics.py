@@ -25,7 +25,7 @@ def norm(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
     sharded = _in_shards(buckets)
     if sharded is not None:
         return _norm_over_shards(buckets, sharded, comm, "grad_norm()")
-    return _norm_from(buckets, [bucket.square_sum() for bucket in buckets])
+    return _norm_from(buckets, [bucket.square_sum() for bucket in buckets], comm.device)
 
 
 def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor:
@@ -37,7 +37,7 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
             torch._foreach_mul_(sharded, _clip_factor(max_norm, before))
         return before
     square_sums = [bucket.square_sum() for bucket in buckets]
-    before = _norm_from(buckets, square_sums)
+    before = _norm_from(buckets, square_sums, comm.device)
     if None in square_sums:
         parameters = _with_gradient(buckets)
         dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
@@ -89,7 +89,7 @@ def n_left_nonfinite(buckets: Sequence[Bucket], comm: Transport) -> int:
 
 
 def _n_nonfinite_in_part(bucket: Bucket) -> Tensor:
-    """In what this rank has of the result."""
+    """Counts in what this rank has of the result."""
     part = bucket.reduced_part()
     return _count_nonfinite([] if screened(part).isfinite() else [part], part.device)
 
@@ -126,7 +126,7 @@ def _norm_over_shards(
 ) -> Tensor:
     square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)
     if gradients:
-        square_sum = _norm_of(gradients).double() ** 2
+        square_sum = _norm_of(gradients, comm.device).double() ** 2
     with called_by(call):
         comm.all_reduce(square_sum)
     return _as_gradients(square_sum.sqrt(), buckets)
@@ -136,10 +136,12 @@ def _clip_factor(max_norm: float, before: Tensor) -> Tensor:
     return (max_norm / (before + 1e-6)).clamp(max=1)
 
 
-def _norm_from(buckets: Sequence[Bucket], square_sums: list[Tensor | None]) -> Tensor:
+def _norm_from(
+    buckets: Sequence[Bucket], square_sums: list[Tensor | None], device: torch.device
+) -> Tensor:
     known = [square_sum for square_sum in square_sums if square_sum is not None]
     if len(known) < len(square_sums):
-        return _norm_of(_gradients(buckets))
+        return _norm_of(_gradients(buckets), device)
     return _as_gradients(torch.stack(known).sum().sqrt(), buckets)
 
 
@@ -148,8 +150,12 @@ def _as_gradients(total: Tensor, buckets: Sequence[Bucket]) -> Tensor:
     return total if any(bucket.dtype == torch.float64 for bucket in buckets) else total.float()
 
 
-def _norm_of(gradients: list[Tensor]) -> Tensor:
-    """As torch's get_total_norm, but in float32 for 16-bit floats, whose squares soon overflow."""
+def _norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """As torch's get_total_norm, but on the device also if there are none, and in float32 for
+    16-bit floats, whose squares soon overflow.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(
         [gradient.float() if gradient.dtype.itemsize < 4 else gradient for gradient in gradients]
     )
@@ -162,5 +168,5 @@ def _with_gradient(buckets: Sequence[Bucket]) -> list[Parameter]:
 
 
 def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Of sparse ones the values."""
+    """The gradients there are; of sparse ones their values."""
     return [values_of(p.grad) for p in _with_gradient(buckets) if p.grad is not None]

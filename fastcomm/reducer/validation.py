@@ -245,6 +245,7 @@ class Call(NamedTuple):
 
 
 ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
+REFRESH = Call("refresh()", "reducers", "cannot refresh")
 CHECK_IN_SYNC = Call("check_in_sync()", "arguments of check_in_sync()", "cannot compare its model")
 
 
@@ -279,7 +280,7 @@ def compare(
 
 
 def _in_words(problem: Exception | None) -> str | None:
-    """For the other ranks. The text of other errors than these may say nothing by itself."""
+    """Words it for the other ranks. Names the type where the text may say nothing by itself."""
     if problem is None:
         return None
     says_enough = isinstance(problem, (ValueError, TypeError, FastcommError))
@@ -287,7 +288,7 @@ def _in_words(problem: Exception | None) -> str | None:
 
 
 def _first_key(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Of the first value that differs, or is there on one side only."""
+    """Finds the first key that differs, or is there on one side only."""
     return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), None)
 
 

@@ -307,6 +307,16 @@ MUTATIONS = (
         tests=_sync("reducers_and_numbers_that_are_refused"),
     ),
     Mutation(
+        name="local sgd: a state is loaded over a sync under way",
+        file=LOCAL_SGD,
+        within="LocalSGD.load_state_dict",
+        old="interruption = self._wait_for(self._under_way)",
+        new="pass",
+        tests=(
+            "tests/optim/test_local_sgd.py::test_a_state_may_be_loaded_while_a_sync_is_under_way",
+        ),
+    ),
+    Mutation(
         name="local sgd: a loaded checkpoint does not mend what was torn",
         file=LOCAL_SGD,
         within="LocalSGD._load",

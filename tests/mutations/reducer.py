@@ -235,7 +235,7 @@ MUTATIONS = (
     Mutation(
         name="rounds: a skipped round says that it has settled",
         file=ROUND,
-        within="Round._bring_home",
+        within="Round._settle_or_drop",
         old="return State.SKIPPED",
         new="return State.SETTLED",
         tests=(ROUNDS,),

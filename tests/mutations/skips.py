@@ -126,7 +126,7 @@ MUTATIONS = (
     Mutation(
         name="skips: gradients stay where they are not finite",
         file="fastcomm/reducer/round.py",
-        within="Round._bring_home",
+        within="Round._settle_or_drop",
         old="any(verdicts)",
         new="False",
         tests=_test("test_a_nan_in_an_early_micro_batch_drops_the_whole_step"),
@@ -262,7 +262,7 @@ MUTATIONS = (
     Mutation(
         name="skips: only the first bucket carries a vote",
         file="fastcomm/reducer/round.py",
-        within="Round._bring_home",
+        within="Round._settle_or_drop",
         old="any(bucket.is_skipped() for bucket in self.buckets)",
         new="self.buckets[0].is_skipped()",
         tests=_test("test_a_vote_inside_a_backward_counts"),

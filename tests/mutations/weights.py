@@ -17,9 +17,27 @@ _ALL_DATA = _test("test_the_gradients_are_those_of_one_process_on_all_data")
 
 MUTATIONS = (
     Mutation(
-        name="weights: a refresh loses a weight or a vote",
+        name="weights: the unit may change in the middle of a reduction",
+        file="fastcomm/reducer/features/weights.py",
+        within="Weighting.set",
+        old="self._now is not None and of != self._of",
+        new="n_unsynced != self._n_unsynced and of != self._of",
+        tests=_test("test_batches_that_cannot_be_weighted"),
+    ),
+    Mutation(
+        name="weights: a rank that cannot refresh says so to nobody",
         file="fastcomm/reducer/reducer.py",
         within="Reducer.refresh",
+        old="validation.compare(self.comm, self._why_not_refresh(), {}, [], validation.REFRESH)",
+        new="if (why := self._why_not_refresh()) is not None:\n    raise why",
+        tests=(
+            "tests/reducer/test_disagreement.py::test_a_rank_that_cannot_refresh_is_named_to_all",
+        ),
+    ),
+    Mutation(
+        name="weights: a refresh loses a weight or a vote",
+        file="fastcomm/reducer/reducer.py",
+        within="Reducer._why_not_refresh",
         old="self.is_announced",
         new="False",
         tests=_test("test_a_refresh_loses_neither_weight_nor_vote"),

@@ -273,6 +273,31 @@ def test_a_run_that_is_resumed_has_the_same_bits(comm):
     assert other_syncs.n_syncs == syncs.n_syncs
 
 
+@every_transport
+@on_ranks(2)
+def test_a_state_may_be_loaded_while_a_sync_is_under_way(comm):
+    """Which ends first: its buckets are the next round's."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=1, **NESTEROV)
+    step(model, optimizer, comm.rank, 1)
+    syncs.sync()
+    in_sync = copy.deepcopy((model.state_dict(), syncs.state_dict()))
+    step(model, optimizer, comm.rank, 2)
+    assert all(bucket.is_launched for bucket in reducer.buckets)
+    model.load_state_dict(in_sync[0])
+    syncs.load_state_dict(in_sync[1])
+    syncs.finish()  # finds nothing to sync
+    assert not any(bucket.is_launched for bucket in reducer.buckets)
+    optimizer.zero_grad()
+    expected = mean_gradients(model, 2, lambda replica, rank: backward(replica, rank, 3))
+    backward(model, comm.rank, 3)
+    assert_gradients(model, expected)
+    optimizer.step()
+    reducer.check_in_sync()
+
+
 class _EarlyStop(Exception):
     pass
 

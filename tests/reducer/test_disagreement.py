@@ -204,6 +204,25 @@ def test_a_second_refresh_mends_one_that_failed(comm):
 
 
 @on_ranks(2)
+def test_a_rank_that_cannot_refresh_is_named_to_all(comm):
+    """A vote is cast on one rank; nobody waits in refresh() for the rank that has cast it."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    if comm.rank == 1:
+        reducer.skip_step()
+    who = "rank 1: refresh" if comm.rank == 1 else "rank 1 cannot refresh: rank 1: refresh"
+    with pytest.raises(FastcommError, match=rf"^{who}\(\) would lose"):
+        reducer.refresh()
+    backward(model, comm.rank)
+    assert reducer.n_skipped == 1
+    reducer.refresh()
+    expected = mean_gradients(model, comm.world_size, backward)
+    model.zero_grad()
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
 def test_after_a_failed_refresh_a_rank_may_detach_and_train_alone(comm):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

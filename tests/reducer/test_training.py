@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import pytest
 import torch
@@ -177,6 +178,14 @@ def test_grad_norm_takes_gradients_of_several_dtypes(comm):
 def test_grad_norm_of_no_gradients_is_zero(comm):
     model = mlp()
     assert float(fastcomm.Reducer(comm).attach(model).grad_norm()) == 0
+
+
+@pytest.mark.transports("shm")
+@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan])
+@on_ranks(1)
+def test_a_norm_to_clip_to_is_positive(comm, max_norm):
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        fastcomm.Reducer(comm).attach(mlp()).clip_grad_norm_(max_norm)
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 3.0])

@@ -139,7 +139,7 @@ class Arrival:
 
 
 class Arrivals:
-    """Of one model: has its modules wait for what they use.
+    """Makes a model's modules wait for what they use.
 
     buckets: the parameters of each.
     """

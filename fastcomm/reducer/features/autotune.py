@@ -103,7 +103,7 @@ class Tuning:
         self._ended_s = time.perf_counter()
 
     def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
-        """is_last: it is put off no longer."""
+        """is_last: decides now, or stops."""
         try:
             seen = gather_objects(reducer.comm, self._seen(reducer, can_replan), "backward()")
             if all(one.can_replan for one in seen):

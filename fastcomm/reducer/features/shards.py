@@ -38,7 +38,7 @@ class Sharding:
     shares_parameters: bool
 
     def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
-        """Of every bucket's shards, for n ranks."""
+        """Cuts every bucket into shards of n ranks: their bounds."""
         if not self.cuts:
             loads = [0] * n
             return [whole_shards(layout, loads) for layout in layouts]

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(gradient: Tensor) -> Rows:
-    """Of a sparse tensor. Entries of the same row are added."""
+    """Reads a sparse tensor. Entries of the same row are added."""
     gradient = gradient.detach().coalesce()
     indices = gradient.indices()
     row = torch.zeros_like(indices[0])

@@ -1,6 +1,4 @@
-"""Sparsity: which parameters of a model get sparse gradients, and what does not go with these.
-Makes the buckets of a model, with one for all of its sparse gradients.
-"""
+"""Sparsity: which parameters of a model get sparse gradients, and what does not go with these."""
 
 from __future__ import annotations
 

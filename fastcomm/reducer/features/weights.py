@@ -83,21 +83,21 @@ class Weighting(RoundExtension):
             raise ValueError(f'of must be "mean" or "sum", as the losses are; got {of!r}')
         if not n_unsynced or not any(b.gradient_state.unsynced_slots() for b in buckets):
             self.forget()  # with the gradients that zero_grad() has dropped go their weights
+        elif self._now is not None and of != self._of:
+            raise ValueError(
+                f"of is the same for all weights of one reduction; got {self._of!r} and {of!r}"
+            )
         elif n_unsynced != self._n_unsynced:
-            self._end_batch(of, buckets)
+            self._end_batch()
         self._of, self._now, self._n_unsynced = of, value, n_unsynced
         self._begin_batch(value, buckets)
 
-    def _end_batch(self, of: str, buckets: Sequence[Bucket]) -> None:
+    def _end_batch(self) -> None:
         """The weight that was set before has been used, under no_sync()."""
         if self._now is None:
             raise FastcommError(
                 "gradients have been accumulated without a weight: call set_weight() before the "
                 "first backward in no_sync(), too, or drop them by zero_grad()"
-            )
-        if of != self._of:
-            raise ValueError(
-                f"of is the same for all weights of one reduction; got {self._of!r} and {of!r}"
             )
         self._refuse_added_to_earlier()
         self._before += self._now

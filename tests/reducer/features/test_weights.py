@@ -383,8 +383,10 @@ def test_batches_that_cannot_be_weighted(comm):
         model.zero_grad()
         reducer.set_weight(2)
         loss_of(model, rows(2, 0)).backward()
-        with pytest.raises(ValueError, match="got 'mean' and 'sum'"):
-            reducer.set_weight(2, of="sum")
+        for correction in (2, 3):  # also of a weight that no backward has used
+            with pytest.raises(ValueError, match="got 'mean' and 'sum'"):
+                reducer.set_weight(2, of="sum")
+            reducer.set_weight(correction)
     handle = model[0].bias.register_post_accumulate_grad_hook(lambda _: reducer.set_weight(1))
     with pytest.raises(FastcommError, match=r"set_weight\(\) was called inside backward"):
         loss_of(model, rows(2, 0)).backward()
