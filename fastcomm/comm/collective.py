@@ -330,6 +330,30 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
     return f"{difference(words)} (number {number} on this communicator): {wanted}{advice}"
 
 
+_BACKWARDS_ALIKE = (
+    ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight()"
+)
+_STEPS_ALIKE = (
+    ". If the ranks have made different numbers of steps, one has left out a step, or made one "
+    "alone, and their parameters differ: call refresh() on every rank, which copies rank 0's"
+)
+
+
+def advice_on_bucket(mismatch: str) -> str:
+    """What to do about the mismatch of a bucket, where the message, or what the round adds, does
+    not say so. Over group and NCCL the ranks know of each other's calls only in words, so it is
+    found in these.
+    """
+    if any(text in mismatch for text in (FEWER_BACKWARDS, FEWER_STEPS, RECORDS_DIFFER)):
+        return ""
+    return _STEPS_ALIKE if STEPS_DIFFER in mismatch else _BACKWARDS_ALIKE + _STEPS_ALIKE
+
+
+def shows_records(mismatch: str) -> bool:
+    """Whether the ranks' records are in the message, so that it takes words on this rank's."""
+    return RECORD in mismatch
+
+
 def abandonment(ranks: Iterable[int]) -> str:
     """The message that the other ranks get when `ranks` abandon a round."""
     return (

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import (
-    FEWER_BACKWARDS,
-    FEWER_STEPS,
-    OTHERS_GRADIENT,
-    RECORDS_DIFFER,
-    STEPS_DIFFER,
-)
+from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
@@ -36,13 +30,6 @@ if TYPE_CHECKING:
 Binding = Callable[[Tensor, list[Tensor], list[int]], BoundBucket]
 # Gets the names of parameters, and their gradients.
 Inspection = Callable[[Sequence[str], Sequence[Tensor]], None]
-_BACKWARDS_ALIKE = (
-    ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight()"
-)
-_STEPS_ALIKE = (
-    ". If the ranks have made different numbers of steps, one has left out a step, or made one "
-    "alone, and their parameters differ: call refresh() on every rank, which copies rank 0's"
-)
 
 
 class Bucket(Counter):
@@ -386,7 +373,7 @@ class Bucket(Counter):
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
-        advice = _advice_on(str(error)) if isinstance(error, MismatchError) else ""
+        advice = advice_on_bucket(str(error)) if isinstance(error, MismatchError) else ""
         explained = type(error)(
             f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
             f"{advice}"
@@ -536,12 +523,3 @@ def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Ten
     """The gradients by slot, without those that are missing."""
     grads = [None if parameter is None else parameter.grad for parameter in parameters]
     return [(i, gradient) for i, gradient in enumerate(grads) if gradient is not None]
-
-
-def _advice_on(mismatch: str) -> str:
-    """What to do about it, where the message, or what the round adds, does not say so. Over group
-    and NCCL the ranks know of each other's calls only in words, so it is found in these.
-    """
-    if any(text in mismatch for text in (FEWER_BACKWARDS, FEWER_STEPS, RECORDS_DIFFER)):
-        return ""
-    return _STEPS_ALIKE if STEPS_DIFFER in mismatch else _BACKWARDS_ALIKE + _STEPS_ALIKE

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastcomm.comm.autograd_stack import running_backward
-from fastcomm.comm.collective import RECORD, SKIP, with_checksum
+from fastcomm.comm.collective import SKIP, shows_records, with_checksum
 from fastcomm.comm.transport import Transport, Weight, note_abandoned
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer.autograd import call_at_end_of_backward
@@ -311,6 +311,6 @@ class Round(RoundFlags):
         self.is_over = True
 
     def _explained(self, error: MismatchError) -> MismatchError:
-        if RECORD in str(error) and self._last_in_words is not None:
+        if shows_records(str(error)) and self._last_in_words is not None:
             error.args = (f"{error}; {self._last_in_words()}",)
         return error
