@@ -405,7 +405,7 @@ class ShardedOptimizer(Optimizer):
             _shard_of(bucket).drop()
 
     def held(self) -> list[Tensor] | None:
-        """See torch_helpers.Holder."""
+        """See sharded_by.Stepper."""
         if self.sharding.keeps_gradients:
             return None
         return [piece.parameter for piece in pieces_of(self._parts, self._parameters()).values()]

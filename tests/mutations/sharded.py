@@ -276,7 +276,7 @@ MUTATIONS = (
         name="sharded: each rank has its own verdict on infinities",
         file=HELPERS,
         within="_agreeing.agreed",
-        old='holder.comm.all_reduce(number, "max")',
+        old='optimizer.comm.all_reduce(number, "max")',
         new="pass",
         tests=TESTS,
     ),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastcomm.comm.autograd_stack import is_inside_backward
 from fastcomm.comm.communicator import Work
 from fastcomm.errors import FastcommError
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.features.sharded_by import Stepper
 
 # What may be asked of a parameter without its values.
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -83,16 +86,12 @@ def _wait_for(parameter: Parameter) -> None:
         arrival.wait()
 
 
-class Torn(Protocol):
-    """A ShardedOptimizer. is_torn: the ranks' parameters may differ."""
-
-    is_torn: bool
-
-
 class Arrival:
     """One bucket's parameters, which `work` gathers. optimizer: is torn if that fails."""
 
-    def __init__(self, work: Work, parameters: Iterable[Parameter | None], optimizer: Torn) -> None:
+    def __init__(
+        self, work: Work, parameters: Iterable[Parameter | None], optimizer: Stepper
+    ) -> None:
         self._work: Work | None = work
         self._optimizer = weakref.ref(optimizer)
         self.was_late = False  # nobody had waited before a backward did

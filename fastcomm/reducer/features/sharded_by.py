@@ -6,6 +6,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
@@ -18,6 +21,14 @@ class Stepper(Protocol):
 
     sharding: Sharding
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
+
+    @property
+    def comm(self) -> Transport: ...
+
+    def held(self) -> list[Tensor] | None:
+        """Parameters whose .grad are the gradients that this rank holds; None if every rank has all
+        of them in the model's own .grad.
+        """
 
     def set_state_aside(self) -> None:
         """The buckets are about to go: gathers the optimizer's state. Collective. Raises on every

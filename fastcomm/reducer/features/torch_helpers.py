@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,27 +25,17 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from fastcomm.comm.objects import called_by
-from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.optimizer_hooks import skipped_nonfinite
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.features.sharded_by import Stepper
 
 # What clips in clip_grad, and its name in torch.nn.utils.
 _CLIPPING = {
     "_clip_grads_with_norm_": "clip_grads_with_norm_",
     "clip_grad_value_": "clip_grad_value_",
 }
-
-
-class Holder(Protocol):
-    """A ShardedOptimizer."""
-
-    def held(self) -> list[Tensor] | None:
-        """Parameters whose .grad are the gradients that this rank holds; None if every rank has all
-        of them in the model's own .grad.
-        """
-
-    @property
-    def comm(self) -> Transport: ...
 
 
 _is_watching = _are_scalers_watched = False
@@ -92,9 +82,9 @@ def _noticing(unscale: Callable[..., Any]) -> Callable[..., Any]:
     return noticing
 
 
-def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
-    """Call it when an optimizer of this kind, a Holder, is made. is_held: whether one of them takes
-    a parameter's gradients.
+def watch(kind: type[Stepper], is_held: Callable[[Tensor], bool]) -> None:
+    """Call it when an optimizer of this kind is made. is_held: whether one of them takes a
+    parameter's gradients.
     """
     global _is_watching
     if _is_watching:
@@ -110,8 +100,8 @@ def watch(kind: type[Any], is_held: Callable[[Tensor], bool]) -> None:
 
 
 def refuse_checkpoint() -> None:
-    """Call it where a Holder shows its state. Raises FastcommError if that is asked for by
-    torch.distributed.checkpoint, whose recipes take what one rank has for the whole.
+    """Call it where a ShardedOptimizer shows its state. Raises FastcommError if
+    torch.distributed.checkpoint asks for it, whose recipes take what one rank has for the whole.
     """
     asking = sys._getframe(2).f_globals.get("__name__", "")
     if asking.startswith("torch.distributed.checkpoint."):
@@ -137,7 +127,7 @@ def _refusing(clip: Callable[..., Any], is_held: Callable[[Tensor], bool]) -> Ca
     return checked
 
 
-def _agreeing(unscale: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
+def _agreeing(unscale: Callable[..., Any], kind: type[Stepper]) -> Callable[..., Any]:
     """GradScaler._unscale_grads_, which returns by device whether it has found infinities."""
 
     @functools.wraps(unscale)
@@ -146,12 +136,11 @@ def _agreeing(unscale: Callable[..., Any], kind: type[Any]) -> Callable[..., Any
         if held is None or skipped_nonfinite(optimizer) is not None:
             found: dict[torch.device, Tensor] = unscale(scaler, optimizer, *args)
             return found
-        holder: Holder = optimizer
         found = unscale(scaler, SimpleNamespace(param_groups=[{"params": held}]), *args)
-        device = holder.comm.device
+        device = optimizer.comm.device
         number = found.get(device, torch.zeros((), device=device))
         with called_by("GradScaler.unscale_()"):
-            holder.comm.all_reduce(number, "max")
+            optimizer.comm.all_reduce(number, "max")
         return {device: number}
 
     return agreed
