@@ -3,7 +3,7 @@
 
 from fastcomm.comm.collective import BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, canonical_op, sentence
 
-# Their order is that of the core's enums, as tests/comm/test_collective.py checks.
+# Their order is that of the core's enums. tests/comm/test_collective.py checks that of ops.
 cdef dict BUCKET_OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
 cdef dict OP_CODES = {op: BUCKET_OP_CODES[op] for op in OPS}
 cdef tuple KIND_NAMES = (
