@@ -124,9 +124,7 @@ def _in_shards(buckets: Sequence[Bucket]) -> list[Tensor] | None:
 def _norm_over_shards(
     buckets: Sequence[Bucket], gradients: list[Tensor], comm: Transport, call: str
 ) -> Tensor:
-    square_sum = torch.zeros((), dtype=torch.float64, device=comm.device)
-    if gradients:
-        square_sum = _norm_of(gradients, comm.device).double() ** 2
+    square_sum = _norm_of(gradients, comm.device).double() ** 2
     with called_by(call):
         comm.all_reduce(square_sum)
     return _as_gradients(square_sum.sqrt(), buckets)

@@ -30,7 +30,7 @@ static void reduce_elements(const struct shm_comm *comm, struct collective *c, u
                             uint64_t numel, const void **inputs, void **outputs, int n_outputs) {
     const struct shm_descriptor *d = &c->descriptor;
     size_t itemsize = shm_dtype_size(d->dtype);
-    uint64_t end = shm_is_tallied(d->dtype) ? c->counting.numel : 0;
+    uint64_t end = shm_is_counted(d->dtype) ? c->counting.numel : 0;
     while (begin < end && numel > 0) {
         uint64_t length = min64(min64(numel, end - begin), COUNTED_BYTES / itemsize);
         if (reduce_inputs(comm, d, length, inputs, outputs, n_outputs)) {

@@ -382,7 +382,7 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
 bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
                        struct shm_statistics *statistics) {
     const struct collective *c = &comm->ring[seq % SHM_RING];
-    bool is_counted = c->counting.numel > 0 && shm_is_tallied(c->descriptor.dtype);
+    bool is_counted = c->counting.numel > 0 && shm_is_counted(c->descriptor.dtype);
     *statistics = c->statistics;
     if (!is_counted || c->path == INLINE) {
         return is_counted;

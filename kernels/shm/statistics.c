@@ -54,7 +54,7 @@ NONFINITE(float64, uint64_t, 0x7ff0000000000000u)
 NONFINITE(float16, uint16_t, 0x7c00u)
 NONFINITE(bfloat16, uint16_t, 0x7f80u)
 
-bool shm_is_tallied(enum shm_dtype dtype) {
+bool shm_is_counted(enum shm_dtype dtype) {
     return dtype == SHM_FLOAT32 || dtype == SHM_FLOAT64 || dtype == SHM_FLOAT16 ||
            dtype == SHM_BFLOAT16;
 }

@@ -188,7 +188,7 @@ class HookedBucket(BoundBucket):
         self._posted = None
         if not self._is_ours:
             self._hooks.calls.compare(self._comm)
-        # behind the gradients, the used mask and then: this rank's vote to drop the round
+        # the used mask, and behind it this rank's vote to drop the round
         used_mask = torch.ones(len(self._views) + 1, device=self._flat.device)
         used_mask[missing] = 0
         used_mask[-1] = op == SKIP

@@ -5,7 +5,7 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 
 import torch
 
-from fastcomm.comm.collective import used_values, real_numel
+from fastcomm.comm.collective import real_numel, used_values
 from fastcomm.comm.transport import BoundBucket, BucketWork
 
 cimport cython

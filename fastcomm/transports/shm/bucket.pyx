@@ -3,7 +3,7 @@
 
 import torch
 
-from fastcomm.comm.collective import used_values, real_numel
+from fastcomm.comm.collective import real_numel, used_values
 from fastcomm.comm.transport import BoundBucket, BucketWork
 
 from libc.math cimport isnan
@@ -38,7 +38,7 @@ cdef class ShmBucket(GatheringBucket):
     cdef object wire, dtype, used_mask
     cdef tuple bounds  # of the ranks' shards; None: every rank gets the whole
     cdef list narrow, wide  # what a launch casts, and where it casts the result back
-    cdef dict tokens  # by op and by what is missing: what to put into it
+    cdef dict tokens  # by op and by what is missing: what to put into the used mask
     cdef uint32_t label
     cdef size_t itemsize
     cdef Span *spans  # of the slots in the flat buffer
