@@ -13,6 +13,7 @@ import ast
 import contextlib
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -85,29 +86,39 @@ class Tree:
         ):
             subprocess.run(command, cwd=self._path, check=True)
 
-    def judge(self, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> str:
-        """Runs the tests, until one of them notices."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-            cwd=self._path,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(self._path)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            return "killed" if process.wait(limit_s) else "SURVIVED"
-        except subprocess.TimeoutExpired:
-            return "hung"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def judge(self, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> tuple[str, str]:
+        """Runs the tests, until one of them notices.
+
+        Returns the verdict and the test that noticed, "" if none is known.
+        """
+        with tempfile.TemporaryFile("w+") as said:  # a pipe is held open by what a test leaves
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "--tb=no"]
+                + ["-p", "no:cacheprovider", *tests],
+                cwd=self._path,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(self._path)},
+                stdout=said,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                if process.wait(limit_s) == 0:
+                    return "SURVIVED", ""
+            except subprocess.TimeoutExpired:
+                return "hung", ""
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            said.seek(0)
+            by = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said.read(), re.MULTILINE)
+            return "killed", by[1] if by else ""
 
 
-def verdict_on(tree: Tree, mutation: Mutation) -> str:
+def verdict_on(tree: Tree, mutation: Mutation) -> tuple[str, str]:
+    """As of Tree.judge."""
     if mutation.equivalent:
-        return "equivalent"
+        return "equivalent", ""
     with tree.mutated(mutation):
         return tree.judge(mutation.tests)
 
@@ -141,10 +152,11 @@ def main() -> int:
         def judge(mutation: Mutation) -> str:
             tree, before = trees.get(), time.monotonic()
             try:
-                verdict = verdict_on(tree, mutation)
+                verdict, by = verdict_on(tree, mutation)
             finally:
                 trees.put(tree)  # or the others would wait for it
-            print(f"{verdict:10}  {mutation.name}  ({time.monotonic() - before:.0f} s)", flush=True)
+            took_s = time.monotonic() - before
+            print(f"{verdict:10}  {mutation.name}  ({took_s:.0f} s)  {by}", flush=True)
             return verdict
 
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -152,7 +164,7 @@ def main() -> int:
             verdicts = dict(zip((one.name for one in chosen), found, strict=True))
         # One that fails anyway has noticed nothing.
         noticing = sorted({test for one in chosen for test in one.tests})
-        is_sound = not noticing or trees.get().judge(noticing, limit_s=None) == "SURVIVED"
+        is_sound = not noticing or trees.get().judge(noticing, limit_s=None)[0] == "SURVIVED"
     print(table(verdicts))
     if not is_sound:
         print("but some of these tests fail without any mutation, too")
