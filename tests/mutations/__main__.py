@@ -29,6 +29,8 @@ from tests.mutations import MUTATIONS
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# Asked for once: sysconfig gives None to a thread while another is its first caller.
+EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # A few tests at a time: what most of them do without is not loaded.
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "FASTCOMM_TESTS_PRELOAD": "little"}
 LIMIT_S = 300.0  # what takes longer hangs: it has noticed the mutation, or this machine is too slow
@@ -73,8 +75,7 @@ class Tree:
                 path.write_bytes(content)
 
     def _module(self, name: str) -> Path:
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        return self._path / "fastcomm" / f"{name.replace('.', '/')}{suffix}"
+        return self._path / "fastcomm" / f"{name.replace('.', '/')}{EXT_SUFFIX}"
 
     def _compile(self, name: str, module: Path) -> None:
         stem = f"fastcomm/{name.replace('.', '/')}"
