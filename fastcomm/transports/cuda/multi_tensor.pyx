@@ -6,6 +6,7 @@ The kernels are those of kernels/cuda/. nvcc compiles them when the package is b
 not, or the driver does not take its output, CuPy compiles them at first use.
 """
 
+import os
 import zlib
 from pathlib import Path
 
@@ -318,11 +319,14 @@ cdef _load_module(Device device, family):
 
 
 def kernel_file(name):
-    """The path of a file of kernels/cuda/: inside the installed package, or beside the package in
-    the source tree. None if it is in neither.
+    """The path of a file of kernels/cuda/: in the folder that FASTCOMM_KERNELS names, inside the
+    installed package, or beside the package in the source tree. None if it is in none of them.
     """
     package = Path(__file__).resolve().parent.parent.parent
-    for folder in (package / "kernels" / "cuda", package.parent / "kernels" / "cuda"):
+    folders = [package / "kernels" / "cuda", package.parent / "kernels" / "cuda"]
+    if "FASTCOMM_KERNELS" in os.environ:
+        folders.insert(0, Path(os.environ["FASTCOMM_KERNELS"]))
+    for folder in folders:
         if (folder / name).is_file():
             return folder / name
     return None

@@ -85,7 +85,7 @@ def test_what_is_the_beginning_of_more_takes_its_tables():
 def test_cupy_compiles_anew_when_a_header_has_changed(monkeypatch, tmp_path):
     """It finds what it has compiled before by the source and the options alone."""
     shutil.copytree(multi_tensor.kernel_file("flatten.cu").parent, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(multi_tensor, "kernel_file", lambda name: tmp_path / name)
+    monkeypatch.setenv("FASTCOMM_KERNELS", str(tmp_path))
     asked = []
     cupy = SimpleNamespace(RawModule=lambda code, options: asked.append((code, options)))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
