@@ -90,12 +90,6 @@ class IdleBucket(BoundBucket):
         self._posted = IdleWork(self._n, self._wait)
         return self._posted
 
-    def note_stream(self) -> None: ...
-
-    def square_sum(self) -> None: ...
-
-    def n_nonfinite(self) -> None: ...
-
 
 class IdleTransport:
     """The communicator, but for the reduction of buckets. meets: whether the ranks wait for each

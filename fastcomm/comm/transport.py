@@ -102,11 +102,11 @@ class BoundBucket(abc.ABC):
         different numbers get MismatchError, all of them; over NCCL only where one waits for ever.
         """
 
-    @abc.abstractmethod
     def note_stream(self) -> None:
-        """A gradient of this bucket was produced on the current stream. Called for transports that
-        have streams, only.
+        """A gradient of this bucket was produced on the current stream. Called only where
+        has_streams.
         """
+        raise NotImplementedError
 
     def count_results(self, adds_squares: bool) -> None:
         """Counts while reducing, from the next launch on, where the transport can: for n_nonfinite
@@ -114,17 +114,17 @@ class BoundBucket(abc.ABC):
         """
         del adds_squares
 
-    @abc.abstractmethod
     def square_sum(self) -> Tensor | None:
         """Of the views, a float64 scalar on their device: as they are now or, after count_results,
         as the last launch has left them. None: unknown, and torch's own way is as good here.
         """
+        return None
 
-    @abc.abstractmethod
     def n_nonfinite(self) -> Tensor | None:
         """How many elements the last reduction has left infinite or NaN: an int64 scalar on their
         device. None as above.
         """
+        return None
 
 
 class Transport(Communicator):

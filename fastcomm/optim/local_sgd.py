@@ -96,7 +96,7 @@ class LocalSGD(LocalSteps):
         described |= {"delay": schedule.delay, **options}
         validation.compare(reducer.comm, problem, described, [], making)
         for bucket in reducer.buckets:
-            bucket.stepped = 0  # parameters may differ between the ranks from here on
+            bucket.step_checksum = 0  # parameters may differ between the ranks from here on
         self.reducer = reducer
         self.n_steps = 0  # of this rank, that were counted
         self.n_syncs = 0  # that are over

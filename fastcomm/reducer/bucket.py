@@ -37,7 +37,8 @@ class Bucket(Counter):
     tensor of the user's own, or missing.
     """
 
-    stepped = 0  # a checksum of what the last step has made of the parameters; 0: none is compared
+    step_checksum = 0  # of what the last step has made of the parameters; 0: none is compared
+    note_stream: Callable[[], None] | None  # a gradient was produced on the current stream
     waits_in_launch = False  # for the other ranks, so that it is launched at the end of backward
 
     def __init__(
@@ -57,11 +58,6 @@ class Bucket(Counter):
         copy travels, in another dtype. n_rounds: how many of the reducer's have ended.
         """
         own = [parameters[slot.index] for slot in layout.slots]
-        # The hooks on the parameters keep the reducer and its buckets alive. Python could not
-        # collect a cycle through them.
-        self._references = [weakref.ref(parameter) for parameter in own]
-        self.names = [names[slot.index] for slot in layout.slots]
-        self.indices = [slot.index for slot in layout.slots]
         assert isinstance(layout.dtype, torch.dtype)  # for the type checker
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
         numel += len(own)  # behind the gradients: their used mask
@@ -74,14 +70,30 @@ class Bucket(Counter):
             (offset, p.size(), strides_of(p)) for offset, p in zip(offsets, own, strict=True)
         ]
         self._dtypes = [grad_dtype(p) for p in own]
-        self.views = [self._view(i) for i in range(len(own))]
-        self._addresses = [view.data_ptr() for view in self.views]
-        self.gradient_state = GradientState(self._references, self.views, self._addresses, n_rounds)
-        self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
+        named = [(names[slot.index], p) for slot, p in zip(layout.slots, own, strict=True)]
+        self.indices = [slot.index for slot in layout.slots]
+        self._hold(named, [self._view(i) for i in range(len(own))], comm, n_rounds)
         self._bound = bind(self.flat, self.views, offsets)
-        self.note_stream = self._bound.note_stream
-        self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
+        self.note_stream = self._bound.note_stream if comm.has_streams else None
         self._sample = Sample(self.flat, offsets, self.views)
+
+    def _hold(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        views: list[Tensor],
+        comm: Transport,
+        n_rounds: int,
+    ) -> None:
+        """Take note of the parameters, and of where their gradients will lie."""
+        # The hooks on the parameters keep the reducer and its buckets alive. Python could not
+        # collect a cycle through them.
+        self._references = [weakref.ref(parameter) for _, parameter in named]
+        self.names = [name for name, _ in named]
+        self.views = views
+        self._addresses = [view.data_ptr() for view in views]
+        self.gradient_state = GradientState(self._references, views, self._addresses, n_rounds)
+        self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
+        self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
         self._is_gathered = False  # in this round
         self._is_vote = False  # launch_vote() has launched it in this round
         self._n_writes: list[int] = []  # by slot, to the views, when backward launched the bucket
@@ -95,7 +107,7 @@ class Bucket(Counter):
         self._staying: dict[int, Tensor] = {}
         self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
         self._taken: set[int] = set()  # whose .grad is None by no will of the user's
-        self.count_anew(len(layout.slots))
+        self.count_anew(len(named))
 
     def _view(self, i: int) -> Tensor:
         return view_of(self.flat, *self.geometries[i], self._dtypes[i])
@@ -118,7 +130,7 @@ class Bucket(Counter):
         """An optimizer has stepped parameters of this bucket, which all ranks are to have made
         equal. n_rounds: so many have ended.
         """
-        self.stepped = checksum(self._references, n_rounds)
+        self.step_checksum = checksum(self._references, n_rounds)
 
     @property
     def is_launched(self) -> bool:

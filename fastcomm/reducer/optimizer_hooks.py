@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.comm.collective import steps_made
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_state import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
 
@@ -39,14 +40,7 @@ class SteppedSlots(NamedTuple):
     slots: list[int]
 
 
-class _Bucket(Protocol):
-    names: list[str]
-
-    @property
-    def parameters(self) -> Sequence[Tensor | None]: ...
-
-
-def slots_in(buckets: Sequence[_Bucket], parameters: Sequence[Tensor]) -> list[SteppedSlots]:
+def slots_in(buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[SteppedSlots]:
     """For each bucket, the slots that belong to these parameters."""
     wanted = {id(p) for p in parameters}
     return [
@@ -73,7 +67,7 @@ class StepRecord:
         """As it travels with each bucket: see collective.steps_made."""
         return steps_made(self.n, self.record)
 
-    def note(self, stepped: list[SteppedSlots], buckets: Sequence[_Bucket]) -> None:
+    def note(self, stepped: list[SteppedSlots], buckets: Sequence[Bucket]) -> None:
         """Count a step. Add to the record which parameters were stepped, unless all were: in any
         order.
         """
@@ -83,7 +77,7 @@ class StepRecord:
         if sum([len(slots) for _, slots in stepped]) != n_all:
             self.record += zlib.crc32(str([tuple(one) for one in stepped]).encode())
 
-    def last_in_words(self, rank: int, buckets: Sequence[_Bucket]) -> str:
+    def last_in_words(self, rank: int, buckets: Sequence[Bucket]) -> str:
         """For messages: what this rank has stepped last, and why records may differ."""
         names = [buckets[number].names[i] for number, held in self.last for i in held]
         return (
@@ -138,7 +132,7 @@ class Steppable(Protocol):
         """
 
 
-class _Steps:
+class _Known:
     """What is known of one optimizer: which reducers own its parameters, which slots of their
     buckets it has, and how many rounds each had ended before the last step, with what record.
 
@@ -146,14 +140,14 @@ class _Steps:
     strangers: the parameters that nobody reduces, which must have no gradient, and their names.
     """
 
-    def __init__(self, groups: tuple[int, ...], parameters: list[Tensor]) -> None:
-        self.groups, self.epoch = groups, _epoch
+    def __init__(self, ids: tuple[int, ...], parameters: list[Tensor]) -> None:
+        self.ids, self.epoch = ids, _epoch
         owners = [_owner_of(parameter) for parameter in parameters]
         reducers = sorted({one for one in owners if one is not None}, key=lambda r: r.number)
         unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
         self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
         self.refusal = _refusal_of(parameters)
-        self.stepped = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
+        self.by_reducer = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
         self.before: weakref.WeakKeyDictionary[Steppable, tuple[int, int]]
         self.before = weakref.WeakKeyDictionary()
         self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
@@ -161,7 +155,7 @@ class _Steps:
         self.left_out: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
 
 
-_steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 # Parameters that must not be stepped: why, and the successor. An optimizer that holds the
 # successor, too, may step.
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -217,8 +211,8 @@ def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
     wanted = {id(reducer) for reducer in reducers}
     return [
         optimizer
-        for optimizer, steps in _steps.items()
-        if any(id(reference()) in wanted for reference, _ in steps.stepped)
+        for optimizer, known in _known.items()
+        if any(id(reference()) in wanted for reference, _ in known.by_reducer)
     ]
 
 
@@ -228,55 +222,55 @@ def _before_step(
     """Returns the arguments with which the step goes on, the first of which is the optimizer; None:
     those that it has.
     """
-    steps = _steps_of(optimizer)
-    if steps.refusal is not None:
-        raise FastcommError(steps.refusal)
+    known = _known_of(optimizer)
+    if known.refusal is not None:
+        raise FastcommError(known.refusal)
     skips_itself = getattr(optimizer, "skips_itself", False)
     if not skips_itself:  # else it refuses them itself
-        _refuse_strangers(steps)
-    for reference, stepped in steps.stepped:
+        _refuse_strangers(known)
+    for reference, slots in known.by_reducer:
         reducer = reference()
         if reducer is not None:
-            reducer.before_step(optimizer, stepped, steps.seen.get(reducer))
-            steps.before[reducer] = reducer.n_rounds, reducer.steps.record
+            reducer.before_step(optimizer, slots, known.seen.get(reducer))
+            known.before[reducer] = reducer.n_rounds, reducer.steps.record
     if skips_itself:
         return None
-    return _without_skipped(optimizer, steps, args, kwargs)
+    return _without_skipped(optimizer, known, args, kwargs)
 
 
 def _without_skipped(
-    optimizer: Optimizer, steps: _Steps, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """As _before_step(), of a step that changes nothing if the ranks drop it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):
-        if not steps.stepped and not steps.strangers:
+        if not known.by_reducer and not known.strangers:
             return None
-        dropping = functools.partial(_drop_where_skipped, optimizer, steps, closure)
+        dropping = functools.partial(_drop_where_skipped, optimizer, known, closure)
         if len(args) > 1:
             return (args[0], dropping, *args[2:]), kwargs
         return args, {**kwargs, "closure": dropping}
-    if _skipping(steps):
+    if _skipping(known):
         return (_idle(optimizer), *args[1:]), kwargs
     return None
 
 
-def _skipping(steps: _Steps) -> list[Steppable]:
+def _skipping(known: _Known) -> list[Steppable]:
     """Lists the reducers for which the next step is left out. Each dropped round counts once: else
     an optimizer of two models could not step one while nothing of the other is reduced.
     """
-    reducers = [reference() for reference, _ in steps.stepped]
+    reducers = [reference() for reference, _ in known.by_reducer]
     found = [one for one in reducers if one is not None and one.skipped]
     if len(found) == len(reducers):
         return found
-    return [one for one in found if steps.left_out.get(one) != one.n_skipped]
+    return [one for one in found if known.left_out.get(one) != one.n_skipped]
 
 
-def _drop_where_skipped(optimizer: Optimizer, steps: _Steps, closure: Callable[[], Any]) -> Any:
+def _drop_where_skipped(optimizer: Optimizer, known: _Known, closure: Callable[[], Any]) -> Any:
     """The closure, after which no parameter has a gradient if the ranks drop the step."""
     result = closure()
-    _refuse_strangers(steps)
-    if _skipping(steps):
+    _refuse_strangers(known)
+    if _skipping(known):
         if isinstance(optimizer, LBFGS):
             raise FastcommError(
                 "the ranks skip a step in a closure of LBFGS, which has moved the parameters in "
@@ -308,55 +302,55 @@ def skipped_nonfinite(optimizer: Optimizer) -> bool | None:
     """Whether the ranks drop the optimizer's next step because gradients are not finite; None: they
     do not drop it. Takes this rank's part in a round that it votes to drop.
     """
-    steps = _steps_of(optimizer)
-    for reference, _ in steps.stepped:
+    known = _known_of(optimizer)
+    for reference, _ in known.by_reducer:
         reducer = reference()
         if reducer is not None and reducer.skipped:
             reducer.synchronize()
-    found = _skipping(steps)
+    found = _skipping(known)
     return any(reducer.skipped_nonfinite for reducer in found) if found else None
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
-    steps = _steps.get(optimizer)
-    if steps is None or steps.epoch != _epoch:
+    known = _known.get(optimizer)
+    if known is None or known.epoch != _epoch:
         return  # a closure has attached or detached a model
     is_left_out = args[0] is not optimizer
-    for reference, stepped in steps.stepped:
+    for reference, slots in known.by_reducer:
         reducer = reference()
-        if reducer is None or reducer not in steps.before:
+        if reducer is None or reducer not in known.before:
             continue
         if is_left_out:
-            steps.left_out[reducer] = reducer.n_skipped
+            known.left_out[reducer] = reducer.n_skipped
             reducer.after_step(None)
             continue
-        steps.seen[reducer], record = steps.before[reducer]
+        known.seen[reducer], record = known.before[reducer]
         # A closure may have ended rounds: then the gradients are not those from before the step.
-        is_of_one_round = reducer.n_rounds == steps.seen[reducer]
+        is_of_one_round = reducer.n_rounds == known.seen[reducer]
         if is_of_one_round:  # a step within this one, as ZeRO's of a rank's own part, is part of it
             reducer.steps.record = record
-        reducer.after_step(stepped if is_of_one_round else [])
+        reducer.after_step(slots if is_of_one_round else [])
 
 
-def _steps_of(optimizer: Optimizer) -> _Steps:
+def _known_of(optimizer: Optimizer) -> _Known:
     """What is known of the optimizer, kept from an earlier step if neither the optimizer nor the
     reducers have changed since.
     """
     groups = optimizer.param_groups
-    known = tuple(map(id, itertools.chain.from_iterable(group["params"] for group in groups)))
-    steps = _steps.get(optimizer)
-    if steps is None or steps.groups != known or steps.epoch != _epoch:
+    ids = tuple(map(id, itertools.chain.from_iterable(group["params"] for group in groups)))
+    known = _known.get(optimizer)
+    if known is None or known.ids != ids or known.epoch != _epoch:
         parameters = [parameter for group in groups for parameter in group["params"]]
-        before = steps
-        steps = _steps[optimizer] = _Steps(known, parameters)
+        before = known
+        known = _known[optimizer] = _Known(ids, parameters)
         if before is not None:
-            steps.seen.update(before.seen)
-            steps.left_out.update(before.left_out)
-    return steps
+            known.seen.update(before.seen)
+            known.left_out.update(before.left_out)
+    return known
 
 
-def _refuse_strangers(steps: _Steps) -> None:
-    for name, parameter in steps.strangers:
+def _refuse_strangers(known: _Known) -> None:
+    for name, parameter in known.strangers:
         if is_of_this_rank(parameter.grad):
             raise FastcommError(unreduced(name))
 

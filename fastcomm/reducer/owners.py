@@ -54,19 +54,17 @@ def attached_names() -> WeakIdKeyDictionary:
     return found
 
 
-def take_over(
-    reducer: ReducerFlags, buckets: Sequence[Bucket], has_streams: bool
-) -> list[RemovableHandle]:
+def take_over(reducer: ReducerFlags, buckets: Sequence[Bucket]) -> list[RemovableHandle]:
     """Makes the reducer the owner of the buckets' parameters, and hangs its hooks on them. Returns
     the hooks' handles.
     """
     handles = []
     for bucket in buckets:
-        note_stream = bucket.note_stream if has_streams else None
         for i, parameter in enumerate(bucket.parameters):
             assert parameter is not None  # for the type checker: attach() holds the model
             _owners[parameter] = weakref.ref(reducer)
-            handles.append(hook_gradient(parameter, GradientHook(reducer, bucket, i, note_stream)))
+            hook = GradientHook(reducer, bucket, i, bucket.note_stream)
+            handles.append(hook_gradient(parameter, hook))
     return handles
 
 

@@ -80,8 +80,6 @@ from fastcomm.reducer.validation import (
     model_of,
     named_parameters,
     reference_to,
-    renormalised_embedding,
-    unsynced_batch_norm,
 )
 
 E = TypeVar("E", bound=RoundExtension)
@@ -207,20 +205,11 @@ class Reducer(ReducerFlags):
     def _attach(self, source: Model) -> None:
         named = named_parameters(source)
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
-        problem = (
-            validation.find_problem(
-                self._model is not None, named, buffers, self.comm.device, is_owned
-            )
-            or unsynced_batch_norm(source, self.comm.world_size)
-            or renormalised_embedding(source, self.comm.world_size)
-        )
-        sparse: set[str] = set()
+        problem = self._find_problem(source, buffers)
+        model = []
         if problem is None:
             sparse = sparsity.find(source, named, self.options.sparse_parameters)
-            problem = sparsity.find_problem(
-                sparse, named, self.options, self.sharding()
-            ) or self.options.find_problem(named)
-        model = [] if problem else validation.signature(named, buffers, sparse)
+            model = validation.signature(named, buffers, sparse)
         validation.compare(self.comm, problem, self.options.described(), model)
         validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         # Over NCCL nobody compares, and the host would wait for the device.
@@ -229,9 +218,24 @@ class Reducer(ReducerFlags):
         self.steps = StepRecord(compares)
         if self.tuning is not None:
             self.tuning.begin(self.n_rounds, self.comm.world_size)
-        self.make_buckets(source)
+        self.hook_up(source)
 
-    def make_buckets(self, source: Model) -> None:
+    def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
+        """What this rank alone can find wrong with attaching the model."""
+        if self._model is not None:
+            return ValueError(
+                "this reducer is attached already; detach() it first, or make one reducer for each "
+                "model"
+            )
+        problem = validation.find_problem(source, buffers, self.comm, is_owned)
+        if problem is not None:
+            return problem
+        named = named_parameters(source)
+        return sparsity.find_problem(
+            source, named, self.options, self.sharding()
+        ) or self.options.find_problem(named)
+
+    def hook_up(self, source: Model) -> None:
         """Make the buckets, of the size that the tuning has now, and hook the parameters.
         Collective.
         """
@@ -250,7 +254,7 @@ class Reducer(ReducerFlags):
             note_abandoned(error)
             raise
         self.steps.last = []  # by the numbers of the buckets before
-        self._handles = take_over(self, self.buckets, self.comm.has_streams)
+        self._handles = take_over(self, self.buckets)
         if self._timeline is not None:
             self._timeline.follow(self.buckets, source)
         self._remember(source)
@@ -452,7 +456,7 @@ class Reducer(ReducerFlags):
                 extensions=self.extensions,
                 hears_votes=self._hears_votes,
                 when_over=self._close_round,
-                last_in_words=self._last_in_words,
+                last_in_words=lambda: self.steps.last_in_words(self.comm.rank, self.buckets),
             )
             # asked once for a round, as launches must cost nothing where nobody looks
             if self.recorder is not None or _profiler_enabled() or IS_UNDER_NSIGHT:
@@ -777,9 +781,6 @@ class Reducer(ReducerFlags):
             self.buckets[number].gradient_state.note_stepped(slots, self.n_rounds)
             if compares and slots:
                 self.buckets[number].note_step(self.n_rounds)
-
-    def _last_in_words(self) -> str:
-        return self.steps.last_in_words(self.comm.rank, self.buckets)
 
     def _require_reduced(
         self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None

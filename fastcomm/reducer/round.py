@@ -161,7 +161,9 @@ class Round(RoundFlags):
         if self.weight is not None:
             self._share_weight(self.weight)
         bucket = self.buckets[self._n_launched]
-        step = with_checksum(self._step, bucket.stepped) if bucket.stepped else self._step
+        step = (
+            with_checksum(self._step, bucket.step_checksum) if bucket.step_checksum else self._step
+        )
         try:
             if self.votes_to_skip:
                 self._launch_vote(bucket, step)

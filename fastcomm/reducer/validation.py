@@ -43,36 +43,6 @@ def model_of(given: nn.Module | Iterable[tuple[str, Parameter]]) -> Model:
     return list(given)
 
 
-def unsynced_batch_norm(model: Model, world_size: int) -> ValueError | None:
-    """An error if the model has a SyncBatchNorm that would see its own rank's batch alone."""
-    if world_size == 1 or not isinstance(model, nn.Module) or dist.is_initialized():
-        return None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            return ValueError(
-                f"module {name} is a SyncBatchNorm, which is a plain BatchNorm of each rank's own "
-                "batch where there is no process group: call "
-                "torch.distributed.init_process_group(...) before attach(), or make it a BatchNorm"
-            )
-    return None
-
-
-def renormalised_embedding(model: Model, world_size: int) -> ValueError | None:
-    """An error if the model has an embedding that each rank would change by itself in forward."""
-    if world_size == 1 or not isinstance(model, nn.Module):
-        return None
-    for name, module in model.named_modules():
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if is_embedding and module.max_norm is not None:
-            return ValueError(
-                f"module {name} is an {type(module).__name__} with max_norm, whose forward changes "
-                "the rows that this rank looks up: the ranks would drift apart. Make it without "
-                "max_norm, and renormalise all rows after each step, on every rank: "
-                "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm))"
-            )
-    return None
-
-
 def named_parameters(model: Model) -> list[tuple[str, Parameter]]:
     return list(model.named_parameters()) if isinstance(model, nn.Module) else model
 
@@ -104,13 +74,56 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 # ---- what one rank checks alone -----------------------------------------------------------------
 
 
-def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
-    """Why the parameter cannot be attached, or None."""
+def find_problem(
+    model: Model,
+    buffers: Named,
+    comm: Transport,
+    is_attached: Callable[[Tensor], bool],
+) -> ValueError | None:
+    """What is wrong with attaching the model on this rank alone. is_attached: whether a reducer has
+    a parameter.
+    """
+    named = named_parameters(model)
+    reason = _why_not_named(named, comm.device, is_attached)
+    if reason is None:
+        reasons = (_why_not_tensor(f"buffer {name}", b, comm.device) for name, b in buffers)
+        reason = next((one for one in reasons if one is not None), None)
+    if reason is None and comm.world_size > 1 and isinstance(model, nn.Module):
+        reason = _why_not_module(model)
+    return None if reason is None else ValueError(reason)
+
+
+def _why_not_named(
+    named: Sequence[tuple[str, Parameter]],
+    device: torch.device,
+    is_attached: Callable[[Tensor], bool],
+) -> str | None:
+    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
+        return (
+            "attach() takes a module or named parameters: model.named_parameters(), not "
+            "model.parameters()"
+        )
+    if len({id(p) for _, p in named}) < len(named):
+        return "a parameter is given twice: its gradient would be reduced twice"
+    for name, parameter in named:
+        reason = _why_not_parameter(name, parameter, device)
+        if reason is not None:
+            return reason
+        if is_attached(parameter):
+            return (
+                f"parameter {name} is attached to another reducer already; detach() that one first"
+            )
+    if not any(p.requires_grad for _, p in named):
+        return "the model has no parameter that requires a gradient: there is nothing to reduce"
+    return None
+
+
+def _why_not_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
     if isinstance(parameter, UninitializedParameter):
         return f"parameter {name} is not initialised: run the lazy modules once before attach()"
-    trouble = _refuse_tensor(f"parameter {name}", parameter, device)
-    if trouble is not None:
-        return trouble
+    reason = _why_not_tensor(f"parameter {name}", parameter, device)
+    if reason is not None:
+        return reason
     if parameter.is_neg() or parameter.is_conj():
         return (
             f"parameter {name} is a negated or conjugated view of its memory: clone it before "
@@ -132,59 +145,7 @@ def refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> s
     return None
 
 
-def find_problem(
-    has_model: bool,
-    named: Sequence[tuple[str, Parameter]],
-    buffers: Named,
-    device: torch.device,
-    is_attached: Callable[[Tensor], bool],
-) -> ValueError | None:
-    """What is wrong with attaching the model on this rank alone. has_model: whether the reducer has
-    one already. is_attached: whether a reducer has a parameter.
-    """
-    if has_model:
-        return ValueError(
-            "this reducer is attached already; detach() it first, or make one reducer for each "
-            "model"
-        )
-    trouble = refuse_model(named, buffers, device, is_attached)
-    return None if trouble is None else ValueError(trouble)
-
-
-def refuse_model(
-    named: Sequence[tuple[str, Parameter]],
-    buffers: Named,
-    device: torch.device,
-    is_attached: Callable[[Tensor], bool],
-) -> str | None:
-    """Why the model cannot be attached, or None. is_attached: whether a reducer has a parameter."""
-    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
-        return (
-            "attach() takes a module or named parameters: model.named_parameters(), not "
-            "model.parameters()"
-        )
-    if len({id(p) for _, p in named}) < len(named):
-        return "a parameter is given twice: its gradient would be reduced twice"
-    for name, parameter in named:
-        trouble = refuse_parameter(name, parameter, device)
-        if trouble is not None:
-            return trouble
-        if is_attached(parameter):
-            return (
-                f"parameter {name} is attached to another reducer already; detach() that one first"
-            )
-    if not any(p.requires_grad for _, p in named):
-        return "the model has no parameter that requires a gradient: there is nothing to reduce"
-    troubles = (refuse_buffer(*buffer, device) for buffer in buffers)
-    return next((trouble for trouble in troubles if trouble is not None), None)
-
-
-def refuse_buffer(name: str, buffer: Tensor, device: torch.device) -> str | None:
-    """Why the buffer cannot be copied from rank to rank, or None."""
-    return _refuse_tensor(f"buffer {name}", buffer, device)
-
-
-def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
+def _why_not_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return (
             f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes "
@@ -197,6 +158,26 @@ def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> str | Non
         )
     if tensor.is_inference():
         return f"{what} was made in inference mode, which training cannot use: clone it outside"
+    return None
+
+
+def _why_not_module(model: nn.Module) -> str | None:
+    """What would make the ranks drift apart in forward, where no gradient tells."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not dist.is_initialized():
+            return (
+                f"module {name} is a SyncBatchNorm, which is a plain BatchNorm of each rank's own "
+                "batch where there is no process group: call "
+                "torch.distributed.init_process_group(...) before attach(), or make it a BatchNorm"
+            )
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding and module.max_norm is not None:
+            return (
+                f"module {name} is an {type(module).__name__} with max_norm, whose forward changes "
+                "the rows that this rank looks up: the ranks would drift apart. Make it without "
+                "max_norm, and renormalise all rows after each step, on every rank: "
+                "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm))"
+            )
     return None
 
 

@@ -168,7 +168,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: a bucket keeps its parameters alive",
         file=BUCKET,
-        within="Bucket.__init__",
+        within="Bucket._hold",
         old="weakref.ref(parameter)",
         new="lambda parameter=parameter: parameter",
         tests=("tests/reducer/test_buckets.py",),
@@ -184,7 +184,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: a step ends rounds in any order",
         file=STEPS,
-        within="_Steps.__init__",
+        within="_Known.__init__",
         old="sorted({one for one in owners if one is not None}, key=lambda r: r.number)",
         new="[one for one in set(owners) if one is not None]",
         tests=STEPS_TESTS,
@@ -192,8 +192,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: an optimizer forgets its last step when a model is attached",
         file=STEPS,
-        within="_steps_of",
-        old="steps.seen.update(before.seen)",
+        within="_known_of",
+        old="known.seen.update(before.seen)",
         new="pass",
         tests=STEPS_TESTS,
     ),
@@ -201,8 +201,8 @@ MUTATIONS = (
         name="reducer: a round that ended within a step counts as stepped",
         file=STEPS,
         within="_after_step",
-        old="stepped if is_of_one_round else []",
-        new="stepped",
+        old="slots if is_of_one_round else []",
+        new="slots",
         tests=STEPS_TESTS,
     ),
     Mutation(

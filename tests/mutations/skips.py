@@ -29,7 +29,7 @@ MUTATIONS = (
         name="skips: an optimizer of two models steps with neither until both are reduced",
         file=STEPS,
         within="_skipping",
-        old="[one for one in found if steps.left_out.get(one) != one.n_skipped]",
+        old="[one for one in found if known.left_out.get(one) != one.n_skipped]",
         new="found",
         tests=_of_optimizers(
             "test_a_model_of_two_goes_on_though_the_other_one_has_dropped_its_last_round"
@@ -343,7 +343,7 @@ MUTATIONS = (
         name="skips: an optimizer of two models skips if both do",
         file=STEPS,
         within="_skipping",
-        old="[one for one in found if steps.left_out.get(one) != one.n_skipped]",
+        old="[one for one in found if known.left_out.get(one) != one.n_skipped]",
         new="[]",
         tests=_of_optimizers("test_an_optimizer_of_two_models_skips_for_either"),
     ),

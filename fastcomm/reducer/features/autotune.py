@@ -193,7 +193,7 @@ class Tuning:
         reducer.detach()
         try:
             with torch.inference_mode(False):
-                reducer.make_buckets(model)
+                reducer.hook_up(model)
         except BaseException:
             reducer.stand_still(model)
             raise

@@ -240,12 +240,6 @@ class HookedBucket(BoundBucket):
         if self._producers is not None:
             self._producers.note()
 
-    def square_sum(self) -> None:
-        return None
-
-    def n_nonfinite(self) -> None:
-        return None
-
 
 class _HookedWork(BucketWork):
     def __init__(

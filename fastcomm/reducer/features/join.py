@@ -254,7 +254,7 @@ class Join(Generic[T]):
             if is_uneven:
                 _drop_gradients(reducer)
                 for bucket in reducer.buckets:
-                    bucket.stepped = 0  # some ranks have stepped less often
+                    bucket.step_checksum = 0  # some ranks have stepped less often
         if not is_uneven:
             return
         reason = why_apart(ranks, is_loaded=not self._states)

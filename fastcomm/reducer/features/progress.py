@@ -25,7 +25,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class Stepped(NamedTuple):
+class KnownOptimizer(NamedTuple):
     """An optimizer, as a rank tells the others of it.
 
     name: its type.
@@ -56,7 +56,7 @@ class Progress(NamedTuple):
     rounds: list[tuple[int, int, int]]
     states: list[str]
     has_schedule: bool
-    optimizers: list[Stepped]
+    optimizers: list[KnownOptimizer]
     scalers: list[str]
 
     @staticmethod
@@ -70,7 +70,9 @@ class Progress(NamedTuple):
             [type(one).__name__ for one in states],
             any(not isinstance(one, (torch.optim.Optimizer, GradScaler)) for one in states),
             [
-                Stepped(type(one).__name__, _options_of(one), _keeps_state(one), holds(given, one))
+                KnownOptimizer(
+                    type(one).__name__, _options_of(one), _keeps_state(one), holds(given, one)
+                )
                 for one in optimizers
             ],
             [type(one).__name__ for one in scalers if one is not None and not holds(states, one)],
@@ -119,7 +121,7 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
     return None
 
 
-def _differ(known: Sequence[Stepped], most: Sequence[Stepped]) -> bool:
+def _differ(known: Sequence[KnownOptimizer], most: Sequence[KnownOptimizer]) -> bool:
     """Whether the options differ of the optimizers that a rank knows, and another. One that has
     made no step may not know its own optimizers, which are behind if they are scheduled.
     """

@@ -10,7 +10,6 @@ comes out: sparse, or dense where some rank has a dense one (as tied weights giv
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ from fastcomm.reducer.features.sparse_rows import (
     sections_of,
     sparse_of,
 )
-from fastcomm.reducer.gradient_state import GradientState
 from fastcomm.reducer.layout import kind_of, scale_, values_of
 from fastcomm.reducer.validation import grad_dtype, misfit
 from fastcomm.transports.cuda.driver import Producers
@@ -103,24 +101,17 @@ class SparseBucket(Bucket):
     ) -> None:
         own = [parameter for _, parameter in named]
         self._label, self._comm, self._wire_dtype = label, comm, wire_dtype
-        self._references = [weakref.ref(parameter) for parameter in own]
-        self.names = [name for name, _ in named]
         self.indices = list(range(len(own)))
         self._likes = [torch.empty_like(p, dtype=grad_dtype(p), device="meta") for p in own]
         wide = any(kind_of(like, like.dtype)[1] == torch.float64 for like in self._likes)
         self.dtype = torch.float64 if wide else torch.float32
         self.flat = torch.empty(0, device=comm.device)  # how long messages are is not known
-        self.views = [torch.empty(1, device=comm.device) for _ in own]
-        self._addresses = [view.data_ptr() for view in self.views]
-        self.gradient_state = GradientState(self._references, self.views, self._addresses, n_rounds)
-        self.shard = None
-        self.note_stream = self._note_stream
-        self._counts_nonfinite = comm.counts_nonfinite
+        self._hold(named, [torch.empty(1, device=comm.device) for _ in own], comm, n_rounds)
+        self._held = {}  # results are new tensors, which overwrite none of the user's
         self._producers = Producers(comm.cuda) if comm.has_streams else None
+        self.note_stream = None if self._producers is None else self._producers.note
         # of messages, kept from round to round
         self._memory = torch.empty(0, dtype=torch.uint8, device=comm.device)
-        self._untouched, self._emptied, self._staying = {}, {}, {}
-        self._held, self._taken = {}, set()
         self.reset()
 
     def reset(self) -> None:
@@ -133,11 +124,6 @@ class SparseBucket(Bucket):
     def is_launched(self) -> bool:
         """See Bucket."""
         return self._work is not None
-
-    def _note_stream(self) -> None:
-        """A gradient has been produced on the current stream."""
-        if self._producers is not None:
-            self._producers.note()
 
     # -- a round -----------------------------------------------------------------------------------
 

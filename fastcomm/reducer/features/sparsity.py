@@ -26,9 +26,9 @@ def find(model: Model, named: Named, declared: Sequence[str]) -> set[str]:
 
 
 def find_problem(
-    sparse: set[str], named: Named, options: Options, sharding: Sharding | None
+    model: Model, named: Named, options: Options, sharding: Sharding | None
 ) -> ValueError | None:
-    """Why these parameters cannot be attached with such options, or None."""
+    """What is wrong with reducing the sparse gradients of this model, or None."""
     known = {name for name, _ in named}
     for name in options.sparse_parameters:
         if name not in known:
@@ -36,6 +36,7 @@ def find_problem(
     present = options.features()
     if sharding is not None:
         present[Feature.SHARDED] = "ShardedOptimizer"
+    sparse = find(model, named, options.sparse_parameters)
     trouble = why_not(Feature.SPARSE, present)
     if not sparse or trouble is None:
         return None

@@ -272,12 +272,3 @@ class GroupBucket(BoundBucket):
             self._reduce(op, rows, factors)
 
         return move
-
-    def note_stream(self) -> None:
-        """There are no streams."""
-
-    def square_sum(self) -> None:
-        """Nothing counts here."""
-
-    def n_nonfinite(self) -> None:
-        """Nothing counts here."""

@@ -149,9 +149,6 @@ cdef class ShmBucket(GatheringBucket):
             token[list(missing)] = absent
         return token
 
-    def note_stream(self):
-        """There are no streams."""
-
     def count_results(self, bint adds_squares):
         self.counts = True
         self.adds_squares |= adds_squares
