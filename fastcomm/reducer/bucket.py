@@ -122,8 +122,8 @@ class Bucket(Counter):
         pairs = zip(self.names, self.parameters, strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
 
-    def count_nonfinite(self) -> None:
-        """Let the reduction count, where it can, for n_left_nonfinite()."""
+    def start_counting(self) -> None:
+        """Let the reduction count, where it can, for n_nonfinite_in_result()."""
         self._bound.count_results(False)
 
     def note_step(self, n_rounds: int) -> None:
@@ -365,7 +365,7 @@ class Bucket(Counter):
         """After finish(): whether some rank votes to drop the round."""
         return self._bound.posted is not None and self._bound.posted.is_skipped()
 
-    def n_left_nonfinite(self) -> Tensor | None:
+    def n_nonfinite_in_result(self) -> Tensor | None:
         """After finish(): how many elements of the result are infinite or NaN, on all ranks, as an
         int64 scalar. None if the transport has not counted.
         """
@@ -455,7 +455,7 @@ class Bucket(Counter):
         """
         return self._bound.square_sum() if self._is_as_counted() else None
 
-    def n_nonfinite(self) -> Tensor | None:
+    def n_nonfinite_now(self) -> Tensor | None:
         """Counts infinite or NaN elements, as an int64 scalar. None as above."""
         return self._bound.n_nonfinite() if self._is_as_counted() else None
 

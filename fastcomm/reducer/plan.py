@@ -80,7 +80,7 @@ def _dense_buckets(
             n_rounds=n_rounds,
         )
         if options.skip_nonfinite:
-            bucket.count_nonfinite()
+            bucket.start_counting()
         if sharding is not None and bounds is not None:
             bucket.shard = BucketShard(comm, sharding, bounds, bucket, label)
         buckets.append(bucket)

@@ -64,18 +64,18 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
         with called_by("nonfinite_count()"):
             comm.all_reduce(count)
         return count
-    found = [bucket.n_nonfinite() for bucket in buckets]
+    found = [bucket.n_nonfinite_now() for bucket in buckets]
     counts = [count for count in found if count is not None]
     if len(counts) < len(found):
         return _count_nonfinite(_gradients(buckets), comm.device)
     return torch.stack(counts).sum()
 
 
-def n_left_nonfinite(buckets: Sequence[Bucket], comm: Transport) -> int:
+def n_nonfinite_in_result(buckets: Sequence[Bucket], comm: Transport) -> int:
     """How many elements the round that ends has left infinite or NaN, on all ranks together. Waits
     for the device; collective where ranks have their shards only.
     """
-    counts = [bucket.n_left_nonfinite() for bucket in buckets]
+    counts = [bucket.n_nonfinite_in_result() for bucket in buckets]
     known = [count for count in counts if count is not None]
     # On the CPU calls of torch are what this costs.
     total = _total(known, comm.device) if comm.has_streams else sum(map(int, known))

@@ -259,7 +259,7 @@ MUTATIONS = (
     Mutation(
         name="sparse: what is not finite among rows is not counted",
         file=BUCKET,
-        within="SparseBucket.n_left_nonfinite",
+        within="SparseBucket.n_nonfinite_in_result",
         old="total += (~as_pairs(values_of(result)).isfinite()).sum()",
         new="pass",
         tests=_sparse("test_ranks_drop_a_step_together"),
@@ -283,7 +283,7 @@ MUTATIONS = (
     Mutation(
         name="sparse: over NCCL a vote among rows alone is not counted",
         file=BUCKET,
-        within="SparseBucket.n_left_nonfinite",
+        within="SparseBucket.n_nonfinite_in_result",
         old="torch.zeros((), dtype=torch.int64, device=self._comm.device) + self.is_skipped()",
         new="torch.zeros((), dtype=torch.int64, device=self._comm.device)",
         tests=_sparse("test_ranks_drop_a_step_together"),

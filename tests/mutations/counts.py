@@ -270,7 +270,7 @@ MUTATIONS = (
     Mutation(
         name="counts: over NCCL what a rank finds in its shard stands for all",
         file=BUCKET,
-        within="Bucket.n_left_nonfinite",
+        within="Bucket.n_nonfinite_in_result",
         old="self._is_sharded and self._has_streams",
         new="False",
         tests=(
@@ -280,7 +280,7 @@ MUTATIONS = (
     Mutation(
         name="counts: what some buckets have counted is lost where others have not",
         file="fastcomm/reducer/statistics.py",
-        within="n_left_nonfinite",
+        within="n_nonfinite_in_result",
         old="total + here",
         new="here",
         tests=("tests/reducer/features/test_sparse.py::test_ranks_drop_a_step_together",),

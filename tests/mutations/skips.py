@@ -222,7 +222,7 @@ MUTATIONS = (
     Mutation(
         name="skips: each rank looks at its own shard of the result",
         file="fastcomm/reducer/statistics.py",
-        within="n_left_nonfinite",
+        within="n_nonfinite_in_result",
         old=("if _in_shards(buckets) is not None:\n    comm.all_reduce(here)"),
         new="",
         tests=_of_optimizers("test_a_sharded_optimizer_skips"),

@@ -132,7 +132,7 @@ class Skipping(RoundExtension):
             return False
         if self._n_nonfinite is None:
             with self._talking():
-                self._n_nonfinite = statistics.n_left_nonfinite(round.buckets, self._comm)
+                self._n_nonfinite = statistics.n_nonfinite_in_result(round.buckets, self._comm)
         return self._n_nonfinite > 0
 
     def after_round(self, round: Round) -> None:

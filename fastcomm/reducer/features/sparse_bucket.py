@@ -356,7 +356,7 @@ class SparseBucket(Bucket):
         """See Bucket."""
         return self._work is not None and self._work.is_skipped()
 
-    def n_left_nonfinite(self) -> Tensor:
+    def n_nonfinite_in_result(self) -> Tensor:
         """See Bucket. A vote counts as one, since it may not be heard elsewhere."""
         total = torch.zeros((), dtype=torch.int64, device=self._comm.device) + self.is_skipped()
         for result in self._results or ():
@@ -368,7 +368,7 @@ class SparseBucket(Bucket):
         """See Bucket."""
         return self._measured(lambda values: values.abs().double().square().sum(), torch.float64)
 
-    def n_nonfinite(self) -> Tensor | None:
+    def n_nonfinite_now(self) -> Tensor | None:
         """See Bucket."""
         return self._measured(lambda values: (~values.isfinite()).sum(), torch.int64)
 
