@@ -145,7 +145,9 @@ def buffers_label(reducer: int) -> int:
 
 
 def used_values(op: str) -> tuple[float, float]:
-    """See Reduction.used_values. op: also one of WEIGHTED_OPS, or SKIP."""
+    """Returns the values of the used mask for an absent and a present gradient. op: also one of
+    WEIGHTED_OPS, or SKIP.
+    """
     return _USED_VALUES.get(op, (0.0, 1.0))
 
 

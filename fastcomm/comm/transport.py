@@ -148,7 +148,7 @@ class Transport(Communicator):
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
     def empty_for_all(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """As `empty`, but one tensor for all ranks: what one writes, the others read.
+        """Returns one tensor for all ranks, else as `empty`: what one writes, the others read.
         Collective. All ranks drop it before they ask for the next one, or keep it; the memory stays
         as long as any rank has it. Only where has_common_memory.
         """
@@ -156,8 +156,8 @@ class Transport(Communicator):
 
     @abc.abstractmethod
     def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
-        """As `broadcast`, of many tensors, at once where the transport can. label:
-        what they are, for messages.
+        """Broadcasts many tensors, at once where the transport can. label: what they are, for
+        messages.
         """
 
     @abc.abstractmethod

@@ -135,9 +135,7 @@ def predict(
 def predict_on(
     machine: Machine, ranks: int, step: LocalStep, plan: Plan, *, overlap: bool = True
 ) -> Prediction:
-    """As predict, of `ranks` ranks of a machine. step: as one rank makes it with a core of its
-    own.
-    """
+    """Predicts for so many ranks of a machine. step: as one rank makes it with its own core."""
     crowding = machine.crowding(ranks)
 
     return predict(

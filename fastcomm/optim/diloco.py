@@ -141,7 +141,7 @@ class DiLoCo(LocalSGD):
                 torch._foreach_copy_(parameters, self._outer_of(bucket))
 
     def state_dict(self) -> dict[str, Any]:
-        """As LocalSGD.state_dict(), with the outer parameters and the outer optimizer's state,
+        """Returns LocalSGD's state, with the outer parameters and the outer optimizer's state,
         which are equal on all ranks.
         """
         outer = {name: parameter.detach() for name, parameter in self._outer.items()}

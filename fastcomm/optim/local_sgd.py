@@ -252,7 +252,7 @@ class LocalSGD(LocalSteps):
             bucket.gradient_state.begin_period()
 
     def let_go(self) -> None:
-        """See LocalSteps."""
+        """For the reducer: lets the ranks step together again, without a sync."""
         sync, self._under_way = self._under_way, None
         self.reducer.steps_alone = False
         interruption = None
@@ -291,7 +291,7 @@ class LocalSGD(LocalSteps):
             raise interruption
 
     def _wait_for(self, sync: Sync) -> BaseException | None:
-        """See Sync.finish(). One that fails is under way no more."""
+        """Finishes the sync. One that fails is under way no more."""
         try:
             return sync.finish()
         except BaseException:

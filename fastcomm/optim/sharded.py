@@ -172,7 +172,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Parameters that the reducer does not know yet are stepped after
+        """Adds a group, as torch's. Parameters that the reducer does not know yet are stepped after
         reducer.refresh().
         """
         super().add_param_group(param_group)
@@ -202,7 +202,7 @@ class ShardedOptimizer(Optimizer):
     # -- the buckets -------------------------------------------------------------------------------
 
     def set_state_aside(self) -> None:
-        """See sharded_by.Stepper."""
+        """For the reducer: gathers the state before the buckets go. Collective."""
         if self._buckets:
             self._agree_on_refresh()
         parameters = self._parameters()
@@ -242,7 +242,7 @@ class ShardedOptimizer(Optimizer):
             _shard_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
 
     def take_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """See sharded_by.Stepper."""
+        """For the reducer: takes back the state, in these buckets. Collective."""
         taken, problem = None, None
         try:
             parts = self._parts_in(buckets)
@@ -396,7 +396,7 @@ class ShardedOptimizer(Optimizer):
             _shard_of(bucket).arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; drops the reduced gradients that this rank holds, too."""
+        """Clears gradients, as torch's, and drops the reduced ones that this rank holds."""
         super().zero_grad(set_to_none)
         self._drop()
 
@@ -405,7 +405,7 @@ class ShardedOptimizer(Optimizer):
             _shard_of(bucket).drop()
 
     def held(self) -> list[Tensor] | None:
-        """See sharded_by.Stepper."""
+        """For the reducer: the parameters whose .grad this rank has; None if all ranks have all."""
         if self.sharding.keeps_gradients:
             return None
         return [piece.parameter for piece in pieces_of(self._parts, self._parameters()).values()]
@@ -436,7 +436,7 @@ class ShardedOptimizer(Optimizer):
         return [self._parts.get(p, Part("", p, {}, None)) for p in self._parameters()]
 
     def compare_state(self) -> None:
-        """See sharded_by.Stepper."""
+        """For the reducer: compares the state over the ranks. Collective."""
         self._compare_places("check_in_sync()")
         checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
 

@@ -36,8 +36,8 @@ def is_gradient_held(parameter: torch.Tensor) -> bool:
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """As register_post_accumulate_grad_hook. After swap_tensors torch forgets to tell its C++ half
-    of the hook; setting the hooks again tells it.
+    """Hooks the parameter's gradient. After swap_tensors torch forgets to tell its C++ half of the
+    hook; setting the hooks again tells it.
     """
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -77,8 +77,8 @@ def equal_shards(numel: int, itemsize: int, n: int) -> tuple[int, ...]:
 
 
 def whole_shards(layout: BucketLayout, loads: list[int]) -> tuple[int, ...]:
-    """As equal_shards, but no slot is cut. loads: how many elements each rank has of the buckets
-    before; this bucket's are added.
+    """Cuts between slots only, else as equal_shards. loads: how many elements each rank has of the
+    buckets before; this bucket's are added.
     """
     n = len(loads)
     goal = (sum(loads) + layout.numel) / n

@@ -64,7 +64,7 @@ class StepRecord:
         self.last: list[SteppedSlots] = []
 
     def packed(self) -> int:
-        """As it travels with each bucket: see collective.steps_made."""
+        """Returns it as it travels with each bucket: see collective.steps_made."""
         return steps_made(self.n, self.record)
 
     def note(self, stepped: list[SteppedSlots], buckets: Sequence[Bucket]) -> None:
@@ -241,7 +241,7 @@ def _before_step(
 def _without_skipped(
     optimizer: Optimizer, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """As _before_step(), of a step that changes nothing if the ranks drop it."""
+    """Returns as _before_step(), for a step that changes nothing if the ranks drop it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):
         if not known.by_reducer and not known.strangers:

@@ -27,7 +27,7 @@ AUTO = "auto"  # a bucket_cap_mb: see features/autotune.py
 
 @dataclass(frozen=True)
 class Options:
-    """See Reducer. Raises ValueError for values that no communicator supports."""
+    """What Reducer was called with. Raises ValueError for values that no communicator supports."""
 
     bucket_cap_mb: float | str
     first_bucket_cap_mb: float

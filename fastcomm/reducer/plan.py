@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from fastcomm.comm.collective import bucket_label
 from fastcomm.comm.transport import BoundBucket, Transport
@@ -16,13 +14,11 @@ from fastcomm.reducer.features.shards import BucketShard, Sharding
 from fastcomm.reducer.features.sparse_bucket import SparseBucket
 from fastcomm.reducer.layout import kind_of, plan_buckets
 from fastcomm.reducer.options import Options
-from fastcomm.reducer.validation import grad_dtype
-
-Named = Sequence[tuple[str, Parameter]]
+from fastcomm.reducer.validation import NamedParameters, grad_dtype
 
 
 def make_buckets(
-    named: Named,
+    named: NamedParameters,
     sparse: set[str],
     comm: Transport,
     options: Options,
@@ -49,7 +45,7 @@ def make_buckets(
 
 
 def _dense_buckets(
-    named: Named,
+    named: NamedParameters,
     comm: Transport,
     options: Options,
     number: int,

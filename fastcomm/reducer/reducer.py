@@ -726,7 +726,7 @@ class Reducer(ReducerFlags):
 
     @property
     def skipped_nonfinite(self) -> bool:
-        """See optimizer_hooks.Steppable."""
+        """For optimizers' hooks: whether the ranks drop the step as gradients are not finite."""
         skipping = self.find(Skipping)
         return skipping is not None and skipping.found_nonfinite
 
@@ -750,13 +750,13 @@ class Reducer(ReducerFlags):
     # -- reduced gradients -------------------------------------------------------------------------
 
     def slots_of(self, parameters: Sequence[Tensor]) -> list[SteppedSlots]:
-        """See optimizer_hooks.Steppable."""
+        """For optimizers' hooks: the parameters' slots in each bucket."""
         return slots_in(self.buckets, parameters)
 
     def before_step(
         self, optimizer: Optimizer, stepped: list[SteppedSlots], since: int | None
     ) -> None:
-        """See optimizer_hooks.Steppable."""
+        """For optimizers' hooks: leaves the gradients in these slots reduced, or raises."""
         for extension in self.extensions:
             extension.before_step(optimizer)
         self.synchronize()
@@ -766,7 +766,7 @@ class Reducer(ReducerFlags):
             self.recorder.begin_optimizer()
 
     def after_step(self, stepped: list[SteppedSlots] | None) -> None:
-        """See optimizer_hooks.Steppable."""
+        """For optimizers' hooks: notes a step of these slots; None: of one that was left out."""
         if self.recorder is not None:
             self.recorder.end_optimizer()
         if stepped is None or self.skipped:

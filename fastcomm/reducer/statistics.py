@@ -149,7 +149,7 @@ def _as_gradients(total: Tensor, buckets: Sequence[Bucket]) -> Tensor:
 
 
 def _norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """As torch's get_total_norm, but on the device also if there are none, and in float32 for
+    """Returns torch's get_total_norm, but on the device also if there are none, and in float32 for
     16-bit floats, whose squares soon overflow.
     """
     if not gradients:

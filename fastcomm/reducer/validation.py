@@ -61,7 +61,8 @@ def reference_to(model: Model) -> Callable[[], Model | None]:
     return recall
 
 
-Named = Sequence[tuple[str, Tensor]]
+NamedTensors = Sequence[tuple[str, Tensor]]
+NamedParameters = Sequence[tuple[str, Parameter]]
 
 _WORDS = 2**20  # of 8 bytes, which a checksum takes at a time
 
@@ -76,7 +77,7 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 def find_problem(
     model: Model,
-    buffers: Named,
+    buffers: NamedTensors,
     comm: Transport,
     is_attached: Callable[[Tensor], bool],
 ) -> ValueError | None:
@@ -94,7 +95,7 @@ def find_problem(
 
 
 def _why_not_named(
-    named: Sequence[tuple[str, Parameter]],
+    named: NamedParameters,
     device: torch.device,
     is_attached: Callable[[Tensor], bool],
 ) -> str | None:
@@ -192,7 +193,9 @@ def distinct_elements(tensor: Tensor) -> Tensor:
 # ---- what the ranks compare ---------------------------------------------------------------------
 
 
-def signature(parameters: Named, buffers: Named, sparse: Collection[str] = ()) -> list[Any]:
+def signature(
+    parameters: NamedTensors, buffers: NamedTensors, sparse: Collection[str] = ()
+) -> list[Any]:
     """What must be equal on all ranks of a model, in the model's order. sparse: the names of the
     parameters with sparse gradients.
     """
@@ -333,7 +336,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def check_model_in_sync(
     comm: Transport,
-    model: nn.Module | list[tuple[str, Parameter]],
+    model: Model,
     optimizer: torch.optim.Optimizer | None,
     kind: str,
 ) -> None:
@@ -341,13 +344,13 @@ def check_model_in_sync(
     Raises MismatchError naming the first that is not the same on all ranks. kind: the optimizer's,
     in words.
     """
-    words, problem = {}, None
+    own, problem = {}, None
     try:
-        words = _model_in_words(model, optimizer)
+        own = _model_in_words(model, optimizer)
     except Exception as error:  # it may be no optimizer, and the others are to hear of it
         problem = error
     compare(comm, problem, {"the optimizer": kind}, [], CHECK_IN_SYNC)
-    ranks = gather_objects(comm, words, CHECK_IN_SYNC.name)
+    ranks = gather_objects(comm, own, CHECK_IN_SYNC.name)
     for name in dict.fromkeys(name for words in ranks for name in words):
         holders: dict[str, list[str]] = {}
         for rank, words in enumerate(ranks):
@@ -362,9 +365,7 @@ def check_model_in_sync(
             )
 
 
-def _model_in_words(
-    model: nn.Module | list[tuple[str, Parameter]], optimizer: torch.optim.Optimizer | None
-) -> dict[str, str]:
+def _model_in_words(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
     tensors = named_tensors(model)
     if optimizer is None:
         return contents_in_words(tensors, [])
@@ -373,7 +374,7 @@ def _model_in_words(
     return contents_in_words(tensors + more, values)
 
 
-def contents_in_words(tensors: Named, values: Iterable[tuple[str, str]]) -> dict[str, str]:
+def contents_in_words(tensors: NamedTensors, values: Iterable[tuple[str, str]]) -> dict[str, str]:
     """What a rank holds, by name: a value as it is, a tensor by its checksum."""
     bits = _checksums([tensor for _, tensor in tensors])
     words = [
@@ -438,7 +439,7 @@ def optimizer_contents(
     return tensors, values
 
 
-def named_tensors(model: nn.Module | list[tuple[str, Parameter]]) -> list[tuple[str, Tensor]]:
+def named_tensors(model: Model) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, named as in messages."""
     if not isinstance(model, nn.Module):
         return [(f"parameter {name}", p) for name, p in model]

@@ -52,7 +52,7 @@ class GlooEngine:
         return work
 
     def transfer(self, name: str, *arguments: Any) -> EngineWork:
-        """As `collective`, between two ranks: the loss of a third one does not end it."""
+        """Runs as `collective`, between two ranks: the loss of a third one does not end it."""
         return TransferWork(self._call(name, arguments), self, name)
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Finished:
@@ -83,7 +83,9 @@ class GlooEngine:
         self._blame(self._peers.ended(), name, error)
 
     def explain(self, name: str, error: RuntimeError) -> None:
-        """As raise_if_lost, but first gives a process whose connection broke the time to end."""
+        """Raises as raise_if_lost, but first gives a process whose connection broke the time to
+        end.
+        """
         self._blame(self._peers.ended_soon(), name, error)
 
     def _blame(self, ended: dict[int, int], name: str, error: RuntimeError | None) -> None:
@@ -215,7 +217,6 @@ class TransferWork(EngineWork):
     """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See EngineWork.wait."""
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:

@@ -26,7 +26,7 @@ class Peers:
         return {rank: self._pids[rank] for rank in sorted(wanted) if _has_ended(self._pids[rank])}
 
     def ended_soon(self) -> dict[int, int]:
-        """As `ended`; waits a moment for the first one."""
+        """Returns as `ended`; waits a moment for the first one."""
         deadline = time.monotonic() + _DYING_S
         while not (ended := self.ended()) and time.monotonic() < deadline:
             time.sleep(0.005)

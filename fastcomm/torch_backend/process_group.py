@@ -188,7 +188,7 @@ class ProcessGroup(dist.ProcessGroup):
         raise FastcommError(_NO_RECONFIGURE)
 
     def reconfigure(self, opts: Any) -> c10d.Work:
-        """As get_reconfigure_handle."""
+        """Refuses, as get_reconfigure_handle does."""
         raise FastcommError(_NO_RECONFIGURE)
 
     # -- which way --
@@ -202,8 +202,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self._nccl_on(tensor.device) if tensor.is_cuda else None
 
     def _mover(self, tensor: Tensor) -> SharedCommunicator | None:
-        """As _transport, for calls that move and do not reduce. Across hosts Gloo is as good at
-        that, and needs no announcement.
+        """Returns as _transport, for calls that move and do not reduce. Across hosts Gloo is as
+        good at that, and needs no announcement.
         """
         return None if tensor.is_cpu and self._cpu.comm.is_threadsafe else self._transport(tensor)
 
@@ -231,7 +231,7 @@ class ProcessGroup(dist.ProcessGroup):
         return getattr(self._engine_of(tensor), name)(*arguments)
 
     def _sent_by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
-        """As _by_engine, for transfers from one rank to another."""
+        """Runs as _by_engine, for transfers from one rank to another."""
         if tensor.is_cpu:
             return self._gloo.transfer(name, *arguments)
         return getattr(self._engine_of(tensor), name)(*arguments)

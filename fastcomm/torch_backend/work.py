@@ -270,7 +270,7 @@ class UnderWay(BackendWork):
             self._in_place = torch.cuda.current_stream(self._shared.comm.device).record_event()
 
     def place_if_good(self) -> None:
-        """As _place, but leaves errors to those who wait."""
+        """Places the result, and leaves errors to those who wait."""
         if not self._is_over:
             with contextlib.suppress(FastcommError):
                 self._place()

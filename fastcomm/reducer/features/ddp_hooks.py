@@ -173,7 +173,7 @@ class HookedBucket(BoundBucket):
 
     @property
     def posted(self) -> BucketWork | None:
-        """See BoundBucket.posted. Only the hook can finish what it has begun."""
+        """The work once the hook has begun it: only the hook can finish that."""
         return self._posted
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:

@@ -48,7 +48,7 @@ class PlannedSplit(DDPOptimizer):
     def compile_fn(
         self, gm: fx.GraphModule, example_inputs: list[Any], **options: Any
     ) -> Callable[..., Any]:
-        """As a backend of torch.compile."""
+        """Compiles a graph, as a backend of torch.compile."""
         self._positions = {node: i for i, node in enumerate(gm.graph.nodes)}
         placeholders = gm.graph.find_nodes(op="placeholder")
         parameters = {

@@ -51,7 +51,7 @@ def is_joining(comm: Transport) -> bool:
 
 
 class Join(Generic[T]):
-    """See Reducer.join(). Made anew for each block, or used again."""
+    """The block of Reducer.join(). Made anew for each, or used again."""
 
     def __init__(
         self,
@@ -250,7 +250,8 @@ class Join(Generic[T]):
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
             reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest
-            validation.broadcast(self._comm, _tensors_of(reducer), src)
+            tensors = validation.named_tensors(reducer.attached_model())
+            validation.broadcast(self._comm, [tensor for _, tensor in tensors], src)
             if is_uneven:
                 _drop_gradients(reducer)
                 for bucket in reducer.buckets:
@@ -309,10 +310,6 @@ class _Announcing(RoundExtension):
         round.announced_as = self._reducer.number
         if round.weight is None:
             round.weigh(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
-
-
-def _tensors_of(reducer: Reducer) -> list[torch.Tensor]:
-    return [tensor for _, tensor in validation.named_tensors(reducer.attached_model())]
 
 
 def _drop_gradients(reducer: Reducer) -> None:

@@ -85,7 +85,7 @@ class ShardedBy(RoundExtension):
                 bucket.shard.begin_round()
 
     def before_launch(self, round: Round, number: int) -> None:
-        """See BucketShard.refuse_unseen."""
+        """Raises FastcommError for gradients that have come without a hook."""
         bucket = round.buckets[number]
         if bucket.shard is not None and not round.votes_to_skip:
             bucket.shard.refuse_unseen(bucket.names, bucket.ready)
@@ -111,12 +111,14 @@ class ShardedBy(RoundExtension):
     # -- whether the ranks are in sync -------------------------------------------------------------
 
     def described(self, optimizer: object) -> str:
-        """As ranks compare it: compare_state() is collective for one of them alone."""
+        """Returns the optimizer in words that ranks compare, as compare_state() is collective for
+        this one alone.
+        """
         kind = type(optimizer).__qualname__
         return f"this model's {kind}" if self._reference() is optimizer else kind
 
     def compare_state(self, optimizer: object) -> None:
-        """See Stepper. Does nothing for another optimizer."""
+        """Compares the state over the ranks; does nothing for another optimizer."""
         stepper = self._reference()
         if stepper is not None and stepper is optimizer:
             stepper.compare_state()

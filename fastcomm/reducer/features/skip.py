@@ -192,7 +192,7 @@ class Skipping(RoundExtension):
         skip_step: Callable[[], None],
         synchronize: Callable[[], None],
     ) -> Iterator[None]:
-        """See Reducer.skip_step_on. skip_step, synchronize: the reducer's."""
+        """Makes these exceptions a vote to drop the step. skip_step, synchronize: the reducer's."""
         self._n_blocks += 1
         try:
             yield

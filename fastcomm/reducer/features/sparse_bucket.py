@@ -62,7 +62,7 @@ class Offer(NamedTuple):
     is_present: list[int]
 
     def numbers(self) -> list[int]:
-        """As it travels; of() is the way back."""
+        """Returns the offer as it travels; of() is the way back."""
         weight = struct.unpack("qq", struct.pack("dd", *self.weight))
         head = BUCKET_OPS.index(self.op), self.step, *weight
         return [*head, *self.forms, *self.n_rows, *self.is_present]
@@ -115,14 +115,12 @@ class SparseBucket(Bucket):
         self.reset()
 
     def reset(self) -> None:
-        """See Bucket."""
         self._work: _SparseWork | None = None
         self._results: list[Tensor | None] | None = None
         super().reset()
 
     @property
     def is_launched(self) -> bool:
-        """See Bucket."""
         return self._work is not None
 
     # -- a round -----------------------------------------------------------------------------------
@@ -137,7 +135,7 @@ class SparseBucket(Bucket):
         own_weight: Weight | None = None,
         inspect: Inspection | None = None,
     ) -> None:
-        """See Bucket. Waits for what the other ranks bring, and sends this rank's rows."""
+        """Waits for what the other ranks bring, and sends this rank's rows."""
         self._refuse_capture()
         if self._producers is not None:
             self._producers.order_before_current()
@@ -171,7 +169,7 @@ class SparseBucket(Bucket):
         inspect(names, values)
 
     def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
-        """See Bucket. The offer carries the vote, over every transport."""
+        """Takes part without any gradient: the offer carries the vote, over every transport."""
         n = len(self.names)
         self._is_vote = True
         own = Offer(SKIP, step, _UNWEIGHTED, [_NOTHING] * n, [0] * n, [False] * n)
@@ -228,7 +226,6 @@ class SparseBucket(Bucket):
         return gradients
 
     def _kept(self, gradient: Tensor) -> Tensor:
-        """See Bucket."""
         return gradient
 
     def _refuse_misfit(self, i: int, parameter: Parameter, gradient: Tensor) -> None:
@@ -309,7 +306,7 @@ class SparseBucket(Bucket):
         return flat, reducing
 
     def finish(self) -> BucketWork:
-        """See Bucket. Adds what has come."""
+        """Waits for the others' rows, and adds them."""
         if self._work is None:
             raise RuntimeError("finish() before launch()")
         try:
@@ -336,7 +333,6 @@ class SparseBucket(Bucket):
         return sparse_of(rows, like.shape, form, like.dtype)
 
     def settle(self, number: int) -> None:
-        """See Bucket."""
         left = []
         for i, result in enumerate(self._results or ()):
             parameter = self._references[i]()
@@ -353,11 +349,10 @@ class SparseBucket(Bucket):
     # -- after it ----------------------------------------------------------------------------------
 
     def is_skipped(self) -> bool:
-        """See Bucket."""
         return self._work is not None and self._work.is_skipped()
 
     def n_nonfinite_in_result(self) -> Tensor:
-        """See Bucket. A vote counts as one, since it may not be heard elsewhere."""
+        """Counts in the results. A vote counts as one, since it may not be heard elsewhere."""
         total = torch.zeros((), dtype=torch.int64, device=self._comm.device) + self.is_skipped()
         for result in self._results or ():
             if result is not None:
@@ -365,11 +360,9 @@ class SparseBucket(Bucket):
         return total
 
     def square_sum(self) -> Tensor | None:
-        """See Bucket."""
         return self._measured(lambda values: values.abs().double().square().sum(), torch.float64)
 
     def n_nonfinite_now(self) -> Tensor | None:
-        """See Bucket."""
         return self._measured(lambda values: (~values.isfinite()).sum(), torch.int64)
 
     def _measured(self, measure: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -383,7 +376,6 @@ class SparseBucket(Bucket):
         return total
 
     def scale_(self, factor: Tensor) -> None:
-        """See Bucket."""
         for parameter in self.parameters:
             if parameter is not None and parameter.grad is not None:
                 scale_(parameter.grad, factor)
@@ -415,7 +407,6 @@ class _SparseWork(BucketWork):
         return forms.pop() if len(forms) == 1 else _DENSE
 
     def is_skipped(self) -> bool:
-        """See BucketWork."""
         return any(offer.op == SKIP for offer in self.offers)
 
     def sparse_slots(self) -> list[int]:

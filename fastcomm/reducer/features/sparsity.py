@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn import Parameter
 
 from fastcomm.reducer.features.compatibility import Feature, why_not
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.options import Options
-from fastcomm.reducer.validation import Model
-
-Named = Sequence[tuple[str, Parameter]]
+from fastcomm.reducer.validation import Model, NamedParameters
 
 
-def find(model: Model, named: Named, declared: Sequence[str]) -> set[str]:
+def find(model: Model, named: NamedParameters, declared: Sequence[str]) -> set[str]:
     """The names of the trainable parameters whose gradients may be sparse: those of embeddings made
     with sparse=True, and the declared ones. named: all of the model's.
     """
@@ -26,7 +23,7 @@ def find(model: Model, named: Named, declared: Sequence[str]) -> set[str]:
 
 
 def find_problem(
-    model: Model, named: Named, options: Options, sharding: Sharding | None
+    model: Model, named: NamedParameters, options: Options, sharding: Sharding | None
 ) -> ValueError | None:
     """What is wrong with reducing the sparse gradients of this model, or None."""
     known = {name for name, _ in named}

@@ -81,7 +81,6 @@ cdef class Span:
     """When a bucket's gradients were gathered, and its reduction began and ended."""
 
     cdef times(self):
-        """See BucketWork.times."""
         if self.known is None and self.clock.time_of(self.ended):
             self.known = (
                 self.clock.time_of(self.gathered), self.clock.time_of(self.began),

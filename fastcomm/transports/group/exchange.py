@@ -134,8 +134,8 @@ class Exchange:
     def coded_reduction_of(
         self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
     ) -> Callable[..., None]:
-        """As reduction_of, of a bucket whose gradients a wire carries. The used mask is reduced by
-        itself, as no rounding may change it: the rows are of that.
+        """Returns the reduction of a bucket whose gradients a wire carries. The used mask is
+        reduced by itself, as no rounding may change it: the rows are of that.
         """
         end = flat.numel() - len(views)
         gradients, used_mask, gaps = flat[:end], flat[end:], _gaps(end, views, offsets)
@@ -182,7 +182,7 @@ class Exchange:
         return calls, None, int(is_same.cumprod(0).sum())
 
     def all_reduce_together(self, flats: Sequence[Tensor], op: str) -> None:
-        """As all_reduce of each, in one exchange."""
+        """Reduces each as all_reduce does, in one exchange."""
         numels = [flat.numel() for flat in flats]
         together = self.empty(sum(numels), flats[0].dtype)
         torch.cat(list(flats), out=together)

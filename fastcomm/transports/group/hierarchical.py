@@ -80,7 +80,7 @@ def segments_of(hosts: Sequence[Sequence[int]], rank: int) -> list[Segment]:
 
 
 class HierarchicalCommunicator(GroupCommunicator):
-    """See GroupCommunicator. hosts: the ranks of each host, ascending."""
+    """A GroupCommunicator that reduces inside each host first. hosts: their ranks, ascending."""
 
     backend = "hierarchical"
 
@@ -99,7 +99,7 @@ class HierarchicalCommunicator(GroupCommunicator):
 
 
 class HierarchicalExchange(Exchange):
-    """As Exchange, but reduces inside the host first. hosts: the ranks of each host, ascending.
+    """An Exchange that reduces inside the host first. hosts: the ranks of each host, ascending.
 
     16-bit floats are added in float32 and rounded once. A wire_dtype that was chosen for a bucket
     applies across hosts only.
@@ -125,12 +125,12 @@ class HierarchicalExchange(Exchange):
         self._shm = ShmCommunicator(*place, meeting_point, timeout + GRACE)
 
     def interrupt(self) -> None:
-        """See Exchange.interrupt. Ends the thread's wait for ranks of this host, too."""
+        """Ends the thread's wait, also for ranks of this host."""
         self._shm.abort()
         super().interrupt()
 
     def close(self) -> None:
-        """See Exchange.close. Ends the use of shared memory, too."""
+        """Ends the use of Gloo and of shared memory."""
         super().close()
         self._shm.close()
 
@@ -142,11 +142,10 @@ class HierarchicalExchange(Exchange):
     # -- all_reduce --------------------------------------------------------------------------------
 
     def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-        """See Exchange.wire_of. Halves are added in float32."""
+        """Returns the dtype in which a tensor travels. Halves are added in float32."""
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
     def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[..., None]:
-        """See Exchange.reduction_of."""
         wire = self.wire_of(flat.dtype, wire_dtype)
         return lambda op, rows, factors=None: self._reduce(flat, op, wire, factors)
 
@@ -157,7 +156,6 @@ class HierarchicalExchange(Exchange):
         rows: Tensor | None = None,
         factors: Sequence[float] | None = None,
     ) -> None:
-        """See Exchange.all_reduce."""
         if rows is not None:
             super().all_reduce(flat, op, rows, factors)
         elif op == "mean" and not flat.dtype.is_floating_point:  # from sums that do not wrap around
@@ -197,7 +195,7 @@ class HierarchicalExchange(Exchange):
     def reduce_coded(
         self, flat: Tensor, op: str, wire: Wire, factors: Sequence[float] | None = None
     ) -> None:
-        """See Exchange.reduce_coded. Inside a host nothing is encoded."""
+        """Reduces what a wire encodes. Inside a host nothing is encoded."""
         if self._n_hosts == 1:
             self._reduce(flat, op, None, factors)
             return
@@ -251,8 +249,8 @@ class HierarchicalExchange(Exchange):
     def _coded_passage(
         self, index: int, chunk: Tensor, op: str, wire: Wire, factor: float | None
     ) -> Iterator[None]:
-        """As _passage, of bytes that a wire makes of float32. `values` holds what the ranks of this
-        host have, then what has come from the others, then the result.
+        """Passes on bytes that a wire makes of float32, else as _passage. `values` holds what the
+        ranks of this host have, then what has come from the others, then the result.
         """
         whole = self._whole(chunk, BLOCK, factor)
         op = op if factor is None else "sum"

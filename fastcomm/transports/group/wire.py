@@ -91,7 +91,6 @@ class Halves:
         return numel * self._dtype.itemsize
 
     def encode(self, values: Tensor, residual: Tensor | None, coded: Tensor) -> None:
-        """See BlockCodec.encode."""
         halves = coded.view(self._dtype)
         if residual is None:
             halves.copy_(values)
@@ -102,5 +101,4 @@ class Halves:
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decode(self, coded: Tensor, values: Tensor) -> None:
-        """See BlockCodec.decode."""
         cast(coded.view(self._dtype), values)

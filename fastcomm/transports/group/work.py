@@ -183,20 +183,17 @@ class GroupWork(BucketWork):
         return self._is_over
 
     def present(self) -> list[bool]:
-        """See BucketWork.present."""
         self.wait()
         absent, _ = used_values(self.call.op)
         return [] if self._used_mask is None else (self._used_mask != absent).tolist()
 
     def is_skipped(self) -> bool:
-        """See BucketWork.is_skipped."""
         return self._is_skipped
 
     def note_skipped(self) -> None:
         self._is_skipped = True
 
     def times(self) -> tuple[int, int, int] | None:
-        """See BucketWork.times."""
         return self._times
 
     def note_times(self, began_ns: int, ended_ns: int) -> None:

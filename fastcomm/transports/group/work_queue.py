@@ -137,7 +137,7 @@ class WorkQueue:
             self.check_usable()
 
     def check(self) -> None:
-        """As check_usable; also raises AbandonedError, once, if others have abandoned the round."""
+        """Raises as check_usable; also AbandonedError, once, if others have abandoned the round."""
         self.check_usable()
         interruption = self._unheard()
         if interruption is not None:
@@ -207,7 +207,6 @@ class WorkQueue:
         self._end(FastcommError(has_closed(self.rank)))
 
     def tell_of_end(self, has_raised: bool) -> None:
-        """See Telling."""
         if self.life.refusal() is None:
             leave_last_words(self._notes, self.rank, has_raised)
 
@@ -383,7 +382,7 @@ class WorkQueue:
     def _announce(
         self, call: Call, payload: Tensor | None = None, behind: Sequence[Call] = ()
     ) -> tuple[list[Call], Tensor | None, int]:
-        """See Exchange.announce."""
+        """Numbers the call, and announces it: see Exchange.announce."""
         self.number += 1
         self._announced = self._announced[1], self.number
         return self._exchange.announce(call, payload, behind)

@@ -41,7 +41,7 @@ cdef class NcclBucketWork:
     cdef Span span  # of the times that somebody asks for; or None
 
     def wait(self):
-        """As NcclWork.wait."""
+        """Orders the current stream after the result. Raises if this rank has lost a peer."""
         self.bucket.link.check_work(self.epoch)
         self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)
         self.is_awaited = True
@@ -51,8 +51,8 @@ cdef class NcclBucketWork:
         return self.bucket.in_flight.done.is_over()
 
     def present(self):
-        """See BucketWork.present. Waits for the device; while a CUDA graph is captured all
-        parameters count as present.
+        """Tells by slot whether a rank had a gradient. Waits for the device; while a CUDA graph is
+        captured all parameters count as present.
         """
         if self.is_captured:
             return [True] * len(self.bucket.views)
@@ -61,11 +61,11 @@ cdef class NcclBucketWork:
         return present
 
     def is_skipped(self):
-        """See BucketWork.is_skipped. No vote travels."""
+        """Returns False: no vote travels over NCCL."""
         return False
 
     def times(self):
-        """See BucketWork.times. None for what was captured."""
+        """Returns when the device was at it; None for what was captured."""
         return None if self.span is None else self.span.times()
 
 
@@ -201,13 +201,13 @@ cdef class NcclBucket(GatheringBucket):
         return self.gather_gradients(parameters)
 
     cdef int move(self, Py_ssize_t i, gradient, char *source) except -1:
-        """See GatheringBucket.move. The launch does."""
+        """Moves nothing: the launch does."""
         self.gathering.addresses[i] = source
         self.kept.append(gradient)
         return 0
 
     cdef int note_copied(self, gradient) except -1:
-        """See GatheringBucket.note_copied."""
+        """Notes a gradient that torch has copied into its place."""
         self.producers.keep(gradient)
         return 0
 

@@ -68,7 +68,9 @@ cdef size_t reduce_scatter_v(
 cdef size_t all_gather_v(
     Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0:
-    """As reduce_scatter_v: the calls that copy each shard of `flat` from its owner to all."""
+    """Fills in, as reduce_scatter_v, the calls that copy each shard of `flat` from its owner to
+    all.
+    """
     return _move(calls, flat, itemsize, dtype, bounds, rank, ALL_GATHER, BROADCAST)
 
 

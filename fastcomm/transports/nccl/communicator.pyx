@@ -323,7 +323,7 @@ cdef class NcclCommunicator:
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
     def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
-        """As broadcast, for many tensors of any dtype, in one launch."""
+        """Broadcasts many tensors of any dtype, in one launch."""
         tensors = [self._check(tensor) for tensor in tensors]
         check_src(src, self.world_size)
         cdef InFlight in_flight = (<Lane>self.link.lanes[0]).in_flight

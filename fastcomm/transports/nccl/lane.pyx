@@ -72,7 +72,7 @@ cdef class Lane:
         self.comm = call.comm
 
     def split_from(self, Lane other, int rank, double timeout_s, look):
-        """As connect, but meets the same ranks over a lane they have already."""
+        """Connects the same ranks again, which meet over a lane they have already."""
         cdef _Split call = _Split(self.device)
         call.ctas = self.ctas
         call.parent, call.rank = other.comm, rank

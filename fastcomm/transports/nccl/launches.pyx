@@ -88,7 +88,6 @@ cdef class Launches:
         return None
 
     cdef oldest_unfinished(self):
-        """See Watched._oldest_unfinished."""
         cdef InFlight in_flight, oldest = self.calling()
         cdef list pending = self._pending()
         cdef size_t i, n = len(pending)

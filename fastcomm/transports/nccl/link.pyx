@@ -74,7 +74,6 @@ cdef class Link:
         tell_at_end(self)
 
     def tell_of_end(self, bint has_raised):
-        """See Telling of comm/script_end.py."""
         if self.life.refusal() is None:
             leave_last_words(self.bootstrap, self.rank, has_raised)
 
@@ -163,15 +162,15 @@ cdef class Link:
             raise again(self.life.failure)
 
     def _look_for_all(self):
-        """As _look, while no rank is inside NCCL yet. Also raises when another rank has abandoned
-        the round before it came.
+        """Looks as _look, while no rank is inside NCCL yet. Also raises when another rank has
+        abandoned the round before it came.
         """
         self._look()
         if self.interruption is not None:
             raise again(self.interruption)
 
     cdef close(self, double timeout):
-        """See NcclCommunicator.close."""
+        """Waits for what is under way, at most so long, and leaves NCCL."""
         if self.life.is_forked() or self.life.failure is not None:
             return
         if self.graphs.count() > 0:
@@ -392,7 +391,7 @@ cdef class Link:
         return 0
 
     cdef int check_work(self, int epoch) except -1:
-        """As _check_alive, for a collective that was launched in that epoch."""
+        """Raises as _check_alive, for a collective that was launched in that epoch."""
         self._check_alive()
         if self.is_split_up or epoch != self.epoch:
             raise FastcommError("this collective was abandoned with all that was under way")

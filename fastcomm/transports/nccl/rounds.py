@@ -59,8 +59,8 @@ def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> N
 
 
 def shadow(comm: Sharing) -> bool:
-    """See Transport.shadow: takes part in a whole round. Waits for the device, which waits for
-    the ranks with data.
+    """Takes part in a whole round without gradients. Waits for the device, which waits for the
+    ranks with data.
     """
     totals = _part_of_totals(comm, 0.0, 0, 0)
     adding_up = comm.add_up(totals)

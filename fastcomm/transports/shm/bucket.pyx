@@ -78,7 +78,7 @@ cdef class ShmBucket(GatheringBucket):
         return self.gather_gradients(parameters)
 
     cdef int move(self, Py_ssize_t i, gradient, char *source) except -1:
-        """See GatheringBucket.move. A small one now."""
+        """Moves a small one now, and leaves a large one to the launch."""
         cdef ShmWork work = self.next
         cdef size_t nbytes = self.spans[i].numel * self.itemsize
         if self.wire is not self.flat or nbytes < SMALL_GRADIENT:

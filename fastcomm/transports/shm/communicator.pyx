@@ -67,7 +67,7 @@ cdef class ShmCommunicator:
         self.ring.close(SHM_CLOSED, has_closed(self.rank))
 
     def abort(self):
-        """As close, but tells the peers that something went wrong: their collectives end with
+        """Closes, and tells the peers that something went wrong: their collectives end with
         PeerLostError at once.
         """
         self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
@@ -161,7 +161,7 @@ cdef class ShmCommunicator:
         return self.ring.call(&d, tensor, data, tensor, data, async_op)
 
     def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
-        """As broadcast, for one tensor after the other."""
+        """Broadcasts one tensor after the other."""
         for tensor in tensors:
             self._broadcast(tensor, src, False, label)
 

@@ -71,17 +71,14 @@ cdef class ShmWork:
         return self.finished
 
     def present(self):
-        """See BucketWork.present."""
         self.wait()
         absent, _ = used_values(self.op)
         return (self.used_mask != absent).tolist()
 
     def is_skipped(self):
-        """See BucketWork.is_skipped."""
         return self.was_skipped
 
     def times(self):
-        """See BucketWork.times."""
         return (0, self.began_ns, self.ended_ns) if self.ended_ns else None
 
     cdef int take_bounds(self, tuple bounds) except -1:
@@ -113,7 +110,7 @@ cdef class ShmWork:
 
 @cython.no_gc_clear  # __dealloc__ needs the segments
 cdef class Ring:
-    """See ring.pxd for the fields. Made by ShmCommunicator, on all ranks together."""
+    """The ring as one rank has it. Made by ShmCommunicator, on all ranks together."""
 
     def __cinit__(self, int rank, int world_size, object bootstrap, object timeout):
         cdef Segments segments = Segments(rank, world_size, bootstrap, shm_control_bytes())
@@ -136,7 +133,6 @@ cdef class Ring:
     # -- the end --
 
     def tell_of_end(self, bint has_raised):
-        """See Telling of comm/script_end.py."""
         self._leave(SHM_RAISED if has_raised else SHM_ENDED)
 
     cdef void _leave(self, int state) noexcept:
