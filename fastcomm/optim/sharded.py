@@ -32,9 +32,9 @@ from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
 
 _MAKING = validation.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
-_GROUPS = "parameter groups, which every rank must give in one order"
-_REFRESH = validation.Call("refresh()", _GROUPS, "cannot refresh its ShardedOptimizer")
-_TAKING = validation.Call("ShardedOptimizer() or refresh()", _GROUPS, "cannot take buckets")
+_TAKING = validation.Call(
+    "ShardedOptimizer() or refresh()", validation.GROUPS, "cannot take buckets"
+)
 _LOADING = validation.Call(
     "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
 )
@@ -201,36 +201,10 @@ class ShardedOptimizer(Optimizer):
 
     # -- the buckets -------------------------------------------------------------------------------
 
-    def set_state_aside(self) -> None:
-        """For the reducer: gathers the state before the buckets go. Collective."""
-        if self._buckets:
-            self._agree_on_refresh()
-        parameters = self._parameters()
-        whole = self._gather_state("refresh()") if self._buckets else {}
-        self._aside |= {parameters[i]: state for i, state in whole.items()}
-        if self._arrivals is not None:
-            self._arrivals.end()
-        self._buckets, self._parts = [], {}
-        for group in self._inner.param_groups:
-            group["params"] = []  # whose memory goes with the buckets
-        self._inner.state.clear()
-
-    def _agree_on_refresh(self) -> None:
-        problem = None
-        try:
-            self._refuse_refresh()
-        except FastcommError as error:
-            problem = error
-        # of those that have a state: new ones may lack a group, of which take_buckets() tells
-        numbers = {
-            f"the place of parameter {self._parts[parameter].name}": i
-            for i, parameter in enumerate(self._parameters())
-            if parameter in self._parts
-        }
-        validation.compare(self.comm, problem, numbers, [], _REFRESH)
-
-    def _refuse_refresh(self) -> None:
-        """Raises FastcommError for what refresh() would lose, or mix."""
+    def places_at_refresh(self) -> dict[str, Any]:
+        """For the reducer: what ranks compare before refresh(). Raises FastcommError for what this
+        rank would lose, or mix.
+        """
         has_state = any(self._inner.state.values())
         if self._is_mixed and has_state:
             raise FastcommError(
@@ -240,6 +214,24 @@ class ShardedOptimizer(Optimizer):
             )
         for bucket in self._buckets:
             _shard_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
+        # of those that have a state: new ones may lack a group, of which take_buckets() tells
+        return {
+            f"the place of parameter {self._parts[parameter].name}": i
+            for i, parameter in enumerate(self._parameters())
+            if parameter in self._parts
+        }
+
+    def set_state_aside(self) -> None:
+        """For the reducer: gathers the state before the buckets go. Collective."""
+        parameters = self._parameters()
+        whole = self._gather_state("refresh()") if self._buckets else {}
+        self._aside |= {parameters[i]: state for i, state in whole.items()}
+        if self._arrivals is not None:
+            self._arrivals.end()
+        self._buckets, self._parts = [], {}
+        for group in self._inner.param_groups:
+            group["params"] = []  # whose memory goes with the buckets
+        self._inner.state.clear()
 
     def take_buckets(self, buckets: Sequence[Bucket]) -> None:
         """For the reducer: takes back the state, in these buckets. Collective."""
@@ -441,7 +433,9 @@ class ShardedOptimizer(Optimizer):
         checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
 
     def _compare_places(self, call: str) -> None:
-        validation.compare(self.comm, None, self._places(), [], _REFRESH._replace(name=call))
+        validation.compare(
+            self.comm, None, self._places(), [], validation.REFRESH._replace(name=call)
+        )
 
     def _places(self) -> dict[str, Any]:
         return param_groups.places(self.param_groups, self.reducer.named_parameters())

@@ -311,20 +311,24 @@ class Reducer(ReducerFlags):
         model = None if self._model is None else self._model()
         return [] if model is None else named_parameters(model)
 
-    def _why_not_refresh(self) -> Exception | None:
-        """What this rank alone can know: the others are to hear of it."""
-        if self.is_announced:
-            return FastcommError(
-                f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() whose "
-                "reduction has not come: call it before those"
-            )
+    def _agree_on_refresh(self) -> None:
+        """Raises on every rank what one knows that stands against it. Collective."""
+        problem: Exception | None = None
+        places: dict[str, Any] = {}
         try:
+            if self.is_announced:
+                raise FastcommError(
+                    f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() "
+                    "whose reduction has not come: call it before those"
+                )
             self._refuse_local_steps("refresh()")
             self.attached_model()
-            self.stepper()
+            stepper = self.stepper()
+            if stepper is not None:
+                places = stepper.places_at_refresh()
         except (FastcommError, ValueError) as error:
-            return error
-        return None
+            problem = error
+        validation.compare(self.comm, problem, places, [], validation.REFRESH)
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans anew, and
@@ -335,7 +339,7 @@ class Reducer(ReducerFlags):
         again. Raises FastcommError inside a backward.
         """
         self.refuse_inside_backward("refresh()")
-        validation.compare(self.comm, self._why_not_refresh(), {}, [], validation.REFRESH)
+        self._agree_on_refresh()
         model = self.attached_model()
         before = [pair for bucket in self.buckets for pair in bucket.named_parameters()]
         now = self.named_parameters()

@@ -229,7 +229,8 @@ class Call(NamedTuple):
 
 
 ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
-REFRESH = Call("refresh()", "reducers", "cannot refresh")
+GROUPS = "parameter groups, which every rank must give in one order"
+REFRESH = Call("refresh()", GROUPS, "cannot refresh")
 CHECK_IN_SYNC = Call("check_in_sync()", "arguments of check_in_sync()", "cannot compare its model")
 
 

@@ -97,14 +97,6 @@ MUTATIONS = (
         tests=STATE_TESTS,
     ),
     Mutation(
-        name="sharded: a rank refuses a refresh() alone",
-        file=SHARDED,
-        within="ShardedOptimizer._agree_on_refresh",
-        old="problem = error",
-        new="raise",
-        tests=STATE_TESTS,
-    ),
-    Mutation(
         name="sharded: a tensor of options belongs to the saved state, too",
         file=SHARDED,
         within="ShardedOptimizer._loaded",
@@ -187,7 +179,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: a step that has mixed the state is forgotten by refresh()",
         file="fastcomm/optim/sharded.py",
-        within="ShardedOptimizer._refuse_refresh",
+        within="ShardedOptimizer.places_at_refresh",
         old="self._is_mixed and has_state",
         new="False",
         tests=STATE_TESTS,

@@ -27,9 +27,9 @@ MUTATIONS = (
     Mutation(
         name="weights: a rank that cannot refresh says so to nobody",
         file="fastcomm/reducer/reducer.py",
-        within="Reducer.refresh",
-        old="validation.compare(self.comm, self._why_not_refresh(), {}, [], validation.REFRESH)",
-        new="if (why := self._why_not_refresh()) is not None:\n    raise why",
+        within="Reducer._agree_on_refresh",
+        old="problem = error",
+        new="raise",
         tests=(
             "tests/reducer/test_disagreement.py::test_a_rank_that_cannot_refresh_is_named_to_all",
         ),
@@ -37,7 +37,7 @@ MUTATIONS = (
     Mutation(
         name="weights: a refresh loses a weight or a vote",
         file="fastcomm/reducer/reducer.py",
-        within="Reducer._why_not_refresh",
+        within="Reducer._agree_on_refresh",
         old="self.is_announced",
         new="False",
         tests=_test("test_a_refresh_loses_neither_weight_nor_vote"),

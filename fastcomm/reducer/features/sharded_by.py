@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -30,10 +30,13 @@ class Stepper(Protocol):
         of them in the model's own .grad.
         """
 
-    def set_state_aside(self) -> None:
-        """The buckets are about to go: gathers the optimizer's state. Collective. Raises on every
-        rank if one holds gradients that would be lost, or a state that would not fit.
+    def places_at_refresh(self) -> dict[str, Any]:
+        """The parameters' places in its groups, which the ranks compare. Raises FastcommError if
+        this rank holds gradients that would be lost, or a state that would not fit.
         """
+
+    def set_state_aside(self) -> None:
+        """The buckets are about to go: gathers the optimizer's state. Collective."""
 
     def compare_state(self) -> None:
         """For check_in_sync(). Collective. Raises MismatchError, on every rank, where ranks that
