@@ -12,8 +12,18 @@ NORMS = "fastcomm/reducer/statistics.py"
 LAYOUT = "fastcomm/reducer/layout.py"
 HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 
-TESTS = ("tests/optim/test_sharded.py",)
-STATE_TESTS = ("tests/optim/test_sharded_state.py", "tests/optim/test_sharded_failures.py")
+
+def _training(test: str) -> tuple[str]:
+    return (f"tests/optim/test_sharded.py::test_{test}",)
+
+
+def _state(test: str) -> tuple[str]:
+    return (f"tests/optim/test_sharded_state.py::test_{test}",)
+
+
+def _failures(test: str) -> tuple[str]:
+    return (f"tests/optim/test_sharded_failures.py::test_{test}",)
+
 
 MUTATIONS = (
     Mutation(
@@ -22,7 +32,7 @@ MUTATIONS = (
         within="BucketShard.take_round",
         old="piece.gradient if is_present else None",
         new="piece.gradient",
-        tests=TESTS,
+        tests=_training("unused_parameters_are_not_stepped"),
     ),
     Mutation(
         name="sharded: a second round overwrites gradients",
@@ -30,7 +40,7 @@ MUTATIONS = (
         within="BucketShard.take_round",
         old="self.is_pending = True",
         new="",
-        tests=STATE_TESTS,
+        tests=_failures("a_second_round_would_overwrite_gradients"),
     ),
     Mutation(
         name="sharded: gradients of no_sync() are passed over",
@@ -38,7 +48,7 @@ MUTATIONS = (
         within="BucketShard.begin_step",
         old="elif gradient is not None:",
         new="elif False:",
-        tests=STATE_TESTS,
+        tests=_failures("gradients_of_no_sync_alone_are_not_stepped"),
     ),
     Mutation(
         name="sharded: kept gradients that were replaced are not stepped",
@@ -46,7 +56,7 @@ MUTATIONS = (
         within="BucketShard.begin_step",
         old="views[i].copy_(gradient)",
         new="pass",
-        tests=TESTS,
+        tests=_training("kept_gradients_are_those_of_the_plain_reducer"),
     ),
     Mutation(
         name="sharded: matrices of unknown optimizers are cut",
@@ -54,7 +64,7 @@ MUTATIONS = (
         within="Sharding.bounds",
         old="not self.cuts",
         new="False",
-        tests=TESTS,
+        tests=_training("an_optimizer_of_the_users_own_steps_whole_parameters"),
     ),
     Mutation(
         name="sharded: all whole parameters are stepped by rank 0",
@@ -70,7 +80,7 @@ MUTATIONS = (
         within="ShardedOptimizer._step_pieces",
         old="inner.update(options_of(group))",
         new="pass",
-        tests=TESTS,
+        tests=_training("parameter_groups_and_schedulers"),
     ),
     Mutation(
         name="sharded: parameters stay with their owner",
@@ -78,7 +88,7 @@ MUTATIONS = (
         within="ShardedOptimizer.step",
         old="self._spread()",
         new="",
-        tests=TESTS,
+        tests=_training("on_every_transport"),
     ),
     Mutation(
         name="sharded: a step that raises leaves the other ranks waiting",
@@ -86,7 +96,7 @@ MUTATIONS = (
         within="ShardedOptimizer._leave",
         old="self.comm.abandon()",
         new="pass",
-        tests=STATE_TESTS,
+        tests=_failures("a_step_that_raises_on_one_rank"),
     ),
     Mutation(
         name="sharded: a failed step keeps gradients that refresh() refuses to lose",
@@ -94,7 +104,7 @@ MUTATIONS = (
         within="ShardedOptimizer._leave",
         old="self._drop()",
         new="pass",
-        tests=STATE_TESTS,
+        tests=_failures("a_step_that_raises_on_one_rank"),
     ),
     Mutation(
         name="sharded: a tensor of options belongs to the saved state, too",
@@ -102,7 +112,7 @@ MUTATIONS = (
         within="ShardedOptimizer._loaded",
         old="copy.deepcopy(options_of(theirs))",
         new="options_of(theirs)",
-        tests=STATE_TESTS,
+        tests=("tests/optim/test_sharded_state.py",),
     ),
     Mutation(
         name="sharded: a transposed parameter is stepped by a gradient that is not",
@@ -110,7 +120,7 @@ MUTATIONS = (
         within="_lies_as",
         old="parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()",
         new="parameter.data_ptr() == view.data_ptr()",
-        tests=TESTS,
+        tests=_training("parameters_whose_data_was_replaced"),
     ),
     Mutation(
         name="sharded: refresh() forgets the state",
@@ -118,7 +128,7 @@ MUTATIONS = (
         within="ShardedOptimizer._inner_of",
         old="inner.state.update(states)",
         new="",
-        tests=TESTS,
+        tests=_training("frozen_parameters_and_refresh"),
     ),
     Mutation(
         name="sharded: refresh() forgets the state of frozen parameters",
@@ -126,7 +136,7 @@ MUTATIONS = (
         within="ShardedOptimizer.take_buckets",
         old="{p: state for p, state in self._aside.items() if p not in self._parts}",
         new="{}",
-        tests=STATE_TESTS,
+        tests=_state("the_state_of_frozen_parameters_is_kept"),
     ),
     Mutation(
         name="sharded: a state that is loaded leaves out frozen parameters",
@@ -134,7 +144,7 @@ MUTATIONS = (
         within="ShardedOptimizer._loaded",
         old="p not in self._parts",
         new="False",
-        tests=STATE_TESTS,
+        tests=_state("the_state_of_frozen_parameters_is_kept"),
     ),
     Mutation(
         name="sharded: a parameter that was moved is stepped with its old group's options",
@@ -142,7 +152,7 @@ MUTATIONS = (
         within="ShardedOptimizer.step",
         old="not param_groups.have(self.param_groups, self._members)",
         new="False",
-        tests=TESTS,
+        tests=_training("groups_that_were_changed_by_hand"),
     ),
     Mutation(
         name="sharded: groups of as many parameters are taken for those they were",
@@ -150,7 +160,7 @@ MUTATIONS = (
         within="have",
         old='len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))',
         new='len(group["params"]) == len(own)',
-        tests=TESTS,
+        tests=_training("groups_that_were_changed_by_hand"),
     ),
     Mutation(
         name="sharded: parts of different times are loaded",
@@ -158,7 +168,7 @@ MUTATIONS = (
         within="ShardedOptimizer.load_state_dict",
         old="checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)",
         new="checkpoints.compare(self.comm, [], {}, _LOADING.name)",
-        tests=STATE_TESTS,
+        tests=_state("states_that_differ_are_refused"),
     ),
     Mutation(
         name="sharded: ranks load different states",
@@ -166,7 +176,7 @@ MUTATIONS = (
         within="ShardedOptimizer.load_state_dict",
         old="described",
         new="{}",
-        tests=STATE_TESTS,
+        tests=_state("states_that_differ_are_refused"),
     ),
     Mutation(
         name="sharded: one rank loads its part, and another the whole state",
@@ -174,7 +184,7 @@ MUTATIONS = (
         within="described",
         old='"the whole" if saved.is_whole else "one rank\'s part"',
         new='"a state"',
-        tests=STATE_TESTS,
+        tests=_state("states_that_differ_are_refused"),
     ),
     Mutation(
         name="sharded: a step that has mixed the state is forgotten by refresh()",
@@ -182,7 +192,7 @@ MUTATIONS = (
         within="ShardedOptimizer.places_at_refresh",
         old="self._is_mixed and has_state",
         new="False",
-        tests=STATE_TESTS,
+        tests=_failures("a_step_that_raises_on_the_way_mixes_the_state"),
     ),
     Mutation(
         name="sharded: a user's barrier meets that of a step",
@@ -190,7 +200,7 @@ MUTATIONS = (
         within="StepBarrier.wait",
         old="self._comm.all_gather_v(self._token, self._bounds).wait",
         new="self._comm.barrier",
-        tests=STATE_TESTS,
+        tests=_failures("the_barrier_of_a_step_is_no_barrier_of_the_users"),
     ),
     Mutation(
         name="sharded: what one rank has loaded stays where another could not",
@@ -198,7 +208,7 @@ MUTATIONS = (
         within="ShardedOptimizer.load_state_dict",
         old="groups, inner, aside = loaded",
         new=("groups, inner, aside = loaded\nself._inner = inner"),
-        tests=STATE_TESTS,
+        tests=_state("a_rank_that_has_no_state_to_load_is_an_error_on_all"),
     ),
     Mutation(
         name="objects: ranks that make different calls read each other's objects",
@@ -206,7 +216,7 @@ MUTATIONS = (
         within="gather_objects",
         old="theirs != first",
         new="False",
-        tests=STATE_TESTS,
+        tests=_state("a_call_of_one_rank_alone_is_named"),
     ),
     Mutation(
         name="sharded: a rank steps before the others have come to their step",
@@ -214,7 +224,7 @@ MUTATIONS = (
         within="ShardedOptimizer.step",
         old="not self.comm.has_streams",
         new="self.sharding.shares_parameters",
-        tests=STATE_TESTS,
+        tests=_failures("a_failure_between_backward_and_step_leaves_no_rank_ahead"),
     ),
     Mutation(
         name="sharded: a rank alone does not take the new buckets",
@@ -222,7 +232,7 @@ MUTATIONS = (
         within="ShardedOptimizer.take_buckets",
         old="validation.compare(self.comm, problem, self._places(), [], _TAKING)",
         new="if problem: raise problem",
-        tests=STATE_TESTS,
+        tests=_failures("a_refresh_with_a_parameter_that_one_rank_gives_to_no_group"),
     ),
     Mutation(
         name="sharded: an optimizer that was not made holds the reducer",
@@ -230,7 +240,7 @@ MUTATIONS = (
         within="ShardedOptimizer.__init__",
         old="reducer.remove(sharded_by)",
         new="",
-        tests=STATE_TESTS,
+        tests=_failures("an_optimizer_that_could_not_be_made_holds_nothing"),
     ),
     Mutation(
         name="sharded: a refresh() that fails ends the optimizer",
@@ -238,7 +248,7 @@ MUTATIONS = (
         within="Reducer.stand_still",
         old="self._release",
         new="self.detach",
-        tests=STATE_TESTS,
+        tests=_failures("the_state_is_there_after_a_refresh_that_failed"),
     ),
     Mutation(
         name="errors: the call that a collective is made by is not named",
@@ -246,7 +256,7 @@ MUTATIONS = (
         within="called_by",
         old='named.args = (f"{error} (in {call}, which every rank must call)",)',
         new="",
-        tests=STATE_TESTS,
+        tests=_state("a_call_of_one_rank_alone_is_named"),
     ),
     Mutation(
         name="sharded: a buffer on a parameter's memory is left behind",
@@ -254,7 +264,7 @@ MUTATIONS = (
         within="ShardedOptimizer._make_plain",
         old="[*reducer.named_parameters(), *buffers]",
         new="reducer.named_parameters()",
-        tests=STATE_TESTS,
+        tests=_failures("a_buffer_that_views_the_middle_of_a_parameter_is_refused"),
     ),
     Mutation(
         name="sharded: the norm is that of one rank's shard",
@@ -262,7 +272,7 @@ MUTATIONS = (
         within="_norm_over_shards",
         old="comm.all_reduce(square_sum)",
         new="pass",
-        tests=TESTS,
+        tests=_training("norm_clipping_and_counts_over_shards"),
     ),
     Mutation(
         name="sharded: each rank has its own verdict on infinities",
@@ -270,7 +280,7 @@ MUTATIONS = (
         within="_agreeing.agreed",
         old='optimizer.comm.all_reduce(number, "max")',
         new="pass",
-        tests=TESTS,
+        tests=_training("grad_scaler"),
     ),
     Mutation(
         name="sharded: the state is cut in the order of indices, not of memory",
@@ -278,7 +288,7 @@ MUTATIONS = (
         within="_flat",
         old="in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))",
         new="tensor.reshape(-1)",
-        tests=STATE_TESTS,
+        tests=_state("the_full_state_is_the_plain_optimizers"),
     ),
     Mutation(
         name="sharded: numbers that became strings are not found in a saved state",
@@ -286,7 +296,7 @@ MUTATIONS = (
         within="states_by_number",
         old="known[str(key)]",
         new="key",
-        tests=STATE_TESTS,
+        tests=_state("a_distributed_checkpoint"),
     ),
     Mutation(
         name="sharded: ranks number new parameters in different orders",
@@ -294,7 +304,7 @@ MUTATIONS = (
         within="places",
         old="parameter in names",
         new="False",
-        tests=STATE_TESTS,
+        tests=_failures("new_layers_in_another_order_are_an_error_on_all_ranks"),
     ),
     Mutation(
         name="sharded: check_in_sync() finds another order on one rank alone",
@@ -302,7 +312,7 @@ MUTATIONS = (
         within="ShardedOptimizer.compare_state",
         old='self._compare_places("check_in_sync()")',
         new="",
-        tests=STATE_TESTS,
+        tests=_failures("groups_that_one_rank_has_reordered_are_an_error_on_all_ranks"),
     ),
     Mutation(
         name="sharded: torch's checkpoint takes a rank's pieces for the whole",
@@ -310,7 +320,7 @@ MUTATIONS = (
         within="refuse_checkpoint",
         old='asking.startswith("torch.distributed.checkpoint.")',
         new="False",
-        tests=STATE_TESTS,
+        tests=_state("a_checkpoint_by_torch_is_refused_before_it_drops_state"),
     ),
     Mutation(
         name="sharded: the state that a frozen parameter begins with is dropped",
@@ -318,7 +328,7 @@ MUTATIONS = (
         within="ShardedOptimizer.__init__",
         old="dict(plain.state)",
         new="{}",
-        tests=STATE_TESTS,
+        tests=_state("the_state_that_a_frozen_parameter_begins_with_is_kept"),
     ),
     Mutation(
         name="sharded: a view of a parameter's middle is parted from it",
@@ -326,7 +336,7 @@ MUTATIONS = (
         within="refuse_shared_memory",
         old="[one for one in before if one[0] > begin]",
         new="[]",
-        tests=STATE_TESTS,
+        tests=_failures("a_buffer_that_views_the_middle_of_a_parameter_is_refused"),
     ),
     Mutation(
         name="sharded: columns of one matrix are taken for one memory",
@@ -334,7 +344,7 @@ MUTATIONS = (
         within="_share_elements",
         old="bool(octets(second).any())",
         new="True",
-        tests=STATE_TESTS,
+        tests=_failures("parameters_that_are_columns_of_one_matrix_are_stepped"),
     ),
     Mutation(
         name="sharded: a state of one element is taken for any parameter",
@@ -342,7 +352,7 @@ MUTATIONS = (
         within="refuse_misfit",
         old="key not in large or parameter.numel() == 1",
         new="True",
-        tests=STATE_TESTS,
+        tests=_state("a_state_of_one_element_for_a_larger_parameter_is_refused"),
     ),
     Mutation(
         name="sharded: a state of another class is taken in silence",
@@ -350,7 +360,7 @@ MUTATIONS = (
         within="refuse_missing_options",
         old="key not in group",
         new="False",
-        tests=STATE_TESTS,
+        tests=_state("a_state_of_another_class_is_refused"),
     ),
     Mutation(
         name="sharded: check_in_sync() of another optimizer on one rank leaves the others waiting",
@@ -358,6 +368,6 @@ MUTATIONS = (
         within="ShardedBy.described",
         old='f"this model\'s {kind}" if self._reference() is optimizer else kind',
         new='""',
-        tests=STATE_TESTS,
+        tests=_failures("check_in_sync_of_another_object_on_one_rank_is_an_error_on_all"),
     ),
 )
