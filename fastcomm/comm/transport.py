@@ -115,8 +115,9 @@ class BoundBucket(abc.ABC):
         del adds_squares
 
     def square_sum(self) -> Tensor | None:
-        """Of the views, a float64 scalar on their device: as they are now or, after count_results,
-        as the last launch has left them. None: unknown, and torch's own way is as good here.
+        """The sum over the views, a float64 scalar on their device: as they are now or, after
+        count_results, as the last launch has left them. None: unknown, and torch's own way is as
+        good here.
         """
         return None
 
@@ -133,7 +134,7 @@ class Transport(Communicator):
     pids: tuple[int, ...]  # of the ranks' processes
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # After a reducer has abandoned a round by itself: n_abandoned, and the backward that was
-    # running. None once the next round has begun.
+    # running. None once note_settled() was called.
     left_in_backward: tuple[int, RunningBackward] | None
     # Refuse all collectives but reductions of buckets. Where nothing announces; see shadow().
     reduces_buckets_only: bool
@@ -146,6 +147,12 @@ class Transport(Communicator):
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     carries_votes: bool  # buckets can be launched with op collective.SKIP
     is_threadsafe: bool  # any number of threads may call it and wait at once
+
+    def note_settled(self) -> None:
+        """What was launched so far is not abandoned with what comes: a round begins, or has ended
+        as it should.
+        """
+        self.left_in_backward = None
 
     def empty_for_all(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Returns one tensor for all ranks, else as `empty`: what one writes, the others read.

@@ -106,7 +106,11 @@ class Watched(Protocol):
         """Whether CUDA graphs may replay collectives: nobody sees those begin or end."""
 
     def _fail(self, error: FastcommError) -> None: ...
-    def _interrupt(self, error: FastcommError, epoch: int) -> None: ...
+    def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
+        """The other ranks have abandoned a round in that epoch. n_kept: how many collectives came
+        before it, which all ranks have.
+        """
+
     def _enter_thread(self) -> None: ...
 
 
@@ -210,7 +214,8 @@ class Watchdog:
         if self._is_asked:
             self._publish(comm, unfinished)
         if self._abandoned is not None and newest[1] == comm.epoch:
-            comm._interrupt(AbandonedError(self._abandoned), newest[1])
+            n_kept, _, why = self._abandoned.partition(" ")
+            comm._interrupt(AbandonedError(why), newest[1], int(n_kept))
 
     def _read_closing(self) -> bool:
         """Reads the next note of a rank that has closed. Whether there is one."""

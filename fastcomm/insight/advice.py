@@ -35,9 +35,7 @@ class Choice(NamedTuple):
 
 
 def distinct_caps(plan: Planner, caps: Iterable[float] = CAPS_MB) -> list[float]:
-    """Those that make different buckets: the default stands for all that make its own, and the
-    smallest for others.
-    """
+    """Drops caps that give an identical plan. Keeps of these the default, else the smallest."""
     found: dict[tuple[tuple[int, ...], ...], float] = {}
     for cap in (DEFAULT_CAP_MB, *caps):
         found.setdefault(tuple(tuple(bucket) for bucket in plan(cap)), cap)

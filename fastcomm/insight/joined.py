@@ -27,7 +27,7 @@ class Joined:
     ranks: tuple[tuple[Step, ...], ...]
 
     def rounds(self) -> list[tuple[Step, ...]]:
-        """Of each round that all ranks have recorded, their steps by rank; the oldest first."""
+        """The steps of each round that all ranks have recorded, by rank; the oldest first."""
         by_number = [
             {step.number: step for step in steps if step.has_round} for steps in self.ranks
         ]

@@ -72,8 +72,8 @@ class LocalStep:
 
 
 class BucketPrediction(NamedTuple):
-    """Of one bucket, counted from the step's begin: when its last gradient was ready, and when its
-    reduction began and ended.
+    """The times of one bucket, counted from the step's begin: when its last gradient was ready, and
+    when its reduction began and ended.
     """
 
     nbytes: float

@@ -131,7 +131,7 @@ def _shifted(times: Any, offset: int) -> Any:
 
 
 def length(intervals: Sequence[Interval]) -> int:
-    """Of the union of the intervals."""
+    """The length of the union of the intervals."""
     total, reached = 0, 0
     for begin, end in sorted(intervals):
         total += max(0, end - max(begin, reached))

@@ -32,7 +32,7 @@ class Raised(NamedTuple):
 
 
 class CallFolder:
-    """Of one launch() or `fastcomm run`."""
+    """The files of one launch() or `fastcomm run`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -59,7 +59,7 @@ def launcher() -> Launcher:
 
 
 def is_first_rank() -> bool:
-    """Or not one of several processes that a launcher has started."""
+    """Whether this is rank 0, or no launcher has started this process."""
     found = _launcher_or_none()
     return found is None or os.environ.get(found.rank, "0") == "0"
 
@@ -158,8 +158,8 @@ def own_folder() -> Path:
 
 
 def _id_of_launcher(started_by: Launcher) -> str:
-    """Of the process that has started the ranks of this host, directly or through a script: the
-    nearest one that is no rank itself. No other process since the machine was started has it.
+    """Names the process that has started the ranks of this host, directly or through a script: the
+    nearest one that is no rank itself. No other process since the machine was started has the name.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     try:

@@ -36,7 +36,7 @@ _HAS_ENDED = (  # and a rank that waited for it has lost it
 
 
 class Failure(NamedTuple):
-    """Of the rank that has failed first. text: names it, and says how."""
+    """How the first rank has failed. text: names it, and says how."""
 
     text: str
     exit_code: int
@@ -94,7 +94,7 @@ def cores() -> int:
 
 
 def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
-    """Of ranks, and of threads in each; None: what suits the machine."""
+    """The numbers of ranks, and of threads in each; None: what suits the machine."""
     for name, given in (("ranks", ranks), ("threads", threads)):
         if not isinstance(given, (int, NoneType)):
             raise TypeError(f"{name} must be an int; got {given!r}")
@@ -202,6 +202,7 @@ class _Lines:
             elif self._open:
                 text = text.removeprefix(prefix)
             self._stream.write(text)
+            self._stream.flush()  # a pipe would keep it until the end
             self._open = "" if text.endswith("\n") else prefix
         return len(text)
 
@@ -277,7 +278,7 @@ def _returned(folder: CallFolder, rank: int) -> Any:
 def _first_failure(
     failures: Mapping[int, Any], raised: Mapping[int, Raised], ended: Sequence[int]
 ) -> Failure:
-    """Of the first rank that has not failed because of another. failures: torch's ProcessFailure by
+    """The failure of the first rank that failed by itself. failures: torch's ProcessFailure by
     rank; those that had ended first come first, and the launcher has ended the others by SIGTERM.
     ended: the ranks that have come to their end in good order.
     """

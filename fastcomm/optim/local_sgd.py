@@ -94,7 +94,7 @@ class LocalSGD(LocalSteps):
         making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
         described = {"every": schedule.every, "fragments": schedule.n_fragments}
         described |= {"delay": schedule.delay, **options}
-        validation.compare(reducer.comm, problem, described, [], making)
+        validation.compare(reducer.comm, problem, described, making)
         for bucket in reducer.buckets:
             bucket.step_checksum = 0  # parameters may differ between the ranks from here on
         self.reducer = reducer
@@ -380,7 +380,7 @@ class LocalSGD(LocalSteps):
             problem = error
         call = f"load_state_dict() of {type(self).__name__}"
         loading = validation.Call(call, "states to load", "cannot load its state")
-        validation.compare(self.comm, problem, described, [], loading)
+        validation.compare(self.comm, problem, described, loading)
         interruption = None
         if self._under_way is not None:  # its buckets are to be free, and its works at rest
             interruption = self._wait_for(self._under_way)

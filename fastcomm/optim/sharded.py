@@ -146,7 +146,7 @@ class ShardedOptimizer(Optimizer):
         if plain is not None:
             described |= param_groups.places(plain.param_groups, reducer.named_parameters())
             described |= param_groups.options(plain.param_groups)
-        validation.compare(reducer.comm, problem, described, [], _MAKING)
+        validation.compare(reducer.comm, problem, described, _MAKING)
         assert plain is not None  # for the type checker: compare() has raised
         return plain
 
@@ -242,7 +242,7 @@ class ShardedOptimizer(Optimizer):
             taken = parts, self._inner_of(self.param_groups, parts, states)
         except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
-        validation.compare(self.comm, problem, self._places(), [], _TAKING)
+        validation.compare(self.comm, problem, self._places(), _TAKING)
         assert taken is not None  # for the type checker: compare() has raised
         self._buckets, self.is_torn = buckets, False
         self._parts, inner = taken
@@ -433,9 +433,7 @@ class ShardedOptimizer(Optimizer):
         checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
 
     def _compare_places(self, call: str) -> None:
-        validation.compare(
-            self.comm, None, self._places(), [], validation.REFRESH._replace(name=call)
-        )
+        validation.compare(self.comm, None, self._places(), validation.REFRESH._replace(name=call))
 
     def _places(self) -> dict[str, Any]:
         return param_groups.places(self.param_groups, self.reducer.named_parameters())
@@ -489,7 +487,7 @@ class ShardedOptimizer(Optimizer):
             loaded = self._loaded(saved)
         except Exception as error:  # the state may be anything, and the others are to hear of it
             problem = error
-        validation.compare(self.comm, problem, described, [], _LOADING)
+        validation.compare(self.comm, problem, described, _LOADING)
         assert loaded is not None  # for the type checker: compare() has raised
         groups, inner, aside = loaded
         checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)
@@ -525,5 +523,5 @@ def _shard_of(bucket: Bucket) -> BucketShard:
 def _is_held(parameter: Tensor) -> bool:
     """Whether a ShardedOptimizer takes the parameter's gradients."""
     reducer = owner_of(parameter)
-    sharding = reducer.sharding() if isinstance(reducer, Reducer) else None
+    sharding = None if reducer is None else reducer.sharding()
     return sharding is not None and not sharding.keeps_gradients

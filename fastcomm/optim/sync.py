@@ -19,9 +19,11 @@ from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.round import NOTE, Round, State
+from fastcomm.reducer.round import Round, State
 
 ALL = -1  # in place of a fragment's number: every fragment that has not synced at this step
+
+_NOTE = "fastcomm: the ranks have synced; this one takes what they agreed on, as the others do"
 
 
 class Standing(NamedTuple):
@@ -48,7 +50,7 @@ class Sync:
     def __init__(self, comm: Transport, buckets: Sequence[Bucket], standing: Standing) -> None:
         self.buckets, self.standing = buckets, standing
         self._comm = comm
-        self._round = Round(comm, buckets, "mean", 1, standing.n_steps)
+        self._round = Round(comm, buckets, "mean", 1, standing.n_steps, note=_NOTE)
         self._is_agreed: bool | None = None  # without a round: whether the views hold the mean
         n_rows, n_columns = comm.world_size, len(standing)
         self._own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
@@ -153,7 +155,6 @@ class Sync:
             if not self.is_reduced:
                 raise
             interruption = error
-            _note(error)
         for bucket in self.buckets:
             bucket.gradient_state.forget_rounds()
         return interruption
@@ -203,15 +204,6 @@ class Sync:
         return MismatchError(
             f"the ranks do not sync at the same step: {places}. Let all ranks make as many steps; "
             "count_step() counts one that a rank leaves out. No parameter was changed"
-        )
-
-
-def _note(interruption: BaseException) -> None:
-    """Says of a sync what round.NOTE says of a backward that was interrupted."""
-    notes: list[str] = getattr(interruption, "__notes__", [])
-    if NOTE in notes:
-        notes[notes.index(NOTE)] = (
-            "fastcomm: the ranks have synced; this one takes what they agreed on, as the others do"
         )
 
 

@@ -18,7 +18,7 @@ from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.gradient_state import GradientState, checksum
-from fastcomm.reducer.hooks import Counter, GradientHook, displaced
+from fastcomm.reducer.hooks import Counter, GradientHook
 from fastcomm.reducer.layout import BucketLayout, strides_of, view_of
 from fastcomm.reducer.sample import Sample
 from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
@@ -45,20 +45,18 @@ class Bucket(Counter):
         self,
         comm: Transport,
         layout: BucketLayout,
-        parameters: Sequence[Parameter],
-        names: Sequence[str],
+        named: Sequence[tuple[str, Parameter]],
         bind: Binding,
         *,
         numel: int,
         is_copied: bool,
         n_rounds: int,
     ) -> None:
-        """parameters, names: of the model, among which the layout has chosen. bind: makes what
+        """named: the parameters, among which the layout has chosen. bind: makes what
         reduces the flat buffer. numel: of that, without what is behind the gradients. is_copied: a
         copy travels, in another dtype. n_rounds: how many of the reducer's have ended.
         """
-        own = [parameters[slot.index] for slot in layout.slots]
-        assert isinstance(layout.dtype, torch.dtype)  # for the type checker
+        own = [named[slot.index] for slot in layout.slots]
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
         numel += len(own)  # behind the gradients: their used mask
         if is_copied:
@@ -67,12 +65,11 @@ class Bucket(Counter):
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         offsets = [slot.offset for slot in layout.slots]
         self.geometries = [
-            (offset, p.size(), strides_of(p)) for offset, p in zip(offsets, own, strict=True)
+            (offset, p.size(), strides_of(p)) for offset, (_, p) in zip(offsets, own, strict=True)
         ]
-        self._dtypes = [grad_dtype(p) for p in own]
-        named = [(names[slot.index], p) for slot, p in zip(layout.slots, own, strict=True)]
+        self._dtypes = [grad_dtype(p) for _, p in own]
         self.indices = [slot.index for slot in layout.slots]
-        self._hold(named, [self._view(i) for i in range(len(own))], comm, n_rounds)
+        self._hold(own, [self._view(i) for i in range(len(own))], comm, n_rounds)
         self._bound = bind(self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream if comm.has_streams else None
         self._sample = Sample(self.flat, offsets, self.views)
@@ -90,8 +87,7 @@ class Bucket(Counter):
         self._references = [weakref.ref(parameter) for _, parameter in named]
         self.names = [name for name, _ in named]
         self.views = views
-        self._addresses = [view.data_ptr() for view in views]
-        self.gradient_state = GradientState(self._references, views, self._addresses, n_rounds)
+        self.gradient_state = GradientState(self._references, views, n_rounds)
         self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
         self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
         self._is_gathered = False  # in this round
@@ -106,7 +102,7 @@ class Bucket(Counter):
         # differentiated, and those that the user has another name for
         self._staying: dict[int, Tensor] = {}
         self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
-        self._taken: set[int] = set()  # whose .grad is None by no will of the user's
+        self._taken: set[int] = set()  # slots whose .grad a dropped round has set to None
         self.count_anew(len(named))
 
     def _view(self, i: int) -> Tensor:
@@ -127,8 +123,8 @@ class Bucket(Counter):
         self._bound.count_results(False)
 
     def note_step(self, n_rounds: int) -> None:
-        """An optimizer has stepped parameters of this bucket, which all ranks are to have made
-        equal. n_rounds: so many have ended.
+        """Notes a few elements of the parameters just stepped, which the next launch compares.
+        n_rounds: how many have ended, which chooses the elements.
         """
         self.step_checksum = checksum(self._references, n_rounds)
 
@@ -144,12 +140,12 @@ class Bucket(Counter):
     def launch(
         self,
         op: str,
-        step: int = 0,
+        step: int,
         *,
-        keeps_graph: bool = False,
-        weight: Any = None,
-        own_weight: Weight | None = None,
-        inspect: Inspection | None = None,
+        keeps_graph: bool,
+        weight: Any,
+        own_weight: Weight | None,
+        inspect: Inspection | None,
     ) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
         starts its reduction. step, weight: see BoundBucket.launch. own_weight: this rank's; where
@@ -157,9 +153,7 @@ class Bucket(Counter):
         reduced.
         """
         is_empty = own_weight is not None and not own_weight.total
-        moved = displaced(self.views, self._addresses)
-        if moved:
-            self._remake_views(moved)
+        self._remake_views()
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.gradient_state.taking_part(taking_part, self.ready)
@@ -184,9 +178,9 @@ class Bucket(Counter):
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
 
-    def _remake_views(self, slots: Sequence[int]) -> None:
-        """After parameter.grad.data = ... these views are on the user's memory."""
-        for i in slots:
+    def _remake_views(self) -> None:
+        """After parameter.grad.data = ... some views lie on the user's memory."""
+        for i in self.gradient_state.displaced():
             self.views[i] = self._view(i)
 
     def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
@@ -244,8 +238,8 @@ class Bucket(Counter):
                 parameter.grad = parameter.grad.detach()
 
     def _note_staying(self) -> None:
-        """Notes gradients that the user holds, too, from before the first round: who zeroes a flat
-        buffer of his own in each step relies on it. Until he puts others in their place.
+        """Keeps in .grad the gradients that the user also holds, until they are replaced: whoever
+        zeroes a flat buffer of gradients in each step relies on it.
         """
         if self._held is None:
             # not of a sharded model, whose gradients have to go
@@ -504,7 +498,7 @@ class Bucket(Counter):
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter is not None and parameter.grad is view:
                 parameter.grad = view.clone()
-        self._remake_views(displaced(self.views, self._addresses))
+        self._remake_views()
 
     def take_views(self) -> None:
         """Makes the views the gradients: what they hold is reduced next."""

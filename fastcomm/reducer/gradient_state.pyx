@@ -36,25 +36,40 @@ cdef class GradientState:
     references: weak ones to the parameters.
     views: of the flat buffer, or the sparse results of the last round; the bucket's own list, which
         may replace some.
-    addresses: where the views lie.
     n_rounds: how many rounds of the reducer have ended so far.
     """
 
-    cdef list references, views, addresses
+    cdef list references, views
+    cdef list addresses  # where the views lay when they were made
     cdef list reduced_by  # the number of the last round that has reduced the gradient
     cdef list stepped_at  # how many rounds had ended at the last step with it, by any optimizer
     cdef list versions  # of the views, when they were stepped or left
     cdef list unsynced  # of the views: made under no_sync() in this period
     cdef object period  # from one round to the next
 
-    def __cinit__(self, list references, list views, list addresses, Py_ssize_t n_rounds):
+    def __cinit__(self, list references, list views, Py_ssize_t n_rounds):
         n = len(views)
-        self.references, self.views, self.addresses = references, views, addresses
+        self.references, self.views = references, views
+        self.addresses = [view.data_ptr() for view in views]
         self.reduced_by, self.stepped_at = [NEVER] * n, [NEVER] * n
         self.versions = [view._version for view in views]
         self.begin_period()
         for i in range(n):
             self._take_over(i, n_rounds)
+
+    def displaced(self):
+        """The slots whose views have another address now: somebody has assigned to their `.data`.
+        """
+        cdef list found = []
+        for i in range(len(self.views)):
+            if self.views[i].data_ptr() != self.addresses[i]:
+                found.append(i)
+        return found
+
+    def note_view(self, Py_ssize_t i):
+        """The view in this slot is another tensor now, which may be sparse."""
+        view = self.views[i]
+        self.addresses[i] = 0 if view.is_sparse else view.data_ptr()
 
     cdef object _gradient(self, Py_ssize_t i):
         parameter = self.references[i]()

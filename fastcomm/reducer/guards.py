@@ -23,6 +23,7 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.gradient_state import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
+from fastcomm.reducer.owners import is_owned
 from fastcomm.reducer.validation import Model
 
 # The modules of attached models, and the guards that watch them.
@@ -31,18 +32,12 @@ _registration_hooks: list[RemovableHandle] = []
 
 
 class Guards:
-    """The guards of one model.
-
-    is_reduced: whether some reducer reduces a parameter.
-    named_parameters: a method of the owner, which gives the parameters that the model has now.
-    """
+    """The guards of one model. named_parameters: gives the parameters that it has now."""
 
     def __init__(
-        self,
-        is_reduced: Callable[[Tensor], bool],
-        named_parameters: weakref.WeakMethod[Callable[[], list[tuple[str, nn.Parameter]]]],
+        self, named_parameters: weakref.WeakMethod[Callable[[], list[tuple[str, nn.Parameter]]]]
     ) -> None:
-        self._is_reduced, self._named_parameters = is_reduced, named_parameters
+        self._named_parameters = named_parameters
         # Why no parameter of the model may get a gradient; None if those that are reduced may.
         self.refusal: str | None = None
         self._handles: list[RemovableHandle] = []
@@ -71,14 +66,14 @@ class Guards:
 
     def lay(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            if not self._is_reduced(parameter) and _may_get_gradients(parameter):
+            if not is_owned(parameter) and _may_get_gradients(parameter):
                 self._handles.append(_hook(parameter, Untraced(self._refuse)))
 
     def _refuse(self, parameter: Tensor) -> None:
         """A parameter that nobody reduces got a gradient. Raises if it belongs to the model."""
         named_parameters = self._named_parameters()
         named = [] if named_parameters is None else named_parameters()
-        strangers = {p: name for name, p in named if p.requires_grad and not self._is_reduced(p)}
+        strangers = {p: name for name, p in named if p.requires_grad and not is_owned(p)}
         if parameter in strangers:
             raise FastcommError(
                 self.refusal
@@ -92,7 +87,7 @@ class Guards:
         """The name of a parameter that nobody reduces and that has a gradient of this rank's."""
         named_parameters = self._named_parameters()
         for name, parameter in [] if named_parameters is None else named_parameters():
-            if not self._is_reduced(parameter) and is_of_this_rank(parameter.grad):
+            if not is_owned(parameter) and is_of_this_rank(parameter.grad):
                 return name
         return None
 

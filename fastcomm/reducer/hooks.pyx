@@ -141,13 +141,3 @@ cdef class Untraced:
 
     def __call__(self, *arguments):
         return _untraced(lambda: self.function(*arguments))
-
-
-def displaced(list views, list addresses):
-    """The indices of views that have another address now: somebody has assigned to their `.data`.
-    """
-    cdef list found = []
-    for i in range(len(views)):
-        if views[i].data_ptr() != addresses[i]:
-            found.append(i)
-    return found

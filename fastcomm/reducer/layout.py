@@ -1,11 +1,11 @@
-"""Where a gradient lies: its strides, its place in which bucket, and a view of its shape there.
+"""Where gradients lie: in which bucket, at which offset, with which strides.
 
 Plans are pure arithmetic: equal input gives equal plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +32,13 @@ class BucketLayout:
     gradients are expected.
     """
 
-    dtype: Hashable
+    dtype: torch.dtype
     slots: tuple[Slot, ...]
     numel: int
 
 
 def plan_buckets(
-    parameters: Sequence[tuple[int, Hashable, int]], *, cap_bytes: int, first_cap_bytes: int
+    parameters: Sequence[tuple[int, torch.dtype, int]], *, cap_bytes: int, first_cap_bytes: int
 ) -> tuple[BucketLayout, ...]:
     """Spreads parameters, given as (numel, dtype, itemsize) in registration order, over buckets of
     one dtype each.
@@ -51,7 +51,7 @@ def plan_buckets(
     """
     # Each with the position of its last parameter, in reverse order of registration.
     full: list[tuple[int, BucketLayout]] = []
-    filling: dict[Hashable, _Filling] = {}
+    filling: dict[torch.dtype, _Filling] = {}
     caps = iter([first_cap_bytes])
     for position, index in enumerate(reversed(range(len(parameters)))):
         numel, dtype, itemsize = parameters[index]
@@ -95,7 +95,7 @@ def whole_shards(layout: BucketLayout, loads: list[int]) -> tuple[int, ...]:
 class _Filling:
     """A bucket that still takes parameters."""
 
-    def __init__(self, dtype: Hashable, itemsize: int, cap_bytes: int) -> None:
+    def __init__(self, dtype: torch.dtype, itemsize: int, cap_bytes: int) -> None:
         self.dtype = dtype
         self.cap_bytes = cap_bytes
         self.numel = 0

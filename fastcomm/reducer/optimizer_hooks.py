@@ -13,8 +13,8 @@ import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -29,6 +29,10 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_state import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
+from fastcomm.reducer.owners import attached_names, owner_of
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 
 class SteppedSlots(NamedTuple):
@@ -92,67 +96,30 @@ class StepRecord:
         )
 
 
-class Steppable(Protocol):
-    """A reducer, as an optimizer's step sees it. number: the order of reducers, equal on all
-    ranks.
-    """
-
-    number: int
-    n_rounds: int
-    steps: StepRecord
-
-    @property
-    def skipped(self) -> bool:
-        """Whether all ranks drop the step: gradients are None."""
-
-    @property
-    def n_skipped(self) -> int:
-        """How many rounds they have dropped."""
-
-    @property
-    def skipped_nonfinite(self) -> bool:
-        """Whether they do so because gradients are not finite."""
-
-    def synchronize(self) -> None:
-        """Ends the round."""
-
-    def slots_of(self, parameters: Sequence[Tensor]) -> list[SteppedSlots]:
-        """The parameters' slots in each of the reducer's buckets."""
-
-    def before_step(
-        self, optimizer: Optimizer, stepped: list[SteppedSlots], since: int | None
-    ) -> None:
-        """Leaves the gradients in these slots reduced, or raises. since: n_rounds before this
-        optimizer's last step, if it has made one.
-        """
-
-    def after_step(self, stepped: list[SteppedSlots] | None) -> None:
-        """Notes that a step was made with the gradients in these slots, as they are now; None: it
-        was left out.
-        """
-
-
 class _Known:
-    """What is known of one optimizer: which reducers own its parameters, which slots of their
-    buckets it has, and how many rounds each had ended before the last step, with what record.
+    """What is known of one optimizer.
 
+    ids: of its parameters, by which a change is noticed.
+    by_reducer: the reducers that own them, and which slots of their buckets it has.
     refusal: why it must not step, or None.
     strangers: the parameters that nobody reduces, which must have no gradient, and their names.
+    before: by reducer, its n_rounds and its record when the step under way began.
+    seen: by reducer, its n_rounds when the last step began.
+    left_out: by reducer, how many rounds it had dropped at the last step that was left out.
     """
 
     def __init__(self, ids: tuple[int, ...], parameters: list[Tensor]) -> None:
         self.ids, self.epoch = ids, _epoch
-        owners = [_owner_of(parameter) for parameter in parameters]
+        owners = [owner_of(parameter) for parameter in parameters]
         reducers = sorted({one for one in owners if one is not None}, key=lambda r: r.number)
         unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
         self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
         self.refusal = _refusal_of(parameters)
         self.by_reducer = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
-        self.before: weakref.WeakKeyDictionary[Steppable, tuple[int, int]]
+        self.before: weakref.WeakKeyDictionary[Reducer, tuple[int, int]]
         self.before = weakref.WeakKeyDictionary()
-        self.seen: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
-        # by reducer, how many rounds it had dropped at the last step that was left out
-        self.left_out: weakref.WeakKeyDictionary[Steppable, int] = weakref.WeakKeyDictionary()
+        self.seen: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
+        self.left_out: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
@@ -160,21 +127,15 @@ _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary
 # successor, too, may step.
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _epoch = 0  # grows when a model is attached or detached, which changes the owners
-_owner_of: Callable[[Tensor], Steppable | None]
-_attached_names: Callable[[], Mapping[Tensor, str]]
 _is_watching = False
 
 
-def watch_steps(
-    owner_of: Callable[[Tensor], Steppable | None],
-    attached_names: Callable[[], Mapping[Tensor, str]],
-) -> None:
+def watch_steps() -> None:
     """Installs the hooks at the first call. Call again whenever a parameter gains or loses its
-    reducer. attached_names: gives the names of all parameters that attached models have now.
+    reducer.
     """
-    global _epoch, _owner_of, _attached_names, _is_watching
+    global _epoch, _is_watching
     _epoch += 1
-    _owner_of, _attached_names = owner_of, attached_names
     if not _is_watching:
         register_optimizer_step_pre_hook(Untraced(_before_step))
         register_optimizer_step_post_hook(Untraced(_after_step))
@@ -206,7 +167,7 @@ def allow_steps(parameters: Iterable[Tensor]) -> None:
         _refusals.pop(parameter, None)
 
 
-def known_optimizers(reducers: Iterable[Steppable]) -> list[Optimizer]:
+def known_optimizers(reducers: Iterable[Reducer]) -> list[Optimizer]:
     """Those that have stepped parameters of these reducers, in the order of their first steps."""
     wanted = {id(reducer) for reducer in reducers}
     return [
@@ -255,7 +216,7 @@ def _without_skipped(
     return None
 
 
-def _skipping(known: _Known) -> list[Steppable]:
+def _skipping(known: _Known) -> list[Reducer]:
     """Lists the reducers for which the next step is left out. Each dropped round counts once: else
     an optimizer of two models could not step one while nothing of the other is reduced.
     """
@@ -372,7 +333,7 @@ def _name_strangers(unowned: Sequence[Tensor], *, is_mixed: bool) -> list[tuple[
     """
     if not unowned:
         return []
-    names = _attached_names()
+    names = attached_names()
     found = []
     for parameter in unowned:
         name = names.get(parameter)

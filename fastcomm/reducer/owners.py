@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +16,9 @@ from fastcomm.comm.transport import Transport
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.hooks import GradientHook, ReducerFlags
-from fastcomm.reducer.optimizer_hooks import Steppable
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 # By parameter: two reducers would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -25,7 +27,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _n_attached: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
-def owner_of(parameter: Tensor) -> Steppable | None:
+def owner_of(parameter: Tensor) -> Reducer | None:
     """Which reducer reduces the parameter's gradients."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
@@ -36,7 +38,7 @@ def is_owned(parameter: Tensor) -> bool:
     return owner_of(parameter) is not None
 
 
-def reducers_on(comm: Transport) -> list[Any]:
+def reducers_on(comm: Transport) -> list[Reducer]:
     """Those of the communicator that have a model, in the order of their numbers, which is the same
     on all ranks.
     """

@@ -52,9 +52,8 @@ def _dense_buckets(
     n_rounds: int,
     sharding: Sharding | None,
 ) -> list[Bucket]:
-    names, parameters = [name for name, _ in named], [p for _, p in named]
     layouts = plan_buckets(
-        [kind_of(p, grad_dtype(p)) for p in parameters],
+        [kind_of(p, grad_dtype(p)) for _, p in named],
         cap_bytes=options.cap_bytes,
         first_cap_bytes=options.first_cap_bytes,
     )
@@ -68,8 +67,7 @@ def _dense_buckets(
         bucket = Bucket(
             comm,
             layout,
-            parameters,
-            names,
+            named,
             _binding(comm, options, i, len(layouts), label, None if needs_all else bounds),
             numel=layout.numel if bounds is None else bounds[-1],
             is_copied=options.wire_dtype not in (None, layout.dtype),

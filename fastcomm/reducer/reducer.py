@@ -19,7 +19,6 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -46,7 +45,7 @@ from fastcomm.reducer.features.compiled import Compiled
 from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
 from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
-from fastcomm.reducer.features.observer import IS_UNDER_NSIGHT, RoundObserver
+from fastcomm.reducer.features.observer import RoundObserver, is_profiled
 from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
 from fastcomm.reducer.features.shards import Sharding
@@ -66,11 +65,9 @@ from fastcomm.reducer.optimizer_hooks import (
 )
 from fastcomm.reducer.options import AUTO, Options, describe
 from fastcomm.reducer.owners import (
-    attached_names,
     is_owned,
     let_go,
     next_number,
-    owner_of,
     take_over,
 )
 from fastcomm.reducer.plan import make_buckets
@@ -165,7 +162,7 @@ class Reducer(ReducerFlags):
         # Raised where nobody could catch it; the next call raises it, when the round is over.
         self.deferred: BaseException | None = None
         self._handles: list[RemovableHandle] = []
-        self._guards = Guards(is_owned, weakref.WeakMethod(self.named_parameters))
+        self._guards = Guards(weakref.WeakMethod(self.named_parameters))
         self._hears_votes = hears_votes(self.comm, self.options)
         self._timeline: Timeline | None = None
         if skip_nonfinite:
@@ -206,11 +203,12 @@ class Reducer(ReducerFlags):
         named = named_parameters(source)
         buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
         problem = self._find_problem(source, buffers)
-        model = []
+        model: list[Any] = []
         if problem is None:
             sparse = sparsity.find(source, named, self.options.sparse_parameters)
             model = validation.signature(named, buffers, sparse)
-        validation.compare(self.comm, problem, self.options.described(), model)
+        described = self.options.described()
+        validation.compare(self.comm, problem, described, validation.ATTACH, model)
         validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
         # Over NCCL nobody compares, and the host would wait for the device.
         compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
@@ -259,7 +257,7 @@ class Reducer(ReducerFlags):
             self._timeline.follow(self.buckets, source)
         self._remember(source)
         allow_steps(p for _, p in named)
-        watch_steps(owner_of, attached_names)
+        watch_steps()
         try:
             # what was prepared here is ready, whatever stream the first backward runs on
             self.comm.barrier()
@@ -268,7 +266,7 @@ class Reducer(ReducerFlags):
             raise
 
     def _remember(self, source: Model) -> None:
-        """Guard the model's parameters without a reducer, which must get no gradient."""
+        """Keep a weak reference to the model, and guard its parameters that nobody reduces."""
         self._model = reference_to(source)
         self._guards.guard(source)
 
@@ -297,7 +295,7 @@ class Reducer(ReducerFlags):
         self.round, self.deferred = None, None
         for extension in self.extensions:
             extension.released()
-        watch_steps(owner_of, attached_names)
+        watch_steps()
 
     def attached_model(self) -> Model:
         """The model. Raises ValueError if there is none."""
@@ -312,7 +310,7 @@ class Reducer(ReducerFlags):
         return [] if model is None else named_parameters(model)
 
     def _agree_on_refresh(self) -> None:
-        """Raises on every rank what one knows that stands against it. Collective."""
+        """Raises, on every rank, the reason why one of them cannot refresh. Collective."""
         problem: Exception | None = None
         places: dict[str, Any] = {}
         try:
@@ -328,7 +326,7 @@ class Reducer(ReducerFlags):
                 places = stepper.places_at_refresh()
         except (FastcommError, ValueError) as error:
             problem = error
-        validation.compare(self.comm, problem, places, [], validation.REFRESH)
+        validation.compare(self.comm, problem, places, validation.REFRESH)
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans anew, and
@@ -463,7 +461,7 @@ class Reducer(ReducerFlags):
                 last_in_words=lambda: self.steps.last_in_words(self.comm.rank, self.buckets),
             )
             # asked once for a round, as launches must cost nothing where nobody looks
-            if self.recorder is not None or _profiler_enabled() or IS_UNDER_NSIGHT:
+            if self.recorder is not None or is_profiled():
                 opened.extensions.append(RoundObserver(self.recorder, self.number))
             for extension in opened.extensions:
                 extension.before_round(opened)
@@ -760,7 +758,9 @@ class Reducer(ReducerFlags):
     def before_step(
         self, optimizer: Optimizer, stepped: list[SteppedSlots], since: int | None
     ) -> None:
-        """For optimizers' hooks: leaves the gradients in these slots reduced, or raises."""
+        """For optimizers' hooks: leaves the gradients in these slots reduced, or raises. since:
+        n_rounds before this optimizer's last step, if it has made one.
+        """
         for extension in self.extensions:
             extension.before_step(optimizer)
         self.synchronize()

@@ -22,7 +22,7 @@ from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.hooks import EndOfBackward, RoundFlags
 
-NOTE = (
+_NOTE = (
     "fastcomm: all ranks have the reduced gradients of this step, and so has this one. Make the "
     "step here, too, or on no rank"
 )
@@ -62,6 +62,7 @@ class Round(RoundFlags):
     hears_votes: a vote to skip the round reaches this rank with the buckets.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
+    note: added to what a signal handler has raised, when the round has settled all the same.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Round(RoundFlags):
         hears_votes: bool = False,
         when_over: Callable[[Round], None] = lambda _: None,
         last_in_words: Callable[[], str] | None = None,
+        note: str = _NOTE,
     ) -> None:
         self.buckets, self.op, self.number = buckets, op, number
         self.extensions = list(extensions)
@@ -87,14 +89,14 @@ class Round(RoundFlags):
         self.is_by_hand = False  # it reduces what stands in .grad, without a backward
         self._comm, self._step = comm, step
         self._hears_votes = hears_votes
-        self._when_over, self._last_in_words = when_over, last_in_words
+        self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
         self._shared_weight: Any = None  # see Transport.share_weight
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._result: State | None = None  # the last state, once it is reached
         self.is_over = False  # it has ended, and everybody who asked to know of it does
         self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
-        comm.left_in_backward = None
+        comm.note_settled()
 
     @property
     def state(self) -> State:
@@ -252,6 +254,7 @@ class Round(RoundFlags):
             return State.SKIPPED
         for bucket in self.buckets:
             bucket.settle(self.number)
+        self._comm.note_settled()
         return State.SETTLED
 
     def _settle_in_spite_of(self, interruption: BaseException) -> None:
@@ -264,7 +267,7 @@ class Round(RoundFlags):
             self._drop()
             raise interruption from trouble
         if hasattr(interruption, "add_note"):  # Python 3.11
-            interruption.add_note(NOTE)
+            interruption.add_note(self._note)
 
     def fail(self, error: BaseException | None = None) -> None:
         """The backward has ended with an exception: abort, unless an extension ends the round

@@ -18,8 +18,9 @@ _PER_GRADIENT = 16
 
 
 class Sample:
-    """Of one bucket. offsets: where the gradients begin in `flat`. views: these gradients; the
-    bucket's own list, which may replace some. Takes nothing until it was asked once.
+    """A few elements of one bucket's gradients. offsets: where the gradients begin in `flat`.
+    views: these gradients; the bucket's own list, which may replace some. Takes nothing until it
+    was asked once.
     """
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], views: Sequence[Tensor]) -> None:

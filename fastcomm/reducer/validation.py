@@ -238,8 +238,8 @@ def compare(
     comm: Transport,
     problem: Exception | None,
     options: dict[str, Any],
-    model: list[Any],
-    call: Call = ATTACH,
+    call: Call,
+    model: Sequence[Any] = (),
 ) -> None:
     """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
     has a problem in place of a model.
@@ -285,7 +285,7 @@ def shown(value: object) -> str:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-def _first_difference(ours: list[Any], theirs: list[Any], rank: int) -> str | None:
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any], rank: int) -> str | None:
     """In words, where the model of `rank` first differs from that of rank 0."""
     for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
         if (kind, name) != (their_kind, their_name):
@@ -350,7 +350,7 @@ def check_model_in_sync(
         own = _model_in_words(model, optimizer)
     except Exception as error:  # it may be no optimizer, and the others are to hear of it
         problem = error
-    compare(comm, problem, {"the optimizer": kind}, [], CHECK_IN_SYNC)
+    compare(comm, problem, {"the optimizer": kind}, CHECK_IN_SYNC)
     ranks = gather_objects(comm, own, CHECK_IN_SYNC.name)
     for name in dict.fromkeys(name for words in ranks for name in words):
         holders: dict[str, list[str]] = {}

@@ -55,7 +55,7 @@ class Communicator:
         self.trouble: FastcommError | None = None
         self.has_graphs = False
         self.failure: FastcommError | None = None
-        self.interruptions: list[tuple[str, int]] = []
+        self.interruptions: list[tuple[str, int, int]] = []
 
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
         return self.unfinished
@@ -69,8 +69,8 @@ class Communicator:
     def _fail(self, error: FastcommError) -> None:
         self.failure = error
 
-    def _interrupt(self, error: FastcommError, epoch: int) -> None:
-        self.interruptions.append((str(error), epoch))
+    def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
+        self.interruptions.append((str(error), epoch, n_kept))
 
     def _enter_thread(self) -> None:
         pass
@@ -275,9 +275,9 @@ def test_an_error_of_the_device_ends_the_communicator_and_is_noted() -> None:
 def test_an_abandonment_is_heard_in_its_epoch_alone() -> None:
     comm = Communicator()
     comm.epoch = 2
-    with watching(comm, Notes({"abandoned/1": "long ago", "abandoned/2": "rank 0 abandoned"})):
+    with watching(comm, Notes({"abandoned/1": "3 long ago", "abandoned/2": "7 rank 0 abandoned"})):
         wait_until(lambda: len(comm.interruptions) > 1)
-    assert set(comm.interruptions) == {("rank 0 abandoned", 2)}
+    assert set(comm.interruptions) == {("rank 0 abandoned", 2, 7)}
 
 
 def test_a_rank_that_is_asked_says_where_it_stands() -> None:

@@ -20,13 +20,14 @@ VARIES = "…"
 # What a command prints, and what an object looks like, is no message of an error.
 COMMANDS = ("__main__.py",)
 DESCRIPTIONS = ("Feature", "__repr__", "describe")
-# What a timeline's tables and pictures say.
+# What a timeline's tables and pictures, and a profiler, say.
 SHOWN = {
     "…: no step yet that all ranks have recorded",
     "…: rounds … to …, medians in ms…",
     "Gradients came all at once, when the backward was over: nothing overlaps. A model that "
     "torch.compile has made one graph of does that: compile it by reducer.compile(model).",
     "Slowest: rank …, last in … of … rounds. The others then waited … ms for it (median).",
+    "fastcomm::… bucket … of reducer …, …",
     "outside lower center",
     "reducer… over …, … ranks",
     "waits for rank …",

@@ -354,10 +354,13 @@ def _sleeping(tmp_path):
     """`fastcomm run`, and the process of the rank that it has started."""
     script = tmp_path / "train.py"
     script.write_text(SLEEP)
+    # which would flush what the launcher has to
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
         [sys.executable, "-m", "fastcomm", "run", "--ranks", "1", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        env=env,
         text=True,
     ) as run:
         yield run, int(run.stdout.readline().removeprefix("[rank 0] "))

@@ -24,6 +24,11 @@ KEPT = (
     "test_an_abandonment_does_not_keep_what_the_frames_held_that_asked_for_it"
 )
 
+_LATE = (
+    "tests/reducer/test_failed_steps.py::"
+    "test_a_rank_that_is_late_misses_no_step_before_the_one_that_was_abandoned",
+)
+
 MUTATIONS = (
     Mutation(
         name="nccl: a mean is scaled twice where the wire has another dtype",
@@ -247,5 +252,21 @@ MUTATIONS = (
         old="return again(interruption)",
         new="return interruption",
         tests=(KEPT,),
+    ),
+    Mutation(
+        name="nccl: a late rank drops a step that the others have made",
+        file="fastcomm/transports/nccl/link.pyx",
+        within="Link.check_work",
+        old="number <= self.n_kept",
+        new="False",
+        tests=_LATE,
+    ),
+    Mutation(
+        name="nccl: a late rank leaves out a step that the others have made",
+        file="fastcomm/transports/nccl/link.pyx",
+        within="Link._check_alive",
+        old="self.launches.number > self.n_kept",
+        new="True",
+        tests=_LATE,
     ),
 )

@@ -230,7 +230,7 @@ MUTATIONS = (
         name="sharded: a rank alone does not take the new buckets",
         file=SHARDED,
         within="ShardedOptimizer.take_buckets",
-        old="validation.compare(self.comm, problem, self._places(), [], _TAKING)",
+        old="validation.compare(self.comm, problem, self._places(), _TAKING)",
         new="if problem: raise problem",
         tests=_failures("a_refresh_with_a_parameter_that_one_rank_gives_to_no_group"),
     ),

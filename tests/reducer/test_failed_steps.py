@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 
 import pytest
@@ -32,6 +33,8 @@ pytestmark = [
     pytest.mark.pairwise,
 ]
 
+
+HEARD_S = 0.5  # in which a rank hears of what another one has abandoned, over every transport
 
 # One handler for all exceptions
 
@@ -392,3 +395,33 @@ def test_an_exception_after_the_last_gradient_costs_all_ranks_the_step(comm):
     model.zero_grad()
     backward(model, comm.rank)
     assert_gradients(model, expected)
+
+
+@pytest.mark.parametrize("where", ["finish", "step"])
+@on_ranks(2)
+def test_a_rank_that_is_late_misses_no_step_before_the_one_that_was_abandoned(comm, where):
+    """The other rank has made that step when it abandons the next one, with nothing launched."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if comm.rank == 0:
+        owner = optimizer if where == "step" else reducer.buckets[-1]
+        on_time = getattr(owner, where)
+
+        def late():
+            time.sleep(HEARD_S)
+            return on_time()
+
+        setattr(owner, where, late)
+    backward(model, comm.rank)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="out of luck" if comm.rank else "rank 1 abandoned"):
+        x, _ = batch(comm.rank)
+        model[2:](Fail.apply(model[:2](x), comm.rank == 1)).sum().backward()
+        optimizer.step()  # hears of it at the latest
+    if comm.rank == 0:
+        setattr(owner, where, on_time)
+    model.zero_grad()
+    backward(model, comm.rank)
+    optimizer.step()
+    reducer.check_in_sync(optimizer)

@@ -42,7 +42,7 @@ def steps() -> list[str]:
 
 
 @pytest.fixture
-def reducers(steps: list[str]) -> Iterator[list[Reducer]]:
+def reducers(steps: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Reducer]]:
     """By number. A set has them the other way round."""
     reducers = [Reducer(number, 3 - number, steps) for number in range(3)]
     owners: dict[int, Reducer] = {}
@@ -50,9 +50,11 @@ def reducers(steps: list[str]) -> Iterator[list[Reducer]]:
         one.parameter = torch.nn.Parameter(torch.zeros(1))
         one.parameter.grad = torch.ones(1)
         owners[id(one.parameter)] = one
-    optimizer_hooks.watch_steps(lambda p: owners.get(id(p)), dict)
+    monkeypatch.setattr(optimizer_hooks, "owner_of", lambda p: owners.get(id(p)))
+    optimizer_hooks.watch_steps()
     yield reducers
-    optimizer_hooks.watch_steps(lambda p: None, dict)
+    monkeypatch.undo()
+    optimizer_hooks.watch_steps()
 
 
 def sgd(*reducers: Reducer) -> torch.optim.SGD:
@@ -88,7 +90,7 @@ def test_another_optimizer_has_made_no_step(reducers, steps):
 def test_a_step_remembers_its_rounds_when_another_model_comes(reducers, steps):
     optimizer = sgd(reducers[1])
     optimizer.step()
-    optimizer_hooks.watch_steps(optimizer_hooks._owner_of, optimizer_hooks._attached_names)
+    optimizer_hooks.watch_steps()
     optimizer.step()
     assert steps[2] == "before 1, since 10"
 

@@ -89,8 +89,13 @@ def hear_of_it(comm: Any) -> None:
         comm.check()
 
 
+_of_script: list[Any] = []  # a script's variables, which live until its process has ended
+
+
 def leave(place: Place, comm: Any, how: str) -> None:
     """This rank goes away, having noted its pid and the time."""
+    if how.startswith("exits"):
+        _of_script.append(comm)
     note(place, pid=os.getpid(), left_at=time.monotonic())
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -217,7 +217,7 @@ def pays(periods_s: Sequence[float], default_s: float) -> bool:
 
 
 def _kinds(buckets: Sequence[Bucket]) -> list[tuple[int, torch.dtype, int]]:
-    """Of each parameter, by index: numel, dtype and itemsize of its gradient."""
+    """The numel, dtype and itemsize of each parameter's gradient, by index."""
     kinds = {
         i: kind_of(view, view.dtype)
         for bucket in buckets
@@ -279,7 +279,7 @@ def _launching_s(steps: Sequence[Step]) -> float:
 
 
 def _median_step(steps: Sequence[LocalStep]) -> LocalStep:
-    """Of all ranks. Bytes are equal on all."""
+    """The median over all ranks. Bytes are equal on all."""
     ready = zip(*([g.ready_s for g in step.gradients] for step in steps), strict=True)
     gradients = (
         Gradient(gradient.nbytes, statistics.median(seconds))

@@ -46,4 +46,4 @@ class LocalSteps(RoundExtension):
                 f"it has made steps of its own since the ranks synced: call sync() of {self.name} "
                 "before you compare the ranks"
             )
-        validation.compare(comm, problem, {}, [], validation.CHECK_IN_SYNC)
+        validation.compare(comm, problem, {}, validation.CHECK_IN_SYNC)

@@ -16,7 +16,12 @@ from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.round import Round, State
 
 # Nsight Systems sets it in the processes it starts.
-IS_UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
+_IS_UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
+
+
+def is_profiled() -> bool:
+    """Whether torch's profiler or Nsight Systems watches this process."""
+    return _profiler_enabled() or _IS_UNDER_NSIGHT
 
 
 class RoundObserver(RoundExtension):
@@ -28,7 +33,7 @@ class RoundObserver(RoundExtension):
 
     def __init__(self, recorder: Recorder | None, reducer: int) -> None:
         self._recorder, self._reducer = recorder, reducer
-        self._is_profiled = _profiler_enabled() or IS_UNDER_NSIGHT
+        self._is_profiled = is_profiled()
         self._range: Any = None  # the context manager that is open in the profiler
 
     def before_round(self, round: Round) -> None:
@@ -76,7 +81,7 @@ class RoundObserver(RoundExtension):
         if not self._is_profiled:
             return
         self._close_range()  # a signal handler has ended the wait, which begins again
-        name = f"fastcomm::{what} {self._name(number, round.op)}"
+        name = f"fastcomm::{what} bucket {number} of reducer {self._reducer}, {round.op}"
         # Under emit_nvtx() record_function makes ranges of NVTX; Nsight alone sees only these.
         if _profiler_enabled():
             self._range = torch.profiler.record_function(name)
@@ -85,9 +90,6 @@ class RoundObserver(RoundExtension):
         else:
             return
         self._range.__enter__()
-
-    def _name(self, number: int, op: str) -> str:
-        return f"bucket {number} of reducer {self._reducer}, {op}"
 
     def _close_range(self) -> None:
         if self._range is not None:

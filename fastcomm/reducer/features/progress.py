@@ -7,7 +7,7 @@ Reads optimizers and what keeps their learning rates; changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.amp import GradScaler
@@ -15,7 +15,10 @@ from torch.amp import GradScaler
 from fastcomm.errors import MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.features.torch_helpers import scaler_of
-from fastcomm.reducer.optimizer_hooks import Steppable, known_optimizers
+from fastcomm.reducer.optimizer_hooks import known_optimizers
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 
 class Stateful(Protocol):
@@ -60,7 +63,7 @@ class Progress(NamedTuple):
     scalers: list[str]
 
     @staticmethod
-    def of(reducers: Sequence[Steppable], states: Sequence[Stateful]) -> Progress:
+    def of(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> Progress:
         given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
         known = [one for one in known_optimizers(reducers) if not holds(given, one)]
         optimizers = [*given, *known]
@@ -122,7 +125,7 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
 
 
 def _differ(known: Sequence[KnownOptimizer], most: Sequence[KnownOptimizer]) -> bool:
-    """Whether the options differ of the optimizers that a rank knows, and another. One that has
+    """Whether a rank's optimizers have other options than another rank's. One that has
     made no step may not know its own optimizers, which are behind if they are scheduled.
     """
     pairs = zip(known, most, strict=False)

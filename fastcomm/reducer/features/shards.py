@@ -23,8 +23,6 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.arrivals import Arrival
 from fastcomm.reducer.layout import BucketLayout, equal_shards, view_of, whole_shards
 
-Geometry = tuple[int, torch.Size, tuple[int, ...]]  # offset, size, strides
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -42,10 +40,7 @@ class Sharding:
         if not self.cuts:
             loads = [0] * n
             return [whole_shards(layout, loads) for layout in layouts]
-        return [
-            equal_shards(layout.numel, layout.dtype.itemsize, n)  # type: ignore[attr-defined]
-            for layout in layouts
-        ]
+        return [equal_shards(layout.numel, layout.dtype.itemsize, n) for layout in layouts]
 
 
 class Piece(NamedTuple):

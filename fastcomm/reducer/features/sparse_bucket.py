@@ -128,12 +128,12 @@ class SparseBucket(Bucket):
     def launch(
         self,
         op: str,
-        step: int = 0,
+        step: int,
         *,
-        keeps_graph: bool = False,
-        weight: Any = None,
-        own_weight: Weight | None = None,
-        inspect: Inspection | None = None,
+        keeps_graph: bool,
+        weight: Any,
+        own_weight: Weight | None,
+        inspect: Inspection | None,
     ) -> None:
         """Waits for what the other ranks bring, and sends this rank's rows."""
         self._refuse_capture()
@@ -343,7 +343,7 @@ class SparseBucket(Bucket):
                 left.append(i)
             elif parameter is not None:
                 parameter.grad = self.views[i] = result
-                self._addresses[i] = 0 if result.is_sparse else result.data_ptr()
+                self.gradient_state.note_view(i)
         self.gradient_state.note_round(number, left)
 
     # -- after it ----------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ _INDEX_NBYTES = 8
 
 
 class Rows(NamedTuple):
-    """Of one gradient. indices: ascending, each once, int64 of shape (n,). values: of shape (n,
-    numbers in a row).
+    """The rows of one gradient. indices: ascending, each once, int64 of shape (n,). values: of
+    shape (n, numbers in a row).
     """
 
     indices: Tensor

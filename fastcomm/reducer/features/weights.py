@@ -182,7 +182,7 @@ class Weighting(RoundExtension):
         self.forget()
 
     def released(self) -> None:
-        """Forget the weights, and the model."""
+        """Forget the weights."""
         self.forget()
 
 

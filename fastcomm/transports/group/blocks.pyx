@@ -45,7 +45,7 @@ cdef class BlockCodec:
         self._format = _FORMATS[dtype]
 
     def nbytes_of(self, Py_ssize_t numel):
-        """Of so many elements when they are coded."""
+        """The bytes of so many elements when they are coded."""
         return numel + numel // WIRE_BLOCK * <Py_ssize_t>sizeof(float)
 
     def encode(self, values, residual, coded):

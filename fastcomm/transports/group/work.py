@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,23 +30,15 @@ from fastcomm.transports.group.exchange import (
     TOGETHER_NBYTES,
 )
 
+if TYPE_CHECKING:
+    from fastcomm.transports.group.work_queue import WorkQueue
+
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
 
 # Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None;
 # and where the ranks have weights, the factors of their tensors.
 Move = Callable[..., None]
-
-
-class Waiter(Protocol):
-    """What a work knows of its queue. `post` and `look_at_clock` raise nothing themselves."""
-
-    def post(self, work: GroupWork) -> None: ...
-    def holds(self, work: GroupWork) -> bool: ...
-    def look_at_clock(self) -> None: ...
-    def refuse_fork(self) -> None: ...
-    def hear(self, error: FastcommError) -> None: ...
-    def abort(self) -> None: ...
 
 
 def see_through(
@@ -83,7 +75,7 @@ class GroupWork(BucketWork):
 
     def __init__(
         self,
-        waiter: Waiter,
+        work_queue: WorkQueue,
         call: Call,
         move: Move | None,
         payload: Tensor | None = None,
@@ -100,7 +92,7 @@ class GroupWork(BucketWork):
         self.plain = None if is_small or call.nbytes > APIECE_NBYTES else plain
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
-        self._waiter = waiter
+        self._queue = work_queue
         self._used_mask = used_mask
         self._times: tuple[int, int, int] | None = None
         self._is_skipped = False
@@ -128,22 +120,22 @@ class GroupWork(BucketWork):
     def is_posted(self) -> bool:
         """Whether the thread may have announced it: from then on the other ranks count on it."""
         # In this order: a work that the queue no longer holds is over.
-        return self._waiter.holds(self) or (self._is_over and not self._is_refused)
+        return self._queue.holds(self) or (self._is_over and not self._is_refused)
 
     def run(self) -> None:
         """Posts the collective and waits for it."""
 
         def step(raised: BaseException | None) -> None:
             if raised is None and not self._is_over and not self.is_posted:
-                self._waiter.post(self)
+                self._queue.post(self)
             if self.is_posted:
                 self.sleep()
 
-        self._end(see_through(step, self._waiter.abort))
+        self._end(see_through(step, self._queue.abort))
 
     def post(self) -> None:
         """Posts the collective and does not wait."""
-        self._waiter.post(self)
+        self._queue.post(self)
         if self._is_refused:
             self._end(None)
 
@@ -154,9 +146,9 @@ class GroupWork(BucketWork):
         one. A second exception is raised at once, and aborts the communicator. In a forked child,
         which has no thread to carry it out, raises FastcommError.
         """
-        self._waiter.refuse_fork()
+        self._queue.refuse_fork()
         if not self._is_over or self.error is not None:
-            self._end(see_through(lambda _: self.sleep(), self._waiter.abort))
+            self._end(see_through(lambda _: self.sleep(), self._queue.abort))
 
     def sleep(self) -> None:
         """Waits until the work is over."""
@@ -165,13 +157,13 @@ class GroupWork(BucketWork):
                 self._bell.get(timeout=SLICE_S)
                 self._bell.put(None)  # for others who wait
             except queue.Empty:
-                self._waiter.look_at_clock()
+                self._queue.look_at_clock()
 
     def _end(self, raised: BaseException | None) -> None:
         """Raises the work's error, and what a signal handler has raised, if anything."""
         error = self.error
         if error is not None:
-            self._waiter.hear(error)
+            self._queue.hear(error)
             if raised is not None:
                 raise raised from error
             raise again(error)  # a copy: others may wait for the same work

@@ -68,7 +68,7 @@ class Interruption:
 
 
 class WorkQueue:
-    """What the works (work.Waiter) and the watchdog (watchdog.Watched) know of a communicator.
+    """What the works and the watchdog (watchdog.Watched) know of a communicator.
 
     Any number of threads may call it. life: whether the communicator can still be used.
     """
@@ -217,7 +217,7 @@ class WorkQueue:
         self._exchange.close()
 
     def post(self, work: GroupWork) -> None:
-        """Hands the work to the thread, or refuses it."""
+        """Hands the work to the thread, or refuses it. Raises nothing itself."""
         with self._lock:
             interruption = self._unheard()
             if interruption is None:
@@ -255,7 +255,7 @@ class WorkQueue:
 
     def look_at_clock(self) -> None:
         """Checks the deadline in place of the watchdog, which may be waiting for a store that is
-        out of reach.
+        out of reach. Raises nothing itself.
 
         Also repeats what a signal handler's exception may have cut short.
         """
@@ -479,7 +479,7 @@ class WorkQueue:
     def _has_graphs(self) -> bool:
         return False
 
-    def _interrupt(self, error: FastcommError, epoch: int) -> None:
+    def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
         """Not needed: ranks announce that they abandon a round."""
 
     def _enter_thread(self) -> None:

@@ -36,13 +36,14 @@ cdef class NcclBucketWork:
     cdef NcclBucket bucket
     cdef object op, token
     cdef int epoch
+    cdef uint64_t number  # among those of the epoch
     cdef bint is_captured, is_awaited
     cdef CUstream awaited_on  # the stream that wait() ordered after the work
     cdef Span span  # of the times that somebody asks for; or None
 
     def wait(self):
         """Orders the current stream after the result. Raises if this rank has lost a peer."""
-        self.bucket.link.check_work(self.epoch)
+        self.bucket.link.check_work(self.epoch, self.number)
         self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)
         self.is_awaited = True
 
@@ -57,7 +58,7 @@ cdef class NcclBucketWork:
         if self.is_captured:
             return [True] * len(self.bucket.views)
         present = self.bucket.used_mask.reduced(self.op)
-        self.bucket.link.check_work(self.epoch)
+        self.bucket.link.check_work(self.epoch, self.number)
         return present
 
     def is_skipped(self):
@@ -256,7 +257,8 @@ cdef class NcclBucket(GatheringBucket):
                 raise link.reason(link.error(code, name_of(self.calls)))
         finally:
             link.cuda.leave(before)
-        work.bucket, work.op, work.epoch = self, op, link.epoch
+        work.bucket, work.op = self, op
+        work.epoch, work.number = link.epoch, self.in_flight.number
         self.posted = self.last = work
         self._release(current)
         return work

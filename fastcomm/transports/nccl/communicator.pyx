@@ -19,7 +19,7 @@ from fastcomm.transports.nccl import rounds
 from fastcomm.transports.nccl.bucket import NcclBucket
 
 cimport cython
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.clock cimport DeviceClock
@@ -50,6 +50,7 @@ cdef class NcclWork:
     cdef object tensors, divide_by
     cdef Event divided  # recorded after the division, where one is made
     cdef int epoch
+    cdef uint64_t number  # among those of the epoch
     cdef CUstream launched_on  # the stream that was current then
     cdef bint is_barrier, has_own_record, is_captured
     cdef bint orders_launch  # wait() orders the stream of the launch, too
@@ -70,7 +71,7 @@ cdef class NcclWork:
                 self.link.cuda.order_current_after(self.divided)
             return
         cdef CUstream current
-        self.link.check_work(self.epoch)
+        self.link.check_work(self.epoch, self.number)
         current = self.link.cuda.order_current_after(self.in_flight.done)
         if self.orders_launch and current != self.launched_on:
             self._order_launch()
@@ -83,7 +84,7 @@ cdef class NcclWork:
             self.in_flight.tensors = None
 
     cdef int _order_launch(self) except -1:
-        """For the streams that have waited for that of the launch since."""
+        """Orders the launch's stream after this work, for streams that waited for it before."""
         cdef Device cuda = self.link.cuda
         cdef CUcontext before = cuda.enter()
         try:
@@ -177,6 +178,7 @@ cdef class NcclCommunicator:
         """Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
 
         What other ranks have launched in this round is lost. They may learn of it a step later.
+        What came before the round all ranks have, also one that is late.
         """
         self.link.check_open()
         if not in_any_case and is_abandoned_already(self):
@@ -192,6 +194,11 @@ cdef class NcclCommunicator:
             self.link.clock = None
         elif self.link.clock is None:
             self.link.clock = DeviceClock(self.link.cuda)
+
+    def note_settled(self):
+        """For reducers: what was launched so far is not abandoned with what comes."""
+        self.left_in_backward = None
+        self.link.note_settled()
 
     def check(self):
         self.link.hear()
@@ -279,7 +286,8 @@ cdef class NcclCommunicator:
             work.is_captured = self._launch(in_flight, None, calls, n, work.launched_on)
         finally:
             free(calls)
-        work.in_flight, work.tensors, work.epoch = in_flight, (flat,), self.link.epoch
+        work.in_flight, work.tensors = in_flight, (flat,)
+        work.epoch, work.number = self.link.epoch, in_flight.number
         work.has_own_record = work.orders_launch = True
         if work.is_captured:
             work.wait()  # in the capture
@@ -437,7 +445,8 @@ cdef class NcclCommunicator:
         in_flight.dtype, in_flight.numel = inp.dtype, inp.numel()
         work.launched_on = self.cuda.current_stream()
         is_captured = self._launch(in_flight, op, &call, 1, work.launched_on)
-        work.link, work.in_flight, work.epoch = link, in_flight, link.epoch
+        work.link, work.in_flight = link, in_flight
+        work.epoch, work.number = link.epoch, in_flight.number
         work.tensors = (out, inp)
         if divided is not None:
             work.tensors, work.divide_by = (divided, out, inp), self.world_size

@@ -37,6 +37,7 @@ from fastcomm.transports.nccl.memory cimport pool_of
 
 cdef unsigned int POLL_US = 50
 ABORT_S = 10.0  # how long to wait for NCCL to abort all lanes, which may hang
+KEEP_S = 2.0  # how long collectives before an abandoned round have to end, which all have launched
 FREE_S = 5.0  # how long close() waits for NCCL to free all lanes, once nothing is under way
 
 
@@ -58,6 +59,7 @@ cdef class Link:
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.launches, self.graphs = Launches(self.cuda, self.lanes), CapturedGraphs()
+        self.heard_in = -1
         facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy))
         refuse_different_versions(facts)
         refuse_different_ctas(facts)
@@ -123,7 +125,9 @@ cdef class Link:
                 deferred = error
             with nogil:
                 usleep(POLL_US)
-            if self.life.failure is not None or self.interruption is not None:
+            if self.life.failure is not None or (
+                self.interruption is not None and in_flight.number > self.n_kept
+            ):
                 break
         try:
             self._check_alive()
@@ -202,6 +206,7 @@ cdef class Link:
 
     cdef abandon(self):
         """Ends the lanes on every rank; the ranks meet anew at their next collective."""
+        cdef uint64_t n_kept = 0
         self.n_abandoned += 1
         if self.interruption is not None:  # another rank has abandoned this round: join it
             self.interruption = None
@@ -212,13 +217,42 @@ cdef class Link:
         # the ranks have not met since the last abandonment: this one is about their next meeting
         if self.is_split_up:
             self.epoch += 1
+        else:
+            n_kept = self._wait_for_settled()
+            if self.interruption is not None:  # meanwhile another rank has abandoned this round
+                self.interruption = None
+                return
+        self.n_kept = n_kept
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
         self._leave_note(
             f"abandoned/{self.epoch}",
-            f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
-            "parameters differ between the ranks: restore them, or call refresh() on every rank",
+            f"{n_kept} {collective.abandonment([self.rank])}. If the optimizer has made it already, "
+            "the parameters differ between the ranks: restore them, or call refresh() on every "
+            "rank",
         )
         self._end_round(f"rank {self.rank} abandoned what was under way")
+
+    cdef uint64_t _wait_for_settled(self):
+        """Waits for what came before the round, with which the others step, since it ends with
+        NCCL's communicators. Returns how many collectives are over for sure.
+        """
+        deadline = time.monotonic() + KEEP_S
+        while self._has_unfinished(self.n_settled):
+            is_ended = self.life.failure is not None or self.interruption is not None
+            if is_ended or time.monotonic() > deadline:
+                return 0
+            with nogil:
+                usleep(POLL_US)
+        return self.n_settled
+
+    cdef bint _has_unfinished(self, uint64_t n):
+        """Whether one of the first n collectives since the ranks met is under way."""
+        oldest = self.launches.oldest_unfinished()
+        return oldest is not None and oldest[0] <= n
+
+    cdef note_settled(self):
+        """What was launched so far is not abandoned with what comes."""
+        self.n_settled = 0 if self.is_split_up else self.launches.number
 
     cdef hear(self):
         if not self.is_closed:
@@ -263,6 +297,7 @@ cdef class Link:
             pass
         self.epoch += 1
         self.launches.begin_epoch()
+        self.n_settled = 0
         self.is_split_up = False
         self.rejoining = list(self.buckets)
         try:
@@ -321,12 +356,20 @@ cdef class Link:
                 error.args = (f"{error}{left_behind}", *error.args[1:])
                 self.life.failure = error
 
-    def _interrupt(self, error, epoch):
+    def _interrupt(self, error, epoch, uint64_t n_kept):
         if self.is_split_up or epoch != self.epoch:
             return
         if self.graphs.count() > 0:
             self._give_up_graphs(str(error))
             return
+        now = time.monotonic()
+        if self.heard_in != epoch:
+            self.heard_in, self.heard_at = epoch, now
+        if self._has_unfinished(n_kept):
+            if now < self.heard_at + KEEP_S:
+                return  # the watchdog asks again
+            n_kept = 0  # it was cut off: no rank can tell how much of it came
+        self.n_kept = n_kept
         self.is_split_up, self.interruption = True, error
         self._end_round(str(error))
 
@@ -362,7 +405,9 @@ cdef class Link:
 
     cdef int check_usable(self) except -1:
         """Called before every launch. After an abandoned round the ranks meet again here."""
-        self._check_alive()
+        self.check_open()
+        if self.interruption is not None:
+            raise self._take_interruption()
         if self.launches.calling() is not None:
             raise FastcommError(collective.OTHER_THREAD)
         if self.is_split_up:
@@ -370,9 +415,11 @@ cdef class Link:
         return 0
 
     cdef int _check_alive(self) except -1:
-        """Raises the error that ended the communicator or, once, that made the ranks meet again."""
+        """Raises the error that ended the communicator or, once, that made the ranks meet again, if
+        this rank has launched something that was abandoned.
+        """
         self.check_open()
-        if self.interruption is not None:
+        if self.interruption is not None and self.launches.number > self.n_kept:
             raise self._take_interruption()
         return 0
 
@@ -390,9 +437,13 @@ cdef class Link:
             raise self.life.refusal()
         return 0
 
-    cdef int check_work(self, int epoch) except -1:
+    cdef int check_work(self, int epoch, uint64_t number) except -1:
         """Raises as _check_alive, for a collective that was launched in that epoch."""
-        self._check_alive()
+        self.check_open()
+        if epoch == self.epoch and self.is_split_up and number <= self.n_kept:
+            return 0  # all ranks have it, and have abandoned a later round
+        if self.interruption is not None:
+            raise self._take_interruption()
         if self.is_split_up or epoch != self.epoch:
             raise FastcommError("this collective was abandoned with all that was under way")
         return 0

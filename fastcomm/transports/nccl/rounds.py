@@ -7,35 +7,23 @@ reducer's buckets come next.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import BUCKETS_PER_REDUCER, WEIGHTED_OPS
-from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Weight
 from fastcomm.errors import FastcommError
-from fastcomm.transports.nccl.bucket import NcclBucket, NcclWeight
+from fastcomm.transports.nccl.bucket import NcclWeight
+
+if TYPE_CHECKING:
+    from fastcomm.transports.nccl.communicator import NcclCommunicator
 
 _POLL_S = 50e-6  # little beside a round; the rank has nothing else to do
 
 
-class Sharing(Protocol):
-    """An NcclCommunicator, as the beginning of a round sees it."""
-
-    device: torch.device
-    reduces_buckets_only: bool
-
-    @property
-    def buckets(self) -> Iterable[NcclBucket]: ...
-    def is_captured(self) -> bool: ...
-    def add_up(self, numbers: Tensor) -> Work: ...
-    def check(self) -> None: ...
-
-
-def refuse_in_join(comm: Sharing) -> None:
+def refuse_in_join(comm: NcclCommunicator) -> None:
     """Raises FastcommError for a collective that a rank without data would not hear of."""
     if comm.reduces_buckets_only:
         raise FastcommError(
@@ -44,7 +32,7 @@ def refuse_in_join(comm: Sharing) -> None:
         )
 
 
-def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> NcclWeight:
+def share_weight(comm: NcclCommunicator, weight: Weight, reducer: int | None = None) -> NcclWeight:
     """The host waits for nothing."""
     if comm.is_captured():
         raise FastcommError(
@@ -58,7 +46,7 @@ def share_weight(comm: Sharing, weight: Weight, reducer: int | None = None) -> N
     return NcclWeight(weight.scale, totals, comm.add_up(totals))
 
 
-def shadow(comm: Sharing) -> bool:
+def shadow(comm: NcclCommunicator) -> bool:
     """Takes part in a whole round without gradients. Waits for the device, which waits for the
     ranks with data.
     """
@@ -80,7 +68,7 @@ def shadow(comm: Sharing) -> bool:
     return False
 
 
-def _part_of_totals(comm: Sharing, weight: float, n_ranks: int, reducer: int) -> Tensor:
+def _part_of_totals(comm: NcclCommunicator, weight: float, n_ranks: int, reducer: int) -> Tensor:
     """What a rank adds to the totals of a round in a join(): its weight and, if it has data, 1 and
     the reducer's number. float64, of shape (3,).
     """

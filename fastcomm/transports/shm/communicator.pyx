@@ -198,6 +198,10 @@ cdef class ShmCommunicator:
     def keep_times(self, bint is_on):
         self.ring.keep_times(is_on)
 
+    def note_settled(self):
+        """For reducers: what was launched so far is not abandoned with what comes."""
+        self.left_in_backward = None
+
     def check(self):
         """Waits only after another rank has abandoned what was under way, until the ranks have met
         again.

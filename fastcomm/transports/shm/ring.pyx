@@ -32,7 +32,7 @@ MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef shm_counting NOT_COUNTED = shm_counting(0, False)
 cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
-# How a rank has gone, by its state; an aborted one may blame another.
+# How a rank has ended, by its state; an aborted one may name another as the cause.
 cdef dict GONE = {
     SHM_ALIVE: KILLED, SHM_CLOSED: CLOSED, SHM_ABORTED: "aborted its communicator",
     SHM_DROPPED: DROPPED, SHM_ENDED: ENDED, SHM_RAISED: RAISED,
@@ -493,7 +493,7 @@ cdef class Ring:
         return f"rank {self.rank} is at number {last}, {self._name(self.rank, last)}"
 
     cdef str _name(self, int rank, uint32_t seq):
-        """Of a collective, where nobody compares records."""
+        """Names a collective, where nobody compares records."""
         return collective.without_record(in_words(shm_descriptor_of(self.handle, rank, seq)))
 
 
