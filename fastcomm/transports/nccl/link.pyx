@@ -226,9 +226,9 @@ cdef class Link:
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
         self._leave_note(
             f"abandoned/{self.epoch}",
-            f"{n_kept} {collective.abandonment([self.rank])}. If the optimizer has made it already, "
-            "the parameters differ between the ranks: restore them, or call refresh() on every "
-            "rank",
+            f"{n_kept} {collective.abandonment([self.rank])}. If the optimizer has made it "
+            "already, the parameters differ between the ranks: restore them, or call refresh() on "
+            "every rank",
         )
         self._end_round(f"rank {self.rank} abandoned what was under way")
 
