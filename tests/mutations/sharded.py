@@ -64,7 +64,7 @@ MUTATIONS = (
         within="Sharding.bounds",
         old="not self.cuts",
         new="False",
-        tests=_training("an_optimizer_of_the_users_own_steps_whole_parameters"),
+        tests=_training("the_parameters_are_those_of_the_plain_optimizer"),
     ),
     Mutation(
         name="sharded: all whole parameters are stepped by rank 0",
@@ -208,7 +208,7 @@ MUTATIONS = (
         within="ShardedOptimizer.load_state_dict",
         old="groups, inner, aside = loaded",
         new=("groups, inner, aside = loaded\nself._inner = inner"),
-        tests=_state("a_rank_that_has_no_state_to_load_is_an_error_on_all"),
+        tests=("tests/optim/test_sharded_state.py", "tests/optim/test_sharded_failures.py"),
     ),
     Mutation(
         name="objects: ranks that make different calls read each other's objects",
@@ -216,7 +216,7 @@ MUTATIONS = (
         within="gather_objects",
         old="theirs != first",
         new="False",
-        tests=_state("a_call_of_one_rank_alone_is_named"),
+        tests=("tests/optim/test_sharded_state.py", "tests/optim/test_sharded_failures.py"),
     ),
     Mutation(
         name="sharded: a rank steps before the others have come to their step",
