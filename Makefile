@@ -1,4 +1,4 @@
-# make demo      two ranks train a small GPT (about a minute)
+# make demo      two ranks train a small GPT (about a minute; the first time, some more to install)
 # make test      the tests, four at a time (most of them wait), or: make test WORKERS=0
 # make flaky     do tests depend on order or speed? one core, load, late ranks (ten minutes)
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
@@ -94,6 +94,7 @@ clean:
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pip
+	@echo 'Installing what is missing, then building: some minutes the first time'
 	$(pip_install) 'setuptools>=77' Cython
 	FASTCOMM_BUILD=later $(pip_install) --no-build-isolation --editable '.[$*]'
 	touch $@

@@ -382,7 +382,10 @@ def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoRetur
     negated view. Raises TypeError or ValueError.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
+        raise TypeError(
+            f"expected a torch.Tensor; got {type(tensor).__name__}: torch.tensor(number) makes one "
+            "of a number"
+        )
     if tensor.layout is not torch.strided or tensor.device != device:
         place = "the CPU" if device.type == "cpu" else device
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.lifetime import again
-from fastcomm.errors import MismatchError, TimeoutError
+from fastcomm.errors import MismatchError, PeerLostError, TimeoutError
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def called_by(call: str) -> Iterator[None]:
     """Names the user's call that makes these collectives, where other ranks call something else."""
     try:
         yield
-    except (MismatchError, TimeoutError) as error:
+    except (MismatchError, PeerLostError, TimeoutError) as error:
         named = again(error)
         named.args = (f"{error} (in {call}, which every rank must call)",)
         raise named from error.__cause__

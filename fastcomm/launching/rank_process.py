@@ -101,6 +101,7 @@ def _fail(folder: Path, error: Exception, is_script: bool) -> None:
         # Before it is reported, after which the launcher may end this process.
         sys.excepthook(type(error), error, stack)
         sys.stderr.flush()
+        summary = summary.partition("\n")[0]
     else:
         summary += "\n" + "".join(traceback.format_exception(error)).rstrip()
     _report(folder, error, 1, summary)

@@ -84,7 +84,7 @@ def init(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta; got {timeout!r}")
+        raise TypeError(f"timeout must be a datetime.timedelta(seconds=...); got {timeout!r}")
     started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
     place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":

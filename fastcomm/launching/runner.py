@@ -30,8 +30,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _BEGINNING = str(Path(__file__).with_name("rank_process.py"))
 _PREFIX = re.compile(r"\[rank \d+\] ")
 _HAS_ENDED = (  # and a rank that waited for it has lost it
-    "\nrank {} has ended with exit code 0, which may be why: give all ranks as many batches, or "
-    "loop by reducer.join()"
+    "\nrank {} has ended with exit code 0, which may be why: make the call on every rank, and "
+    "where ranks have different numbers of batches, loop by reducer.join()"
 )
 
 

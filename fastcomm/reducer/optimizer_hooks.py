@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -86,13 +87,14 @@ class StepRecord:
         names = [buckets[number].names[i] for number, held in self.last for i in held]
         return (
             f"rank {rank} has last stepped "
-            f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}. Where "
-            "records differ, the ranks have stepped different parameters (two optimizers, of which "
-            "each rank chooses its own), have not called clip_grad_norm_() alike (on every rank, "
-            "with the same max_norm), or their parameters differ: a rank has stepped gradients "
-            "that no round has reduced (of no_sync()), has another learning rate, has changed "
-            "gradients after backward or parameters by itself. check_in_sync() names the first "
-            "that differs; refresh() copies rank 0's"
+            f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}"
+            "\nWhere records differ, the ranks have"
+            "\n- stepped different parameters (two optimizers, of which each rank chooses its own);"
+            "\n- not called clip_grad_norm_() alike: on every rank, with the same max_norm; or"
+            "\n- different parameters: one has stepped gradients that no round has reduced (of "
+            "no_sync()), has another learning rate, or has changed gradients after backward or "
+            "parameters by itself. check_in_sync() names the first that differs; refresh() copies "
+            "rank 0's"
         )
 
 
@@ -114,6 +116,8 @@ class _Known:
         reducers = sorted({one for one in owners if one is not None}, key=lambda r: r.number)
         unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
         self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
+        if unowned and not reducers and not self.strangers:
+            _warn_of_unattached()
         self.refusal = _refusal_of(parameters)
         self.by_reducer = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
         self.before: weakref.WeakKeyDictionary[Reducer, tuple[int, int]]
@@ -126,6 +130,8 @@ _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary
 # Parameters that must not be stepped: why, and the successor. An optimizer that holds the
 # successor, too, may step.
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Reducers of several ranks to which no model was attached yet.
+_unattached: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _epoch = 0  # grows when a model is attached or detached, which changes the owners
 _is_watching = False
 
@@ -140,6 +146,29 @@ def watch_steps() -> None:
         register_optimizer_step_pre_hook(Untraced(_before_step))
         register_optimizer_step_post_hook(Untraced(_after_step))
         _is_watching = True
+
+
+def expect_attach(reducer: Reducer) -> None:
+    """Warns at the first step of parameters that nobody reduces, if attach() comes later."""
+    if reducer.comm.world_size > 1:
+        _unattached.add(reducer)
+        watch_steps()
+
+
+def was_attached(reducer: Reducer) -> None:
+    """There is nothing to warn of any more."""
+    _unattached.discard(reducer)
+
+
+def _warn_of_unattached() -> None:
+    for reducer in list(_unattached):
+        _unattached.discard(reducer)
+        warnings.warn(
+            f"rank {reducer.comm.rank} steps parameters that no reducer reduces, and has made a "
+            "Reducer that has no model: the ranks train each for itself. Call "
+            "reducer.attach(model) on every rank, before the first backward",
+            stacklevel=6,  # the line that calls step()
+        )
 
 
 def refuse_step(parameter: Tensor, why: str, successor: Tensor | None = None) -> None:

@@ -57,10 +57,12 @@ from fastcomm.reducer.optimizer_hooks import (
     SteppedSlots,
     StepRecord,
     allow_steps,
+    expect_attach,
     refuse_replaced,
     refuse_step,
     slots_in,
     unreduced,
+    was_attached,
     watch_steps,
 )
 from fastcomm.reducer.options import AUTO, Options, describe
@@ -167,6 +169,7 @@ class Reducer(ReducerFlags):
         self._timeline: Timeline | None = None
         if skip_nonfinite:
             self.install(Skipping(self.comm, self.options))
+        expect_attach(self)
 
     def __repr__(self) -> str:
         return describe(self, None if self._model is None else self._model())
@@ -269,6 +272,7 @@ class Reducer(ReducerFlags):
         """Keep a weak reference to the model, and guard its parameters that nobody reduces."""
         self._model = reference_to(source)
         self._guards.guard(source)
+        was_attached(self)
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their

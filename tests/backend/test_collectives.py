@@ -119,9 +119,11 @@ def test_an_all_reduce_goes_on_while_its_caller_waits_for_something_else(comm):
     tensor, note = values(comm, 300_000), torch.zeros(1)
     if comm.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
+        dist.barrier(group=gloo())
         dist.recv(note, 1)  # comes only after rank 1 has the result
         work.wait()
     else:
+        dist.barrier(group=gloo())  # had it come first, rank 0 would be through when it launches
         dist.all_reduce(tensor)
         dist.send(note, 0)
     assert torch.equal(tensor, total_of(comm, 300_000))

@@ -268,7 +268,7 @@ def test_a_rank_that_ends_in_good_order_is_named_where_another_has_lost_it(tmp_p
     first, *stack, likely = done.stderr.splitlines()
     assert re.match(r"rank 0 \(pid \d+\) raised PeerLostError: rank 1 .*closed", first)
     assert [line for line in stack if "train.py" in line], "where rank 0 was"
-    assert likely.startswith("rank 1 has ended with exit code 0, which may be why: give all ranks")
+    assert likely.startswith("rank 1 has ended with exit code 0, which may be why: make the call")
 
 
 AT_END = """

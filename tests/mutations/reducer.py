@@ -404,6 +404,22 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="reducer: nobody hears that attach() was forgotten",
+        file=STEPS,
+        within="_Known.__init__",
+        old="not reducers and not self.strangers",
+        new="reducers and not self.strangers",
+        tests=(f"{STRANGERS}::test_a_step_warns_where_no_model_was_attached_to_a_reducer",),
+    ),
+    Mutation(
+        name="reducer: a Reducer that was attached counts as forgotten",
+        file=STEPS,
+        within="was_attached",
+        old="_unattached.discard(reducer)",
+        new="pass",
+        tests=(f"{STRANGERS}::test_a_model_whose_reducer_has_another_one_is_stepped_in_silence",),
+    ),
+    Mutation(
         name="reducer: reduce() leaves out gradients that no bucket holds",
         file=GUARDS,
         within="Guards.find_gradient",

@@ -5,7 +5,9 @@ unreduced.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,3 +246,40 @@ def test_a_parameter_without_gradient_may_stand_beside_attached_ones(comm):
     backward(model, comm.rank)
     optimizer.step()
     reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_a_step_warns_where_no_model_was_attached_to_a_reducer(comm):
+    model = mlp()
+    reducer, another = fastcomm.Reducer(comm), fastcomm.Reducer(comm)
+    optimizer = sgd(model.parameters())
+    another.attach(mlp())
+    backward(model, comm.rank)
+    words = f"rank {comm.rank} steps parameters that no reducer reduces"
+    with pytest.warns(UserWarning, match=words) as found:
+        optimizer.step()
+    assert [Path(one.filename).name for one in found] == [Path(__file__).name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # said once
+        reducer.attach(model)
+        backward(model, comm.rank)
+        optimizer.step()
+
+
+@on_ranks(1)
+def test_one_rank_may_step_without_attaching(comm):
+    _steps_in_silence(fastcomm.Reducer(comm))
+
+
+@on_ranks(2)
+def test_a_model_whose_reducer_has_another_one_is_stepped_in_silence(comm):
+    _steps_in_silence(fastcomm.Reducer(comm).attach(mlp()))
+
+
+def _steps_in_silence(reducer):
+    model = mlp()
+    backward(model, reducer.comm.rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sgd(model.parameters()).step()
