@@ -407,8 +407,8 @@ MUTATIONS = (
         name="reducer: nobody hears that attach() was forgotten",
         file=STEPS,
         within="_Known.__init__",
-        old="not reducers and not self.strangers",
-        new="reducers and not self.strangers",
+        old="unowned and not reducers and not self.strangers",
+        new="not unowned",
         tests=(f"{STRANGERS}::test_a_step_warns_where_no_model_was_attached_to_a_reducer",),
     ),
     Mutation(
