@@ -238,7 +238,7 @@ class Watchdog:
             self._read_closings()
         for rank, where in self._closed.items():
             if where < [comm.epoch, number]:
-                message = f"{_of(comm, rank)} {CLOSED}; {_position(comm.rank, number, what)}"
+                message = f"{_of(comm, rank)} {CLOSED}; {_waiting(comm.rank, number, what)}"
                 self.give_up(comm, PeerLostError(message))
                 return
         self._give_up_dead(comm, dead, what)
@@ -312,11 +312,11 @@ class Watchdog:
                 for rank, position in others.items()
                 if position is None or position[0] < number or position[1] != what
             ]
-            where = "; ".join(f"{_of(comm, rank)}: {_last_words(others[rank])}" for rank in late)
+            where = "; ".join(f"{_of(comm, rank)}: {_standing(others[rank])}" for rank in late)
             self.give_up(
                 comm,
                 TimeoutError(
-                    f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; "
+                    f"waited {self._timeout_s:g} s; {_waiting(comm.rank, number, what)}; "
                     f"missing: {where or 'no rank'}"
                 ),
             )
@@ -324,7 +324,7 @@ class Watchdog:
         self.give_up(
             comm,
             TimeoutError(
-                f"waited {self._timeout_s:g} s; {_position(comm.rank, number, what)}; the store "
+                f"waited {self._timeout_s:g} s; {_waiting(comm.rank, number, what)}; the store "
                 "is gone, too"
             ),
         )
@@ -397,9 +397,9 @@ def _of(comm: Watched, rank: int) -> str:
     return f"rank {rank} (pid {comm.pids[rank]})"
 
 
-def _position(rank: int, number: int, what: str) -> str:
+def _waiting(rank: int, number: int, what: str) -> str:
     return f"rank {rank} waits for collective number {number}, {what}"
 
 
-def _last_words(position: list[Any] | None) -> str:
+def _standing(position: list[Any] | None) -> str:
     return "does not answer" if position is None else f"is at number {position[0]}, {position[1]}"

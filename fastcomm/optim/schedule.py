@@ -90,8 +90,8 @@ def refuse(reducer: Reducer, schedule: Schedule) -> None:
 
 def _refuse_moment(reducer: Reducer) -> None:
     """Raises ValueError unless it is between two steps."""
-    is_between_steps = reducer.round is None and reducer.is_synchronizing
-    if not is_between_steps or reducer.is_announced:
+    is_between_steps = reducer.round is None and reducer.reduces_backwards
+    if not is_between_steps or reducer.awaits_round:
         raise ValueError(
             "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
             "not after a set_weight() or skip_step() whose reduction has not come"

@@ -125,7 +125,7 @@ cdef class GradientState:
         if gradient is self.views[i]:
             return True
         # backwards under no_sync() mark what they have made, too
-        return self._is_known(i, gradient) and bool(values_of(gradient).any())
+        return self._is_known(i, gradient) and bool(stored_values(gradient).any())
 
     def note_round(self, number, left):
         """The round of this number has reduced all gradients but those in the slots `left`."""
@@ -245,7 +245,7 @@ cdef class GradientState:
                 continue
             gradient = self._gradient(i)
             if gradient is not None and self._is_fresh(i, None) and self._is_known(i, gradient):
-                if values_of(gradient).any():  # not what zero_grad(set_to_none=False) leaves
+                if stored_values(gradient).any():  # not what zero_grad(set_to_none=False) leaves
                     return True
         return False
 
@@ -255,7 +255,7 @@ cdef class GradientState:
             return True
         # Zeros left by zero_grad(set_to_none=False) do no harm. This waits for the device, but only
         # in a step without a round whose gradients were written since the last step.
-        return self._is_known(i, gradient) and not values_of(gradient).any()
+        return self._is_known(i, gradient) and not stored_values(gradient).any()
 
     cdef bint _is_known(self, Py_ssize_t i, gradient):
         """Whether a round or a step has seen this tensor, whatever was written to it since."""
@@ -285,7 +285,7 @@ def is_of_this_rank(gradient):
     mark = getattr(gradient, MARK, None)
     if mark is not None and mark[0] != UNSYNCED and mark[1] == version_of(gradient):
         return False
-    return bool(values_of(gradient).any())
+    return bool(stored_values(gradient).any())
 
 
 def checksum(list references, uint32_t turn):
@@ -335,7 +335,7 @@ cdef version_of(gradient):
     return -1 if gradient.is_inference() else gradient._version
 
 
-cdef values_of(gradient):
+cdef stored_values(gradient):
     """What is not zero in it is in here."""
     return gradient if is_dense(gradient) else gradient._values()
 

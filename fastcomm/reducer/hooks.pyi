@@ -10,7 +10,7 @@ class RoundFlags:
     has_callback: bool
 
 class ReducerFlags:
-    is_synchronizing: bool
+    reduces_backwards: bool
     steps_alone: bool
     overlap: bool
     round: RoundFlags | None

@@ -30,7 +30,7 @@ cdef class RoundFlags:
 cdef class ReducerFlags:
     """The part of a reducer that the hooks read; base class of Reducer."""
 
-    cdef public bint is_synchronizing  # False inside no_sync
+    cdef public bint reduces_backwards  # False inside no_sync
     cdef public bint steps_alone  # each rank steps with its own gradients: see local_steps.py
     cdef public bint overlap
     cdef public RoundFlags round  # the open round, or None
@@ -76,7 +76,7 @@ cdef class GradientHook:
     def __call__(self, parameter):
         if self.note_stream is not None:
             self.note_stream()
-        if self.reducer.steps_alone or not self.reducer.is_synchronizing:
+        if self.reducer.steps_alone or not self.reducer.reduces_backwards:
             if self.reducer.recorder is not None:
                 self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.gradient_state.note_unsynced(self.i, parameter)

@@ -159,7 +159,7 @@ class Reducer(ReducerFlags):
         self.steps = StepRecord()
         self.extensions: list[RoundExtension] = []
         self.tuning = Tuning(self.options) if self.options.bucket_cap_mb == AUTO else None
-        self.is_synchronizing = True
+        self.reduces_backwards = True
         self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
         # Raised where nobody could catch it; the next call raises it, when the round is over.
         self.deferred: BaseException | None = None
@@ -318,7 +318,7 @@ class Reducer(ReducerFlags):
         problem: Exception | None = None
         places: dict[str, Any] = {}
         try:
-            if self.is_announced:
+            if self.awaits_round:
                 raise FastcommError(
                     f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() "
                     "whose reduction has not come: call it before those"
@@ -414,7 +414,7 @@ class Reducer(ReducerFlags):
             local_steps.refuse(what)
 
     @property
-    def is_announced(self) -> bool:
+    def awaits_round(self) -> bool:
         """Whether set_weight() or skip_step() was called for a round that has not come."""
         weighting = self.find(Weighting)
         return self._votes or (weighting is not None and weighting.is_set)
@@ -579,11 +579,11 @@ class Reducer(ReducerFlags):
         """Backwards inside accumulate gradients on this rank only; the next one outside reduces the
         sum. Decided at backward. Use it on every rank alike.
         """
-        before, self.is_synchronizing = self.is_synchronizing, False
+        before, self.reduces_backwards = self.reduces_backwards, False
         try:
             yield
         finally:
-            self.is_synchronizing = before
+            self.reduces_backwards = before
 
     # -- ranks with different data -----------------------------------------------------------------
 

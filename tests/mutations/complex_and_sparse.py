@@ -243,7 +243,7 @@ MUTATIONS = (
     Mutation(
         name="sparse: a changed gradient of an earlier round counts as reduced",
         file="fastcomm/reducer/gradient_state.pyx",
-        within="values_of",
+        within="stored_values",
         old="return gradient if is_dense(gradient) else gradient._values()",
         new="return gradient if is_dense(gradient) else gradient._values()[:0]",
         tests=_sparse("test_gradients_are_guarded_as_dense_ones_are"),

@@ -58,8 +58,8 @@ MUTATIONS = (
         name="local sgd: backwards between syncs reduce",
         file=HOOK,
         within="GradientHook.__call__",
-        old="if self.reducer.steps_alone or not self.reducer.is_synchronizing:",
-        new="if not self.reducer.is_synchronizing:",
+        old="if self.reducer.steps_alone or not self.reducer.reduces_backwards:",
+        new="if not self.reducer.reduces_backwards:",
         tests=_BEFORE_AND_AFTER,
     ),
     Mutation(

@@ -98,8 +98,8 @@ MUTATIONS = (
         name="shm: a cast gradient does not come back from the wire",
         file=RING,
         within="ShmWork.resolve",
-        old="if error is None and self.flat is not None:",
-        new="if error is not None and self.flat is not None:",
+        old="if error is None and self.wide is not None:",
+        new="if error is not None and self.wide is not None:",
         tests=("tests/reducer/test_by_hand.py::test_reduce_passes_through_the_wire_dtype",),
     ),
     Mutation(

@@ -255,11 +255,11 @@ def test_gradients_from_no_sync_before_refresh_take_part(comm, buckets):
         optimizer.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("is_synchronizing", [True, False])
+@pytest.mark.parametrize("reduces_backwards", [True, False])
 @on_ranks(2)
-def test_gradients_may_be_changed_and_stepped_after_refresh(comm, is_synchronizing):
+def test_gradients_may_be_changed_and_stepped_after_refresh(comm, reduces_backwards):
     model, reducer, optimizer = attached(comm)
-    if is_synchronizing:
+    if reduces_backwards:
         backward(model, comm.rank)
     else:
         with reducer.no_sync():

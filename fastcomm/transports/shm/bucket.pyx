@@ -95,7 +95,7 @@ cdef class ShmBucket(GatheringBucket):
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         work.ring, work.tensors = self.ring, []
         if self.wire is not self.flat:
-            work.flat, work.wire = self.wide, self.narrow
+            work.wide, work.narrow = self.wide, self.narrow
         if n_pieces:
             work.pieces = <shm_piece *>malloc(n_pieces * sizeof(shm_piece))
             if work.pieces == NULL:

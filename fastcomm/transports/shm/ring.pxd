@@ -10,7 +10,7 @@ cdef class ShmWork:
     cdef uint32_t seq
     cdef object tensors  # kept alive while they are needed
     # of a bucket that is reduced in another dtype: what is cast back, and from where; else None
-    cdef object flat, wire
+    cdef object wide, narrow
     cdef uint64_t *bounds  # of a collective of shards, else NULL
     cdef shm_piece *pieces
     cdef size_t n_pieces

@@ -94,14 +94,14 @@ cdef class ShmWork:
         """Sets the outcome: an error, or None for a result."""
         self.finished = True
         self.error = error
-        if error is None and self.flat is not None:
-            for flat, wire in zip(self.flat, self.wire):
-                flat.copy_(wire)
+        if error is None and self.wide is not None:
+            for wide, narrow in zip(self.wide, self.narrow):
+                wide.copy_(narrow)
         return 0
 
     cdef void release(self):
         """Drops the tensors: nobody reads or writes them any more."""
-        self.tensors = self.flat = self.wire = None
+        self.tensors = self.wide = self.narrow = None
         free(self.pieces)
         self.pieces = NULL
 
