@@ -24,7 +24,7 @@ class MismatchError(FastcommError):
 
 class AbandonedError(FastcommError):
     """Another rank has abandoned the step: its backward raised, or it called abandon(). Names the
-    rank. Skip the step, too, and go on.
+    rank. Skip the step, too, and go on. Also what a work ends with that this rank has abandoned.
     """
 
 

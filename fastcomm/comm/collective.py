@@ -274,8 +274,9 @@ FEWER_STEPS = (
 
 SEVERAL_REDUCERS = (
     ". Ranks have come to the reducers of this communicator in different orders, as one loss of "
-    "several models does where ranks use different parameters: give each reducer a communicator of "
-    "its own"
+    "several models does where ranks use different parameters: give these models one reducer, "
+    "attach(torch.nn.ModuleList([...])). Or the ranks have attached their models in different "
+    "orders"
 )
 
 

@@ -124,7 +124,11 @@ class Communicator(abc.ABC):
         On the others the next collective they wait for, or over NCCL the next call, raises
         AbandonedError, naming this rank. From then on all ranks stand at the same place and the
         communicator is as good as new: over shared memory when this returns, over NCCL when the
-        ranks have met anew, at their next collective.
+        ranks have met anew, at their next collective. A work posted before ends alike on all ranks
+        that have posted it: well, or with AbandonedError.
+
+        On every rank all reducers of the communicator drop the step: gradients are None, and a
+        set_weight() or skip_step() whose reduction has not come is forgotten.
 
         One handler may call it after any exception: it does nothing, unless in_any_case, where the
         exception that is being handled is AbandonedError, or came out of a backward whose round the

@@ -9,6 +9,8 @@ from __future__ import annotations
 import abc
 import itertools
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from fastcomm.comm.flat_buffers import inside
 from fastcomm.errors import AbandonedError, FastcommError
 
 _ABANDONED = "_is_abandoned_by_fastcomm"  # an attribute of exceptions
+_when_abandoned: list[Callable[[Transport], None]] = []  # see when_abandoned
 
 
 class Weight(NamedTuple):
@@ -265,6 +268,22 @@ class _Together(Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def when_abandoned(function: Callable[[Transport], None]) -> Callable[[Transport], None]:
+    """From now on, calls the function with a communicator whenever n_abandoned has grown there, on
+    the thread that abandons what was under way, or hears of it.
+    """
+    _when_abandoned.append(function)
+    return function
+
+
+def tell_of_abandonment(reference: weakref.ref[Transport]) -> None:
+    """Calls what was given to when_abandoned(), if the communicator is still there."""
+    comm = reference()
+    if comm is not None:
+        for function in _when_abandoned:
+            function(comm)
 
 
 def is_abandoned_already(comm: Transport) -> bool:

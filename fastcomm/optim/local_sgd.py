@@ -236,6 +236,9 @@ class LocalSGD(LocalSteps):
     def finish(self) -> None:
         """Agrees on all parameters and buffers, as sync() and average_buffers(), and lets the
         reducer reduce gradients again. Collective. Does nothing when called again.
+
+        Before plain steps that follow, make an optimizer that has a state (momentum, Adam) anew on
+        every rank, or load one rank's state_dict() on all.
         """
         if not self.is_on:
             return

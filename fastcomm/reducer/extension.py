@@ -59,5 +59,7 @@ class RoundExtension:
     def after_step(self, stepped: list[SteppedSlots]) -> None:
         """An optimizer has stepped these parameters of the reducer."""
 
-    def released(self) -> None:
-        """The reducer has let go of its model and its buckets."""
+    def dropped(self) -> None:
+        """What was to come into the next round is dropped: the step was abandoned between rounds, a
+        join() has ended, or the reducer has let go of its model and its buckets.
+        """

@@ -90,11 +90,14 @@ class StepRecord:
             f"{f'{len(names)} parameters, {names[0]} ... {names[-1]}' if names else 'none'}"
             "\nWhere records differ, the ranks have"
             "\n- stepped different parameters (two optimizers, of which each rank chooses its own);"
-            "\n- not called clip_grad_norm_() alike: on every rank, with the same max_norm; or"
+            "\n- not called clip_grad_norm_() alike: on every rank, with the same max_norm;"
             "\n- different parameters: one has stepped gradients that no round has reduced (of "
             "no_sync()), has another learning rate, or has changed gradients after backward or "
             "parameters by itself. check_in_sync() names the first that differs; refresh() copies "
-            "rank 0's"
+            "rank 0's; or"
+            "\n- optimizers whose states differ, as after LocalSGD: check_in_sync(optimizer) names "
+            "what differs. Make the optimizer anew on every rank, or load one rank's state_dict() "
+            "on all, and call refresh()"
         )
 
 

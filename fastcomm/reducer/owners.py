@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.comm.transport import Transport
+from fastcomm.comm.transport import Transport, when_abandoned
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.hooks import GradientHook, ReducerFlags
@@ -83,3 +83,12 @@ def next_number(comm: Transport) -> int:
     number = _n_attached.get(comm, 0)
     _n_attached[comm] = number + 1
     return number
+
+
+@when_abandoned
+def _drop_steps(comm: Transport) -> None:
+    """No rank knows which reducers the others had come to: all of the communicator drop the step,
+    on every rank.
+    """
+    for reducer in reducers_on(comm):
+        reducer.drop_step()

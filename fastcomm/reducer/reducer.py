@@ -82,6 +82,7 @@ from fastcomm.reducer.validation import (
 )
 
 E = TypeVar("E", bound=RoundExtension)
+_NO_MODEL = "the reducer has no model: attach(model) first, on every rank"
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
@@ -298,15 +299,20 @@ class Reducer(ReducerFlags):
         self._handles, self.buckets, self._model = [], [], None
         self.round, self.deferred = None, None
         for extension in self.extensions:
-            extension.released()
+            extension.dropped()
         watch_steps()
 
     def attached_model(self) -> Model:
         """The model. Raises ValueError if there is none."""
         model = None if self._model is None else self._model()
         if model is None:
-            raise ValueError("the reducer has no model (any more): attach(model) first")
+            raise ValueError(_NO_MODEL)
         return model
+
+    def _require_model(self) -> None:
+        """Raises ValueError where none is attached. One that is gone has been."""
+        if self._model is None:
+            raise ValueError(_NO_MODEL)
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """Those of the model as it is now; none if it is gone."""
@@ -482,6 +488,16 @@ class Reducer(ReducerFlags):
         self.n_unsynced = 0
         self.round = None
 
+    def drop_step(self) -> None:
+        """Drop all gradients, and what was said of the next round. An open round does so itself."""
+        if self.round is None:
+            for bucket in self.buckets:
+                bucket.drop_gradients()
+                bucket.reset()
+            self.n_unsynced = 0
+            for extension in self.extensions:
+                extension.dropped()
+
     def _end_of_backward(self) -> None:
         ending = self.round
         if ending is not None:  # else detached in this backward
@@ -510,6 +526,7 @@ class Reducer(ReducerFlags):
         is under way already: the other ranks will have this step's gradients, and so has this one.
         What it raises a second time aborts the communicator.
         """
+        self._require_model()
         self._synchronize(is_between_steps=False)
 
     def _synchronize(self, *, is_between_steps: bool) -> None:
@@ -579,6 +596,7 @@ class Reducer(ReducerFlags):
         """Backwards inside accumulate gradients on this rank only; the next one outside reduces the
         sum. Decided at backward. Use it on every rank alike.
         """
+        self._require_model()
         before, self.reduces_backwards = self.reduces_backwards, False
         try:
             yield
@@ -601,7 +619,7 @@ class Reducer(ReducerFlags):
         Holds until the reduction is over: for one backward outside no_sync(), and for those inside
         before it. After that ranks count alike until the next call. With several calls in one
         reduction, each before the backwards of its data in no_sync(), weights add up and each batch
-        counts with its own; zero_grad() drops gradients and weights.
+        counts with its own. After zero_grad() the next call begins anew.
 
         Gradients that an earlier reduction has left in .grad stay there, and the mean is added.
         With several weights, or of="sum", the backward raises FastcommError, on every rank.
@@ -705,6 +723,7 @@ class Reducer(ReducerFlags):
         """
         if not exceptions:
             raise TypeError("skip_step_on() takes the types of exceptions; got none")
+        self._require_model()
         skipping = self._skipping()
         skipping.refuse_vote()
         return skipping.skip_on(exceptions, self.skip_step, self.synchronize)

@@ -139,3 +139,43 @@ def _one_rank_skips(place):
 def test_a_rank_that_skips_a_step_says_so_with_abandon(transport, world_size):
     outcomes = values_of(new_ranks(transport, world_size, _one_rank_skips))
     assert outcomes == [([1], [[2.0] * 4])] * 2
+
+
+def _outcome_of(comm, work):
+    """Waits as a loop does whose one handler abandons after any exception."""
+    try:
+        work.wait()
+        return "good"
+    except FastcommError as error:
+        comm.abandon()
+        return type(error).__name__
+
+
+def _works_before_an_abandonment(place, is_late):
+    with communicator(place) as comm:
+        before = comm.n_abandoned
+        if is_late and comm.rank != 1:
+            time.sleep(0.2)
+        numbers = [torch.full((n,), float(comm.rank)) for n in (1, 50_000)]
+        works = [comm.all_reduce(one, async_op=True) for one in numbers]
+        if comm.rank == 1:
+            comm.abandon()
+        else:
+            with pytest.raises(AbandonedError):
+                comm.all_reduce(torch.ones(10))
+                hear_of_it(comm)
+        outcomes = [_outcome_of(comm, work) for work in works]
+        for outcome, number in zip(outcomes, numbers, strict=True):
+            assert outcome != "good" or number[0] == sum(range(comm.world_size))
+        check_all_reduce(comm)
+        assert comm.n_abandoned == before + 1
+        return outcomes
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@over(3)
+def test_works_posted_before_an_abandonment_end_alike_on_all_ranks(transport, world_size, is_late):
+    """Also on the rank that abandons, whose handler does not abandon once more for them."""
+    outcomes = values_of(new_ranks(transport, world_size, _works_before_an_abandonment, is_late))
+    assert outcomes == [outcomes[0]] * world_size
+    assert set(outcomes[0]) <= {"good", "AbandonedError"}

@@ -31,9 +31,9 @@ ever compared, in frozen parameters, in buffers, in what an optimizer written by
 `ShardedOptimizer`, and with a hook: see [limits.md](limits.md).
 
 NCCL compares nothing before data moves. So over NCCL such a rank is not found, nor are ranks whose
-backward reaches two reducers of one communicator in different orders: give each reducer a
-communicator of its own if graphs differ between ranks. `reducer.check_in_sync()`, called now and
-then, finds all of it.
+backward reaches two reducers of one communicator in different orders: give models that share a loss
+one reducer, `attach(nn.ModuleList([a, b]))`, if graphs differ between ranks.
+`reducer.check_in_sync()`, called now and then, finds all of it.
 
 Every line below is a test in `tests/matrix`. It runs with 2 ranks over shared memory and over NCCL,
 and with 3 over `torch.distributed` (what compiles, over the first two alone): every second line on

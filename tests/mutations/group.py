@@ -80,6 +80,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="group: what this rank has abandoned is abandoned once more",
+        file=QUEUE,
+        within="WorkQueue._resolve_before",
+        old="AbandonedError(own_abandonment(self.rank))",
+        new="FastcommError(own_abandonment(self.rank))",
+        tests=("tests/contract/test_abandon.py",),
+    ),
+    Mutation(
         name="group: what was called before an abandonment is known joins the next round",
         file=QUEUE,
         within="WorkQueue.post",

@@ -25,6 +25,14 @@ _IN_ANY_WAY = (f"{ENDS}::test_a_block_may_be_left_in_any_way",)
 
 MUTATIONS = (
     Mutation(
+        name="join: a weight that was set for no batch counts in the next step",
+        file=JOIN,
+        within="Join._end",
+        old="weighting.forget()",
+        new="",
+        tests=_test("test_a_weight_for_a_batch_that_has_not_come_is_forgotten"),
+    ),
+    Mutation(
         name="join: an exception that leaves the block waits until the others are done",
         file="fastcomm/reducer/features/join.py",
         within="Join.__exit__",

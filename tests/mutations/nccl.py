@@ -76,13 +76,21 @@ MUTATIONS = (
     Mutation(
         name="nccl: the ranks of a second abandonment meet in the epoch of the first",
         file=LINK,
-        within="Link.abandon",
+        within="Link._abandon",
         old=("if self.is_split_up:\n    self.epoch += 1"),
         new="",
         tests=(
             "tests/contract/test_abandon.py::"
             "test_a_round_may_be_abandoned_twice_before_the_ranks_have_met_for_it[nccl-2]",
         ),
+    ),
+    Mutation(
+        name="nccl: a work that this rank has abandoned is abandoned once more",
+        file=LINK,
+        within="Link.check_work",
+        old='AbandonedError("this collective',
+        new='FastcommError("this collective',
+        tests=("tests/contract/test_abandon.py",),
     ),
     Mutation(
         name="nccl: a work of an abandoned epoch says nothing",

@@ -300,6 +300,28 @@ MUTATIONS = (
         tests=("tests/reducer/test_backward.py",),
     ),
     Mutation(
+        name="reducer: a rank that abandons a step keeps what it has accumulated",
+        file=OWNERS,
+        within="_drop_steps",
+        old="reducer.drop_step()",
+        new="",
+        tests=(
+            "tests/reducer/test_failed_steps.py::"
+            "test_a_rank_that_abandons_a_step_keeps_no_gradient_of_it",
+        ),
+    ),
+    Mutation(
+        name="reducer: weights and votes outlive a step that was abandoned",
+        file=REDUCER,
+        within="Reducer.drop_step",
+        old="extension.dropped()",
+        new="",
+        tests=(
+            "tests/reducer/test_failed_steps.py::"
+            "test_weights_and_votes_go_with_the_step_that_was_abandoned",
+        ),
+    ),
+    Mutation(
         name="reducer: reducers of one communicator have the same number",
         file=OWNERS,
         within="next_number",

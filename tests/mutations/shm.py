@@ -14,24 +14,30 @@ MUTATIONS = (
         name="shm: close() frees what a thread on its way out still reads",
         file=RING,
         within="Ring._bury",
-        old="for work in [*self._resolve_all(self.life.failure), *self.leaving]:",
-        new=(
-            "shm_free_comm(self.handle)\n"
-            "self.handle = NULL\n"
-            "for work in [*self._resolve_all(self.life.failure), *self.leaving]:"
-        ),
+        old="for work in unfinished:",
+        new="shm_free_comm(self.handle)\nself.handle = NULL\nfor work in unfinished:",
         tests=(
             "tests/contract/test_ending.py::"
             "test_a_communicator_may_be_closed_while_a_thread_follows_the_others",
         ),
     ),
     Mutation(
-        name="shm: gradients of an abandoned round are freed at once",
+        name="shm: what was posted before an abandoned collective ends with its error",
+        file=RING,
+        within="Ring._resolve_behind",
+        old="if <int32_t>(work.seq - ended.seq) > 0:",
+        new="if True:",
+        tests=("tests/contract/test_abandon.py",),
+    ),
+    Mutation(
+        name="shm: what others had abandoned, too, is told after the ranks have met",
         file=RING,
         within="Ring._realign",
-        old="self.leaving += self._resolve_all(error)",
-        new="for work in self._resolve_all(error): work.release()",
-        tests=("tests/transports/shm/test_abandon.py",),
+        old=(
+            "for work in [work for work in self.works if work is not None]:\n    self.finish(work)"
+        ),
+        new="",
+        tests=("tests/contract/test_abandon.py",),
     ),
     Mutation(
         name="shm: no deadline while the ring is full",

@@ -425,3 +425,88 @@ def test_a_rank_that_is_late_misses_no_step_before_the_one_that_was_abandoned(co
     backward(model, comm.rank)
     optimizer.step()
     reducer.check_in_sync(optimizer)
+
+
+# What stands in .grad when a step is abandoned
+
+
+def _accumulate(reducer, model, rank, number, how):
+    """One of two batches of a step."""
+    with reducer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+        backward(model, rank, number)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "reduced"])
+@on_ranks(2)
+def test_a_rank_that_abandons_a_step_keeps_no_gradient_of_it(comm, how):
+    """Gradients are cleared after the step, which a step that fails does not come to."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    found = []
+    for step in range(3):
+        try:
+            _accumulate(reducer, model, comm.rank, 2 * step, how)
+            finish_together(comm)
+            if step == 1 and comm.rank == 1:
+                raise ValueError("bad batch")
+            backward(model, comm.rank, 2 * step + 1)
+            if step == 1:
+                hear_of_it(comm)
+        except Exception:
+            comm.abandon()
+            found.append((step, [p.grad for p in model.parameters()]))
+            continue
+        if step == 2:
+            break
+        model.zero_grad()
+    assert found == [(1, [None] * 6)]
+
+    def both(model, rank):
+        backward(model, rank, 4)
+        backward(model, rank, 5)
+
+    assert_gradients(model, mean_gradients(model, comm.world_size, both))
+
+
+@on_ranks(2)
+def test_all_reducers_of_the_communicator_drop_an_abandoned_step(comm):
+    """A rank that abandons cannot know to which of them the others had come."""
+    models = mlp(), mlp()
+    first, second = (fastcomm.Reducer(comm).attach(model) for model in models)
+    with first.no_sync():
+        backward(models[0], comm.rank)
+    backward(models[1], comm.rank)
+    finish_together(comm)
+    if comm.rank == 1:
+        comm.abandon()
+    else:
+        with pytest.raises(fastcomm.AbandonedError):
+            comm.barrier()
+            hear_of_it(comm)
+    for model in models:
+        assert all(p.grad is None for p in model.parameters())
+    expected = mean_gradients(models[0], comm.world_size, lambda m, rank: backward(m, rank, 1))
+    for model in models:
+        backward(model, comm.rank, 1)
+        assert_gradients(model, expected)
+    assert not first.n_unsynced and not second.n_unsynced
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")  # where votes need no option
+@on_ranks(2)
+def test_weights_and_votes_go_with_the_step_that_was_abandoned(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    reducer.set_weight(3 if comm.rank else 1)
+    if comm.rank == 1:
+        reducer.skip_step()
+    if comm.rank == 1:
+        comm.abandon()
+    else:
+        with pytest.raises(fastcomm.AbandonedError):
+            comm.barrier()
+    reducer.refresh()  # refuses to lose a weight or a vote
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert not reducer.skipped
+    assert_gradients(model, expected)

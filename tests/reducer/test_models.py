@@ -9,9 +9,11 @@ import tempfile
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fastcomm
 from tests.support.models import (
+    SMALL_BUCKETS,
     assert_gradients,
     backward,
     batch,
@@ -123,9 +125,27 @@ def test_a_reducer_of_named_parameters_says_so(comm):
 
 @pytest.mark.transports("shm", "group")
 @on_ranks(2)
-def test_models_that_ranks_reach_in_different_orders_want_a_communicator_each(comm):
+def test_models_that_ranks_reach_in_different_orders_want_one_reducer(comm):
     models = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
     reducers = [fastcomm.Reducer(comm).attach(one) for one in models]
-    with pytest.raises(fastcomm.FastcommError, match="give each reducer a communicator of its own"):
+    with pytest.raises(fastcomm.FastcommError, match="give these models one reducer"):
         models[comm.rank](torch.ones(2, 4)).sum().backward()
     assert len(reducers) == 2
+
+
+@on_ranks(2)
+def test_one_reducer_of_two_models_takes_their_gradients_in_any_order(comm):
+    """The loss of each rank goes through the models in an order of its own."""
+    models = nn.ModuleList([mlp(), mlp()])
+    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(models)
+
+    def loss(models, rank):
+        first, second = models if rank else reversed(models)
+        x, y = batch(rank)
+        return F.mse_loss(second(first(x).repeat(1, 2)), y)
+
+    loss(models, comm.rank).backward()
+    expected = mean_gradients(
+        models, comm.world_size, lambda models, rank: loss(models, rank).backward()
+    )
+    assert_gradients(models, expected)

@@ -113,11 +113,19 @@ def test_attach_refuses_a_second_model(comm):
         reducer.attach(mlp())
 
 
-@pytest.mark.parametrize("method", ["grad_norm", "refresh", "sync_buffers"])
+@pytest.mark.parametrize("method", ["grad_norm", "refresh", "sync_buffers", "synchronize"])
 @on_ranks(2)
 def test_methods_before_attach_say_that_attach_is_missing(comm, method):
     with pytest.raises(BAD_INPUT, match="attach"):
         getattr(fastcomm.Reducer(comm), method)()
+
+
+@on_ranks(2)
+def test_blocks_before_attach_say_that_attach_is_missing(comm):
+    reducer = fastcomm.Reducer(comm)
+    for block in (reducer.no_sync, lambda: reducer.skip_step_on(ValueError)):
+        with pytest.raises(BAD_INPUT, match="attach"), block():
+            pass
 
 
 @on_ranks(2)

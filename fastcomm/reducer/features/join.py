@@ -28,6 +28,7 @@ from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, why_not
 from fastcomm.reducer.features.progress import Progress, Stateful, compare, holds, why_apart
 from fastcomm.reducer.features.torch_helpers import watch_scalers
+from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.optimizer_hooks import refuse_step
 from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round
@@ -219,6 +220,9 @@ class Join(Generic[T]):
                 with contextlib.suppress(AbandonedError):  # of a step that is over
                     reducer.synchronize()
                 _refuse_pending(reducer)
+                weighting = reducer.find(Weighting)
+                if weighting is not None:
+                    weighting.forget()  # what was set for a batch that has not come
             if self._strategy == "wait":
                 self._follow()
             elif self._ends_with_the_first:
@@ -253,7 +257,7 @@ class Join(Generic[T]):
             tensors = validation.named_tensors(reducer.attached_model())
             validation.broadcast(self._comm, [tensor for _, tensor in tensors], src)
             if is_uneven:
-                _drop_gradients(reducer)
+                reducer.drop_step()  # the ranks have gradients of different steps
                 for bucket in reducer.buckets:
                     bucket.step_checksum = 0  # some ranks have stepped less often
         if not is_uneven:
@@ -310,12 +314,6 @@ class _Announcing(RoundExtension):
         round.announced_as = self._reducer.number
         if round.weight is None:
             round.weigh(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
-
-
-def _drop_gradients(reducer: Reducer) -> None:
-    """The ranks have those of different steps."""
-    for bucket in reducer.buckets:
-        bucket.drop_gradients()
 
 
 def _about(joined: Reducer, asked: Reducer) -> str:

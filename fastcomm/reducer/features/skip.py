@@ -60,10 +60,10 @@ class Skipping(RoundExtension):
         self.n_skipped = 0
         self._n_blocks = 0  # of skip_on() around what runs now
         self._failed: Round | None = None  # its backward has ended with an exception in a block
-        self.released()
+        self.dropped()
 
-    def released(self) -> None:
-        """Forget the vote: the reducer has no model any more, and no round."""
+    def dropped(self) -> None:
+        """Forget the vote."""
         self.vote: str | None = None
         self._clear()
 

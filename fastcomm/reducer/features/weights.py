@@ -181,7 +181,7 @@ class Weighting(RoundExtension):
         """Forget the weights, which hold for one round."""
         self.forget()
 
-    def released(self) -> None:
+    def dropped(self) -> None:
         """Forget the weights."""
         self.forget()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -93,6 +94,7 @@ class GroupCommunicator(Transport):
         exchange.connect(bootstrap.store("gloo"), timeout)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(rank, self.pids, exchange, bootstrap, timeout, neighbours)
+        self._queue.communicator = weakref.ref(self)
 
     @property
     def failure(self) -> FastcommError | None:

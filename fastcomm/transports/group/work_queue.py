@@ -26,6 +26,7 @@ from torch import Tensor
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.script_end import tell_at_end
+from fastcomm.comm.transport import Transport, tell_of_abandonment
 from fastcomm.comm.watchdog import (
     Notes,
     Watchdog,
@@ -72,6 +73,8 @@ class WorkQueue:
 
     Any number of threads may call it. life: whether the communicator can still be used.
     """
+
+    communicator: weakref.ref[Transport]  # set by the communicator
 
     # For the watchdog: the garbage collector may end it, and `number` goes on when the ranks meet
     # again.
@@ -141,7 +144,7 @@ class WorkQueue:
         self.check_usable()
         interruption = self._unheard()
         if interruption is not None:
-            self.n_abandoned = interruption.number
+            self.hear(interruption.error)
             raise again(interruption.error)  # a copy: the queue keeps it, and a traceback the model
 
     def abandon(self) -> None:
@@ -167,6 +170,8 @@ class WorkQueue:
         raised = see_through(meet, self.abort)
         met = own if theirs is None else theirs.meeting
         error = None if met is None else met.error
+        if error is None:
+            tell_of_abandonment(self.communicator)
         if raised is not None:
             raise raised from error
         if error is not None:
@@ -244,6 +249,7 @@ class WorkQueue:
         interruption = self._unheard()
         if interruption is not None and error is interruption.error:
             self.n_abandoned = interruption.number
+            tell_of_abandonment(self.communicator)
 
     def _unheard(self) -> Interruption | None:
         """The interruption that the caller does not know of yet, or None. What the caller calls
@@ -321,7 +327,7 @@ class WorkQueue:
         """Under the lock."""
         older = self._works[: self._works.index(work)]
         if older:
-            self._resolve(older, FastcommError(own_abandonment(self.rank)))
+            self._resolve(older, AbandonedError(own_abandonment(self.rank)))
 
     def _perform(self, work: GroupWork) -> list[GroupWork]:
         """Returns the works that have been reduced together with it. Raises MismatchError when the

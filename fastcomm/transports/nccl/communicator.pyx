@@ -7,6 +7,8 @@ never end, and the next call raises. The ranks find each other through the `boot
 bootstrap.py.
 """
 
+import weakref
+
 import torch
 
 from fastcomm.comm.collective import (
@@ -156,6 +158,7 @@ cdef class NcclCommunicator:
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours, max_ctas,
             cta_policy,
         )
+        self.link.communicator = weakref.ref(self)
         self.pids, self.cuda = self.link.pids, self.link.cuda
 
     def close(self, double timeout=30):

@@ -29,6 +29,7 @@ cdef class Link:
     cdef object ending  # held while the lanes are aborted
     cdef double timeout_s
     cdef int n_abandoned
+    cdef object communicator  # a weak reference to the NcclCommunicator
     # Collectives are counted since the ranks met. How many came before the round that is open; and
     # before the abandoned one, so that all ranks have them.
     cdef uint64_t n_settled, n_kept
@@ -56,6 +57,7 @@ cdef class Link:
     cdef _add_lane(self, look)
     cdef _connect(self, Lane lane, int number, look, look_for_all)
     cdef _give_up_graphs(self, str why)
+    cdef _abandon(self)
     cdef _leave_note(self, key, value)
     cdef uint64_t _wait_for_settled(self)
     cdef bint _has_unfinished(self, uint64_t n)

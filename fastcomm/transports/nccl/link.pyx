@@ -11,13 +11,14 @@ import time
 import weakref
 
 from fastcomm.comm import collective
-from fastcomm.errors import FastcommError, NcclError, PeerLostError, has_closed
+from fastcomm.errors import AbandonedError, FastcommError, NcclError, PeerLostError, has_closed
 from fastcomm.comm.lifetime import again
 from fastcomm.transports.nccl.agreement import (
     facts_of_this_rank, refuse_different_ctas, refuse_different_versions, refuse_shared_cards,
 )
 from fastcomm.transports.nccl.library import unique_id
 from fastcomm.comm.script_end import tell_at_end
+from fastcomm.comm.transport import tell_of_abandonment
 from fastcomm.comm.watchdog import (
     Watchdog, failure_note, leave_closing, leave_last_words, leave_note,
 )
@@ -206,8 +207,12 @@ cdef class Link:
 
     cdef abandon(self):
         """Ends the lanes on every rank; the ranks meet anew at their next collective."""
-        cdef uint64_t n_kept = 0
         self.n_abandoned += 1
+        self._abandon()
+        tell_of_abandonment(self.communicator)
+
+    cdef _abandon(self):
+        cdef uint64_t n_kept = 0
         if self.interruption is not None:  # another rank has abandoned this round: join it
             self.interruption = None
             return
@@ -429,6 +434,7 @@ cdef class Link:
         """
         interruption, self.interruption = self.interruption, None
         self.n_abandoned += 1
+        tell_of_abandonment(self.communicator)
         return again(interruption)
 
     cdef int check_open(self) except -1:
@@ -445,7 +451,7 @@ cdef class Link:
         if self.interruption is not None:
             raise self._take_interruption()
         if self.is_split_up or epoch != self.epoch:
-            raise FastcommError("this collective was abandoned with all that was under way")
+            raise AbandonedError("this collective was abandoned with all that was under way")
         return 0
 
     cdef object error(self, int code, const char *call):

@@ -58,6 +58,7 @@ cdef class ShmCommunicator:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = torch.device("cpu"), timeout
         self.ring, self.lent = Ring(rank, world_size, bootstrap, timeout), []
+        self.ring.communicator = weakref.ref(self)
         self.pids = self.ring.segments.pids
 
     def close(self):

@@ -16,7 +16,7 @@ cdef class ShmWork:
     cdef size_t n_pieces
     cdef str op
     cdef object used_mask
-    cdef bint finished, is_realigning, was_skipped, was_counted
+    cdef bint finished, was_skipped, was_counted
     cdef shm_counting counting
     cdef shm_statistics statistics
     cdef object error
@@ -41,7 +41,6 @@ cdef class Ring:
     cdef Segment arena  # this rank's own
     cdef shm_comm *handle
     cdef list works  # the unfinished ShmWork of each slot of the ring, or None
-    cdef list leaving  # works that were abandoned, and whose tensors may still be read or written
     # why another rank's abandonment ended the works here, until the caller has been told
     cdef object interruption
     # what a signal handler raised while this rank waited; it is raised once the wait is over
@@ -50,6 +49,8 @@ cdef class Ring:
     cdef double timeout_s
     cdef uint32_t last  # number of the newest collective
     cdef bint busy
+    cdef bint is_realigning  # the ranks end what was abandoned
+    cdef object communicator  # a weak reference to the ShmCommunicator
 
     cdef close(self, int state, str message)
     cdef char *check(self, tensor, shm_descriptor *d) except NULL
@@ -71,9 +72,9 @@ cdef class Ring:
     cdef _bury(self)
     cdef int _come_out(self) except -1
     cdef int _raise_deferred(self, cause) except -1
-    cdef _realign(self, error)
+    cdef _realign(self)
     cdef object _first_failure(self, uint32_t seq)
-    cdef list _resolve_all(self, error)
+    cdef _resolve_behind(self, ShmWork ended)
     cdef int _between_slices(self, Patience *patience) except -1
     cdef int _look_at_signals(self) except -1
     cdef _give_up(self, failure)

@@ -19,9 +19,11 @@ from fastcomm.errors import (
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
+from fastcomm.comm.transport import tell_of_abandonment
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
 from fastcomm.transports.shm.descriptor cimport descriptor, in_words
@@ -116,7 +118,7 @@ cdef class Ring:
         cdef Segments segments = Segments(rank, world_size, bootstrap, shm_control_bytes())
         self.segments, self.rank, self.world_size = segments, rank, world_size
         self.timeout_s = timeout.total_seconds()
-        self.life, self.works, self.leaving = Lifetime(), [None] * SHM_RING, []
+        self.life, self.works = Lifetime(), [None] * SHM_RING
         self.arena = segments.of(rank)
         self.handle = shm_open_comm(
             rank, world_size, segments.bases, segments.pidfds, segments.is_crowded
@@ -161,9 +163,12 @@ cdef class Ring:
         """All unfinished works end with the communicator's failure. The C core's part stays as long
         as this ring: a thread that is back from the core still reads there what has come of it.
         """
-        for work in [*self._resolve_all(self.life.failure), *self.leaving]:
-            (<ShmWork>work).release()
-        self.leaving = []
+        cdef ShmWork work
+        unfinished = [work for work in self.works if work is not None]
+        self.works = [None] * SHM_RING
+        for work in unfinished:
+            work.resolve(self.life.failure)
+            work.release()
 
     cdef int _come_out(self) except -1:
         """Called when a thread is back from the C core."""
@@ -326,11 +331,9 @@ cdef class Ring:
         else:
             work.resolve(self._first_failure(work.seq))
             # the caller's next call that may raise raises it; until then nothing more is posted
-            if not work.is_realigning:
+            if not self.is_realigning:
                 self.interruption = work.error
-                self.leaving += self._resolve_all(work.error)
-                self.leaving.append(work)
-                return True
+                self._resolve_behind(work)
         work.release()
         return True
 
@@ -341,7 +344,7 @@ cdef class Ring:
         if self.interruption is None:
             return 0
         error, self.interruption = self.interruption, None
-        self._realign(error)
+        self._realign()
         self._raise_deferred(error)
         raise again(error)  # a copy: works hold `error`, and its traceback would hold them
 
@@ -363,30 +366,32 @@ cdef class Ring:
 
     cdef abandon(self):
         self.interruption = None  # if another rank has abandoned this round, join it
-        self._realign(FastcommError(collective.own_abandonment(self.rank)))
+        self._realign()
         self._raise_deferred(None)
 
-    cdef _realign(self, error):
-        """Ends what is under way on this rank with `error`. Then posts SHM_ABANDON against what the
-        peers have still posted, until all ranks stand at the same number.
+    cdef _realign(self):
+        """Posts SHM_ABANDON against what the peers have still posted, until all ranks stand at the
+        same number. What was posted before ends here as it does on all ranks.
         """
         cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
         cdef ShmWork work
-        # their tensors are in use until all ranks have met
-        self.leaving += self._resolve_all(error)
         self.n_abandoned += 1
-        while True:
-            work = ShmWork.__new__(ShmWork)
-            work.ring, work.is_realigning = self, True
-            self.post(&d, NULL, NULL, work)
-            self.finish(work)
-            if work.error is None:
-                break
-            if self.life.failure is not None:
-                raise again(work.error)
-        for work in self.leaving:
-            work.release()
-        self.leaving = []
+        self.is_realigning = True
+        try:
+            while True:
+                work = ShmWork.__new__(ShmWork)
+                work.ring = self
+                self.post(&d, NULL, NULL, work)
+                self.finish(work)
+                if work.error is None:
+                    break
+                if self.life.failure is not None:
+                    raise again(work.error)
+            for work in [work for work in self.works if work is not None]:
+                self.finish(work)
+        finally:
+            self.is_realigning = False
+        tell_of_abandonment(self.communicator)
 
     cdef object _first_failure(self, uint32_t seq):
         """Why collective `seq` was abandoned: an earlier one did not match, and nobody has waited
@@ -398,12 +403,16 @@ cdef class Ring:
                 return MismatchError(self._mismatch(work.seq))
         return AbandonedError(self._abandonment(seq))
 
-    cdef list _resolve_all(self, error):
-        unfinished = [work for work in self.works if work is not None]
-        self.works = [None] * SHM_RING
-        for work in unfinished:
-            (<ShmWork>work).resolve(error)
-        return unfinished
+    cdef _resolve_behind(self, ShmWork ended):
+        """The works posted after an abandoned one end with its error, and move no data any more:
+        the rank that abandons does so until all have met. Those before it may end well on all.
+        """
+        cdef ShmWork work
+        for work in [work for work in self.works if work is not None]:
+            if <int32_t>(work.seq - ended.seq) > 0:
+                self.works[work.seq % SHM_RING] = None
+                work.resolve(ended.error)
+                work.release()
 
     cdef int _between_slices(self, Patience *patience) except -1:
         """Called after each slice of waiting. Looks at signals (Ctrl-C) and at the deadline, which

@@ -509,3 +509,19 @@ def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
                 comm.abandon()  # while the other rank votes
     assert given == [0, 1, 2]
     reducer.check_in_sync()
+
+
+@announcing
+@on_ranks(2)
+def test_a_weight_for_a_batch_that_has_not_come_is_forgotten(comm):
+    """Else the next step would be a mismatch: only one rank has set it."""
+    model = small(0)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.join([1, 2]) as batches:
+        for n in batches:
+            reducer.set_weight(n)
+            loss_of(model, data_of(comm.rank, n)).backward()
+        if comm.rank == 1:
+            reducer.set_weight(3)
+    loss_of(model, data_of(comm.rank, 3)).backward()
+    reducer.check_in_sync()
