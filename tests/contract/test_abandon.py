@@ -179,3 +179,24 @@ def test_works_posted_before_an_abandonment_end_alike_on_all_ranks(transport, wo
     outcomes = values_of(new_ranks(transport, world_size, _works_before_an_abandonment, is_late))
     assert outcomes == [outcomes[0]] * world_size
     assert set(outcomes[0]) <= {"good", "AbandonedError"}
+
+
+@over(3)
+@on_ranks()
+def test_works_that_others_had_abandoned_end_nothing_of_the_next_round(comm):
+    """Though they are waited for in it. This rank has abandoned by itself, too."""
+    works = []
+    try:
+        if comm.rank == 1:  # it may hear of the others before
+            works += [comm.all_reduce(torch.ones(n), async_op=True) for n in (1, 50_000)]
+        raise ValueError("bad batch")
+    except Exception:
+        comm.abandon()
+    numbers = torch.ones(3)
+    following = comm.all_reduce(numbers, async_op=True)
+    for work in works:
+        with pytest.raises(AbandonedError):
+            work.wait()
+    following.wait()
+    assert numbers.tolist() == [comm.world_size] * 3
+    finish_together(comm)
