@@ -130,9 +130,10 @@ class Communicator(abc.ABC):
         On every rank all reducers of the communicator drop the step: gradients are None, and a
         set_weight() or skip_step() whose reduction has not come is forgotten.
 
-        One handler may call it after any exception: it does nothing, unless in_any_case, where the
-        exception that is being handled is AbandonedError, or came out of a backward whose round the
-        reducer has abandoned by itself.
+        One handler may call it after any exception: unless in_any_case, it does nothing where the
+        step is abandoned already. The exception that is being handled tells so, or one that it was
+        raised from or while handling it: by which this rank has heard of the newest abandonment, or
+        which came out of a backward whose round the reducer has abandoned by itself.
 
         Inside a backward it raises AbandonedError when it is done, as what the backward would go on
         to make is of no use; but not where a hook handles an exception of its own.

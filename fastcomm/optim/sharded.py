@@ -347,7 +347,7 @@ class ShardedOptimizer(Optimizer):
             return  # they have all heard of it
         with contextlib.suppress(FastcommError):
             self.comm.abandon()
-        note_abandoned(error)
+        note_abandoned(self.comm, error)
 
     def _step_pieces(self) -> None:
         pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))

@@ -58,7 +58,8 @@ cdef class GradientHook:
     """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the round
     when the bucket is full.
 
-    reducer: has the method begin_round; its rounds have launch_full_buckets.
+    reducer: has the methods begin_round and refuse_abandoned_backward; its rounds have
+        launch_full_buckets.
     bucket: has the method refuse_second_gradient, called once it is launched.
     note_stream: called first, for transports with streams; or None.
     """
@@ -77,6 +78,8 @@ cdef class GradientHook:
         if self.note_stream is not None:
             self.note_stream()
         if self.reducer.steps_alone or not self.reducer.reduces_backwards:
+            if self.reducer.n_unsynced == 0:
+                _untraced(self.reducer.refuse_abandoned_backward)
             if self.reducer.recorder is not None:
                 self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.gradient_state.note_unsynced(self.i, parameter)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, buffers_label, canonical_op
 from fastcomm.comm.communicator import Communicator
-from fastcomm.comm.transport import note_abandoned
+from fastcomm.comm.transport import error_in_abandoned_backward, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
@@ -253,7 +253,7 @@ class Reducer(ReducerFlags):
             # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
                 self.comm.abandon()
-            note_abandoned(error)
+            note_abandoned(self.comm, error)
             raise
         self.steps.last = []  # by the numbers of the buckets before
         self._handles = take_over(self, self.buckets)
@@ -447,11 +447,21 @@ class Reducer(ReducerFlags):
     def begin_round(self) -> None:
         """The first gradient of a backward is ready: ask autograd to call back at the end."""
         refuse_compiled_autograd()
+        self.refuse_abandoned_backward()
         # A backward that ends with an exception drops the callback uncalled; then the round must be
         # ended all the same.
         self._open().await_end_of_backward(
             EndOfBackward(self._end_of_backward, self._backward_was_dropped)
         )
+
+    def refuse_abandoned_backward(self) -> None:
+        """The first gradient is ready. Raise AbandonedError, and drop it, if a hook has abandoned
+        the step and lets the backward go on.
+        """
+        error = error_in_abandoned_backward(self.comm)
+        if error is not None:
+            self.drop_step()
+            raise error
 
     def _open(self) -> Round:
         if self.deferred is not None:

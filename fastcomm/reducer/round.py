@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from fastcomm.comm.autograd_stack import running_backward
 from fastcomm.comm.collective import SKIP, shows_records, with_checksum
-from fastcomm.comm.transport import Transport, Weight, note_abandoned
+from fastcomm.comm.transport import GONE_ON, Transport, Weight, note_abandoned
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket, Inspection
@@ -155,9 +154,7 @@ class Round(RoundFlags):
     def _launch_next(self) -> None:
         if self._comm.n_abandoned != self._n_abandoned:
             # a hook went on after abandon(): the others would take this launch for their next round
-            raise AbandonedError(
-                "this round was abandoned while its backward was running: skip this step"
-            )
+            raise AbandonedError(GONE_ON)
         for extension in self.extensions:
             extension.before_launch(self, self._n_launched)
         if self.weight is not None:
@@ -261,6 +258,9 @@ class Round(RoundFlags):
         """The round ends well on the other ranks; it must not end differently here."""
         try:
             self._settle()
+        except FastcommError as trouble:  # it has ended alike on all ranks, or they are lost
+            self.abort(interruption)
+            raise interruption from trouble
         except BaseException as trouble:
             # once more: there is no way to go on in step with the others
             self._comm.abort()
@@ -287,7 +287,7 @@ class Round(RoundFlags):
             finally:
                 self._drop()
         if error is not None:
-            note_abandoned(error)
+            note_abandoned(self._comm, error)
 
     def _leave(self) -> None:
         """Let the other ranks know."""
@@ -296,9 +296,6 @@ class Round(RoundFlags):
             return  # another rank or another reducer has abandoned it already
         with contextlib.suppress(FastcommError):  # what went wrong is on its way to the user
             self._comm.abandon(in_any_case=True)
-        backward = running_backward()
-        if backward is not None:
-            self._comm.left_in_backward = self._comm.n_abandoned, backward
 
     def _drop(self) -> None:
         """Drop all gradients, which may be half reduced: an optimizer that steps all the same must

@@ -395,9 +395,9 @@ MUTATIONS = (
     Mutation(
         name="group: what has interrupted a round is raised itself",
         file=QUEUE,
-        within="WorkQueue.check",
-        old="again(interruption.error)",
-        new="interruption.error",
+        within="WorkQueue.heard",
+        old="told(self.communicator, error)",
+        new="error",
         tests=(KEPT,),
     ),
 )

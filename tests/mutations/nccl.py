@@ -85,14 +85,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        name="nccl: a work that this rank has abandoned is abandoned once more",
-        file=LINK,
-        within="Link.check_work",
-        old='AbandonedError("this collective',
-        new='FastcommError("this collective',
-        tests=("tests/contract/test_abandon.py",),
-    ),
-    Mutation(
         name="nccl: a work of an abandoned epoch says nothing",
         file=LINK,
         within="Link.check_work",
@@ -257,7 +249,7 @@ MUTATIONS = (
         name="nccl: what has interrupted a round is raised itself",
         file=LINK,
         within="Link._take_interruption",
-        old="return again(interruption)",
+        old="return told(self.communicator, interruption)",
         new="return interruption",
         tests=(KEPT,),
     ),

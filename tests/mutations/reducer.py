@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
 ROUND = "fastcomm/reducer/round.py"
+TRANSPORT = "fastcomm/comm/transport.py"
 OWNERS = "fastcomm/reducer/owners.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 HOOKED = "fastcomm/reducer/features/ddp_hooks.py"
@@ -298,6 +299,69 @@ MUTATIONS = (
         old="before",
         new="True",
         tests=("tests/reducer/test_backward.py",),
+    ),
+    Mutation(
+        name="reducer: what has heard of an abandonment is abandoned once more",
+        file=TRANSPORT,
+        within="told",
+        old="note_abandoned(comm, copy)",
+        new="",
+        tests=(
+            "tests/reducer/test_failed_steps.py::test_one_handler_may_abandon_after_any_exception",
+        ),
+    ),
+    Mutation(
+        name="reducer: an exception hides the abandonment that it was raised while handling",
+        file=TRANSPORT,
+        within="is_abandoned_already",
+        old="error.__cause__ or (None if error.__suppress_context__ else error.__context__)",
+        new="error.__cause__",
+        tests=(
+            "tests/reducer/test_failed_steps.py::"
+            "test_an_exception_that_hides_an_abandonment_is_not_abandoned_again",
+        ),
+    ),
+    Mutation(
+        name="reducer: an exception that was abandoned once is never abandoned again",
+        file="fastcomm/transports/shm/communicator.pyx",
+        within="ShmCommunicator.note_settled",
+        old="self.abandonment = None",
+        new="",
+        tests=(
+            "tests/reducer/test_failed_steps.py::test_one_exception_raised_in_two_steps_abandons_both",
+        ),
+    ),
+    Mutation(
+        name="reducer: a backward goes on that a hook has abandoned",
+        file=TRANSPORT,
+        within="error_in_abandoned_backward",
+        old="newest is None",
+        new="True",
+        tests=(
+            "tests/reducer/test_failed_steps.py::test_a_hook_that_abandons_costs_all_ranks_the_step",
+        ),
+    ),
+    Mutation(
+        name="reducer: a backward in no_sync() goes on that a hook has abandoned",
+        file="fastcomm/reducer/hooks.pyx",
+        within="GradientHook.__call__",
+        old="if self.reducer.n_unsynced == 0:",
+        new="if self.reducer.n_unsynced < 0:",
+        tests=(
+            "tests/reducer/test_failed_steps.py::"
+            "test_a_backward_that_accumulates_ends_where_its_hook_abandons",
+        ),
+    ),
+    Mutation(
+        name="reducer: a signal in a round that another rank abandons ends the communicator",
+        file=ROUND,
+        within="Round._settle_in_spite_of",
+        old="self.abort(interruption)",
+        new="self._comm.abort()",
+        tests=(
+            "tests/reducer/test_interrupts.py::"
+            "test_an_interrupt_of_a_round_that_another_rank_abandons_costs_that_step",
+        ),
     ),
     Mutation(
         name="reducer: a rank that abandons a step keeps what it has accumulated",

@@ -58,7 +58,7 @@ MUTATIONS = (
     Mutation(
         name="shm: a second Ctrl-C waits, too",
         file=RING,
-        within="Ring._look_at_signals",
+        within="Ring._defer",
         old="if self.deferred is not None:",
         new="if False:",
         tests=("tests/transports/shm/test_interrupts.py",),

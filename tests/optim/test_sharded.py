@@ -202,7 +202,10 @@ def test_a_gradient_that_nobody_reduces_is_not_passed_over(comm):
     pair.train()
     finish_together(comm)
     strange.grad = torch.ones(3, 5)
-    with pytest.raises(FastcommError, match=r"shape \(3, 5\).* has a gradient that nobody reduces"):
+    words = r"shape \(3, 5\).* has a gradient that nobody reduces"
+    if comm.backend == "nccl" and comm.rank:  # it may hear of rank 0's error first
+        words += "|rank 0 abandoned"
+    with pytest.raises(FastcommError, match=words):
         pair.sharded.step()
 
 

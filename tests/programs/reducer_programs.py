@@ -56,7 +56,11 @@ def run_reducer_program(comm: Any, program: ReducerProgram) -> list[dict[str, in
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*do not obey the gradient layout contract")
-                runs[is_others].perform(operation.operation if is_others else operation, number)
+                one = operation.operation if is_others else operation
+                runs[is_others].perform(one, number)
+            if isinstance(one, Fail) and one.is_synced:
+                for run in runs:
+                    run.drop_abandoned()
             for run in runs:
                 run.compare()
         except Exception as error:
@@ -165,13 +169,12 @@ class _Run:
             fail_at = operation.at if is_failing else None
             loss = self.model.loss(rank, 10 * number, operation.routes[rank], fail_at)
             self._hear(loss.backward, is_failing)
-            if self.comm.backend != "nccl":
-                named = self.model.named_parameters()
-                left = [n for n, p in named if n in self.oracle.attached and p.grad is not None]
-                assert not left, f"gradients of a step that all skip: {left}"
-        for name, parameter in self.model.named_parameters():
-            if name in self.oracle.attached:
-                parameter.grad = None
+
+    def drop_abandoned(self) -> None:
+        """All reducers of the communicator have dropped the step."""
+        named = self.model.named_parameters()
+        left = [n for n, p in named if n in self.oracle.attached and p.grad is not None]
+        assert not left, f"gradients of a step that all skip: {left}"
         self.oracle.drop_gradients()
 
     def _fail_alone(self, operation: Fail, number: int) -> None:

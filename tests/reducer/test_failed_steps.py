@@ -263,10 +263,17 @@ def _abandon_and_go_on(comm):
     [
         (_abandon, True),
         (_abandon, False),
+        (_abandon_in_a_handler, True),
         (_abandon_in_a_handler, False),
         (_abandon_and_go_on, False),
     ],
-    ids=["before any gradient", "between gradients", "in a handler", "and going on"],
+    ids=[
+        "before any gradient",
+        "between gradients",
+        "in a handler first",
+        "in a handler",
+        "goes on",
+    ],
 )
 @on_ranks(2)
 def test_a_hook_that_abandons_costs_all_ranks_the_step(comm, buckets, abandon, is_first):
@@ -286,6 +293,117 @@ def test_a_hook_that_abandons_costs_all_ranks_the_step(comm, buckets, abandon, i
     expected = mean_gradients(model, comm.world_size, backward)
     backward(model, comm.rank)
     assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_a_backward_that_accumulates_ends_where_its_hook_abandons(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    hidden = model[:2](batch(comm.rank)[0])
+    if comm.rank == 1:
+        hidden.register_hook(lambda _: _abandon_in_a_handler(comm))
+    with pytest.raises(fastcomm.AbandonedError):
+        with reducer.no_sync():
+            model[2:](hidden).sum().backward()
+        comm.barrier()
+        hear_of_it(comm)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    finish_together(comm)
+
+
+@on_ranks(2)
+def test_a_hook_that_abandons_between_two_reducers_costs_both_the_step(comm):
+    models = mlp(), mlp()
+    reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
+    before = comm.n_abandoned
+    hidden = models[0](batch(comm.rank)[0])
+    if comm.rank == 1:
+        hidden.register_hook(lambda _: _abandon_in_a_handler(comm))
+    with pytest.raises(fastcomm.AbandonedError):
+        models[1](hidden.repeat(1, 2)).sum().backward()
+        hear_of_it(comm)
+    comm.abandon()  # as a handler does: here it is over already, or was not handled yet
+    for model in models:
+        assert all(parameter.grad is None for parameter in model.parameters())
+    expected = mean_gradients(models[0], comm.world_size, backward)
+    backward(models[0], comm.rank)
+    assert_gradients(models[0], expected)
+    assert comm.n_abandoned > before and len(reducers) == 2
+
+
+# One handler, whatever the exception is
+
+
+def _loop_with_a_bad_step(comm, bad_step):
+    """The ranks skip the same step, and no other: the last one is that of both."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    skipped = []
+    for step in range(4):
+        model.zero_grad()
+        try:
+            if step == 1:
+                bad_step(comm, model)
+            else:
+                backward(model, comm.rank, step)
+        except Exception:
+            comm.abandon()
+            skipped.append(step)
+    assert skipped == [1]
+    expected = mean_gradients(model, comm.world_size, lambda m, rank: backward(m, rank, 3))
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_an_exception_that_hides_an_abandonment_is_not_abandoned_again(comm):
+    def bad_step(comm, model):
+        try:
+            _step_that_may_fail(model, comm, 8)  # rank 1, in backward
+        except Exception:
+            raise RuntimeError("step failed")  # noqa: B904  (not from anything)
+
+    _loop_with_a_bad_step(comm, bad_step)
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")  # which compare what the ranks call
+@on_ranks(2)
+def test_a_mismatch_that_another_rank_has_abandoned_is_not_abandoned_again(comm):
+    def bad_step(comm, model):
+        work = comm.all_reduce(torch.ones(2 + comm.rank), async_op=True)
+        if comm.rank == 0:
+            comm.barrier()  # hears of it here
+        work.wait()
+
+    _loop_with_a_bad_step(comm, bad_step)
+
+
+@on_ranks(2)
+def test_one_exception_raised_in_two_steps_abandons_both(comm):
+    """As a future raises the same object whenever it is asked."""
+    model = mlp()
+    fastcomm.Reducer(comm).attach(model)
+    before, bad, skipped = comm.n_abandoned, ValueError("bad batch"), []
+
+    def spoil(_):
+        raise bad
+
+    for step in range(5):
+        model.zero_grad()
+        finish_together(comm)
+        try:
+            if step == 3 and comm.rank == 1:
+                raise bad
+            hidden = model[:2](batch(comm.rank, step)[0])
+            if step == 1 and comm.rank == 1:
+                hidden.register_hook(spoil)
+            model[2:](hidden).sum().backward()
+            if step in (1, 3):
+                hear_of_it(comm)
+        except Exception:
+            comm.abandon()
+            skipped.append(step)
+    bad.__traceback__ = None  # it holds the model
+    assert skipped == [1, 3] and comm.n_abandoned == before + 2
 
 
 # Steps that fail

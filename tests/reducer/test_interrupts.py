@@ -231,6 +231,30 @@ def test_an_interrupt_while_the_ranks_meet_after_an_exception_does_not_part_them
     assert_gradients(model, expected)
 
 
+@pytest.mark.transports("shm", "group", "hierarchical")  # where a backward waits
+@on_ranks(2)
+def test_an_interrupt_of_a_round_that_another_rank_abandons_costs_that_step(comm):
+    """Both end the step; the communicator stays, and nobody abandons a second time."""
+    model = mlp()
+    expected = mean_gradients(model, comm.world_size, backward)
+    fastcomm.Reducer(comm).attach(model)
+    before = comm.n_abandoned
+    try:
+        if comm.rank == 1:
+            with interrupted("finish"):
+                backward(model, comm.rank, 1)
+        else:
+            _until_interrupted()
+            raise ValueError("bad batch")
+    except (Interrupted, ValueError) as error:
+        assert isinstance(error, Interrupted if comm.rank == 1 else ValueError)
+        comm.abandon()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+    assert comm.n_abandoned == before + 1
+
+
 def _interrupt_twice(comm):
     model = mlp()
     fastcomm.Reducer(comm).attach(model)

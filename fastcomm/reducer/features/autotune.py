@@ -116,7 +116,7 @@ class Tuning:
             self._stop(reducer)
             with contextlib.suppress(FastcommError):
                 reducer.comm.abandon()
-            note_abandoned(error)
+            note_abandoned(reducer.comm, error)
             raise
 
     def _note_round(self, reducer: Reducer) -> None:

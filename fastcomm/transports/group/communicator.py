@@ -89,7 +89,7 @@ class GroupCommunicator(Transport):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cpu")
         self.timeout = timeout
-        self.left_in_backward = None
+        self.abandonment = None
         self.pids = tuple(bootstrap.exchange(os.getpid()))
         exchange.connect(bootstrap.store("gloo"), timeout)
         self._notes, self._exchange = bootstrap, exchange
@@ -271,7 +271,7 @@ class GroupCommunicator(Transport):
             return
         self._queue.abandon()
         if not in_any_case:
-            leave_backward(self.rank)
+            leave_backward(self)
 
     def abort(self) -> None:
         self._queue.abort()

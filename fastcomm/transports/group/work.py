@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 from fastcomm.comm.collective import used_values
 from fastcomm.comm.flat_buffers import FlatBuffer
-from fastcomm.comm.lifetime import again
 from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
@@ -93,6 +92,7 @@ class GroupWork(BucketWork):
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
         self._queue = work_queue
+        self._n_abandoned = work_queue.n_abandoned
         self._used_mask = used_mask
         self._times: tuple[int, int, int] | None = None
         self._is_skipped = False
@@ -163,10 +163,10 @@ class GroupWork(BucketWork):
         """Raises the work's error, and what a signal handler has raised, if anything."""
         error = self.error
         if error is not None:
-            self._queue.hear(error)
+            copy = self._queue.heard(error, self._n_abandoned)
             if raised is not None:
-                raise raised from error
-            raise again(error)  # a copy: others may wait for the same work
+                raise raised from copy
+            raise copy
         if raised is not None:
             raise raised
 

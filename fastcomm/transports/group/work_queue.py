@@ -26,7 +26,7 @@ from torch import Tensor
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.script_end import tell_at_end
-from fastcomm.comm.transport import Transport, tell_of_abandonment
+from fastcomm.comm.transport import Transport, tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
     Notes,
     Watchdog,
@@ -144,8 +144,7 @@ class WorkQueue:
         self.check_usable()
         interruption = self._unheard()
         if interruption is not None:
-            self.hear(interruption.error)
-            raise again(interruption.error)  # a copy: the queue keeps it, and a traceback the model
+            raise self.heard(interruption.error, self.n_abandoned)
 
     def abandon(self) -> None:
         """Finishes the collective that has begun, and ends those that wait, on all ranks.
@@ -244,12 +243,20 @@ class WorkQueue:
         """Whether the work is posted and not resolved."""
         return work in self._works
 
-    def hear(self, error: FastcommError) -> None:
-        """Notes that the caller learns of `error`, which may be another rank's abandonment."""
+    def heard(self, error: FastcommError, n_abandoned: int) -> FastcommError:
+        """Notes that the caller learns of `error`, which may be another rank's abandonment. Returns
+        a copy of it, to be raised: others hold it, and a traceback would hold the model.
+
+        n_abandoned: when the work was made that the error has ended.
+        """
         interruption = self._unheard()
         if interruption is not None and error is interruption.error:
             self.n_abandoned = interruption.number
             tell_of_abandonment(self.communicator)
+        if n_abandoned != self.n_abandoned:
+            return told(self.communicator, error)
+        copy: FastcommError = again(error)
+        return copy
 
     def _unheard(self) -> Interruption | None:
         """The interruption that the caller does not know of yet, or None. What the caller calls

@@ -131,7 +131,7 @@ cdef class NcclCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object left_in_backward
+    cdef public object abandonment  # see Transport
     cdef public bint reduces_buckets_only
     cdef readonly object device, timeout
     cdef readonly tuple pids
@@ -188,7 +188,7 @@ cdef class NcclCommunicator:
             return
         self.link.abandon()
         if not in_any_case:
-            leave_backward(self.rank)
+            leave_backward(self)
 
     def keep_times(self, bint is_on):
         """At first waits for the current stream."""
@@ -200,7 +200,7 @@ cdef class NcclCommunicator:
 
     def note_settled(self):
         """For reducers: what was launched so far is not abandoned with what comes."""
-        self.left_in_backward = None
+        self.abandonment = None
         self.link.note_settled()
 
     def check(self):

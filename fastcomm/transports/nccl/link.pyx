@@ -18,7 +18,7 @@ from fastcomm.transports.nccl.agreement import (
 )
 from fastcomm.transports.nccl.library import unique_id
 from fastcomm.comm.script_end import tell_at_end
-from fastcomm.comm.transport import tell_of_abandonment
+from fastcomm.comm.transport import tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
     Watchdog, failure_note, leave_closing, leave_last_words, leave_note,
 )
@@ -374,6 +374,8 @@ cdef class Link:
             if now < self.heard_at + KEEP_S:
                 return  # the watchdog asks again
             n_kept = 0  # it was cut off: no rank can tell how much of it came
+        if self.is_split_up or epoch != self.epoch:  # meanwhile this rank has abandoned it, too
+            return
         self.n_kept = n_kept
         self.is_split_up, self.interruption = True, error
         self._end_round(str(error))
@@ -435,7 +437,7 @@ cdef class Link:
         interruption, self.interruption = self.interruption, None
         self.n_abandoned += 1
         tell_of_abandonment(self.communicator)
-        return again(interruption)
+        return told(self.communicator, interruption)
 
     cdef int check_open(self) except -1:
         """Raises the error that has ended the communicator."""
@@ -451,7 +453,9 @@ cdef class Link:
         if self.interruption is not None:
             raise self._take_interruption()
         if self.is_split_up or epoch != self.epoch:
-            raise AbandonedError("this collective was abandoned with all that was under way")
+            raise told(self.communicator, AbandonedError(
+                "this collective was abandoned with all that was under way"
+            ))
         return 0
 
     cdef object error(self, int code, const char *call):

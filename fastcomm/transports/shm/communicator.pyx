@@ -37,7 +37,7 @@ cdef class ShmCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object left_in_backward
+    cdef public object abandonment  # see Transport
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef object __weakref__
@@ -201,7 +201,7 @@ cdef class ShmCommunicator:
 
     def note_settled(self):
         """For reducers: what was launched so far is not abandoned with what comes."""
-        self.left_in_backward = None
+        self.abandonment = None
 
     def check(self):
         """Waits only after another rank has abandoned what was under way, until the ranks have met
@@ -216,7 +216,7 @@ cdef class ShmCommunicator:
             return
         self.ring.abandon()
         if not in_any_case:
-            leave_backward(self.rank)
+            leave_backward(self)
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,

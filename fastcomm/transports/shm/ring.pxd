@@ -8,6 +8,7 @@ from fastcomm.transports.shm.memory cimport Segment, Segments
 cdef class ShmWork:
     cdef Ring ring
     cdef uint32_t seq
+    cdef int n_abandoned  # of the ring when it was posted
     cdef object tensors  # kept alive while they are needed
     # of a bucket that is reduced in another dtype: what is cast back, and from where; else None
     cdef object wide, narrow
@@ -73,9 +74,12 @@ cdef class Ring:
     cdef int _come_out(self) except -1
     cdef int _raise_deferred(self, cause) except -1
     cdef _realign(self)
+    cdef object _failure_of(self, uint32_t seq, int status)
+    cdef object _explained(self, uint32_t seq, int status)
     cdef object _first_failure(self, uint32_t seq)
     cdef _resolve_behind(self, ShmWork ended)
     cdef int _between_slices(self, Patience *patience) except -1
+    cdef int _defer(self, raised) except -1
     cdef int _look_at_signals(self) except -1
     cdef _give_up(self, failure)
     cdef object _lost(self)

@@ -19,7 +19,7 @@ from fastcomm.errors import (
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
-from fastcomm.comm.transport import tell_of_abandonment
+from fastcomm.comm.transport import tell_of_abandonment, told
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -249,7 +249,7 @@ cdef class Ring:
         work = ShmWork.__new__(ShmWork)
         work.ring, work.tensors = self, (inp, out)
         if posted == SHM_OK:
-            work.seq = seq
+            work.seq, work.n_abandoned = seq, self.n_abandoned
             self.works[seq % SHM_RING] = work
         else:
             self.post(d, input, output, work)
@@ -292,7 +292,7 @@ cdef class Ring:
                 self._give_up(self._lost())
             else:
                 self._between_slices(&patience)
-        self.last = work.seq
+        self.last, work.n_abandoned = work.seq, self.n_abandoned
         self.works[work.seq % SHM_RING] = work
         return 0
 
@@ -320,20 +320,17 @@ cdef class Ring:
         if status == SHM_PEER_LOST:
             self._give_up(self._lost())
             return True
+        error = None if status == SHM_OK else self._failure_of(work.seq, status)
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
             shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
             work.was_skipped = shm_is_skipped(self.handle, work.seq)
             work.was_counted = shm_statistics_of(self.handle, work.seq, &work.statistics)
-            work.resolve(None)
-        elif status == SHM_MISMATCH:
-            work.resolve(MismatchError(self._mismatch(work.seq)))
-        else:
-            work.resolve(self._first_failure(work.seq))
-            # the caller's next call that may raise raises it; until then nothing more is posted
-            if not self.is_realigning:
-                self.interruption = work.error
-                self._resolve_behind(work)
+        work.resolve(error)
+        # the caller's next call that may raise raises it; until then nothing more is posted
+        if status == SHM_ABANDONED and not self.is_realigning:
+            self.interruption = error
+            self._resolve_behind(work)
         work.release()
         return True
 
@@ -345,8 +342,13 @@ cdef class Ring:
             return 0
         error, self.interruption = self.interruption, None
         self._realign()
-        self._raise_deferred(error)
-        raise again(error)  # a copy: works hold `error`, and its traceback would hold them
+        try:
+            copy = told(self.communicator, error)  # works hold `error`: its traceback would hold them
+        except BaseException as raised:
+            self._defer(raised)
+            copy = told(self.communicator, error)
+        self._raise_deferred(copy)
+        raise copy
 
     cdef int raise_what_ended(self, ShmWork work) except -1:
         """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
@@ -355,6 +357,8 @@ cdef class Ring:
         if self.deferred is not None:
             self._raise_deferred(work.error)
         if work.error is not None:
+            if work.n_abandoned != self.n_abandoned:  # of a step that is over
+                raise told(self.communicator, work.error)
             raise again(work.error)
         return 0
 
@@ -391,7 +395,24 @@ cdef class Ring:
                 self.finish(work)
         finally:
             self.is_realigning = False
-        tell_of_abandonment(self.communicator)
+        try:
+            tell_of_abandonment(self.communicator)
+        except BaseException as raised:
+            self._defer(raised)
+
+    cdef object _failure_of(self, uint32_t seq, int status):
+        """The error that ends a collective. Its words are made in Python, where signal handlers run.
+        """
+        try:
+            return self._explained(seq, status)
+        except BaseException as raised:
+            self._defer(raised)
+            return self._explained(seq, status)
+
+    cdef object _explained(self, uint32_t seq, int status):
+        if status == SHM_MISMATCH:
+            return MismatchError(self._mismatch(seq))
+        return self._first_failure(seq)
 
     cdef object _first_failure(self, uint32_t seq):
         """Why collective `seq` was abandoned: an earlier one did not match, and nobody has waited
@@ -430,18 +451,22 @@ cdef class Ring:
             self._give_up(TimeoutError(self._timeout_message()))
         return 0
 
-    cdef int _look_at_signals(self) except -1:
-        """Keeps what a handler raises until the peers do not depend on this rank any more. A second
-        exception is raised here and aborts the communicator.
+    cdef int _defer(self, raised) except -1:
+        """Keeps what a signal handler has raised until the peers do not depend on this rank any
+        more. A second exception is raised here and aborts the communicator.
         """
+        if self.deferred is not None:
+            self.deferred = None
+            self.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+            raise raised
+        self.deferred, self.deferred_since = raised, time.monotonic()
+        return 0
+
+    cdef int _look_at_signals(self) except -1:
         try:
             PyErr_CheckSignals()
-        except BaseException as error:
-            if self.deferred is not None:
-                self.deferred = None
-                self.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
-                raise
-            self.deferred, self.deferred_since = error, time.monotonic()
+        except BaseException as raised:
+            self._defer(raised)
         if self.deferred is not None and time.monotonic() - self.deferred_since > NOTICE_S:
             self.deferred_since = float("inf")
             print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) "
