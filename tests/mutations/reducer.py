@@ -307,7 +307,8 @@ MUTATIONS = (
         old="note_abandoned(comm, copy)",
         new="",
         tests=(
-            "tests/reducer/test_failed_steps.py::test_one_handler_may_abandon_after_any_exception",
+            "tests/reducer/test_failed_steps.py::"
+            "test_an_abandonment_that_is_heard_of_before_the_backward_is_not_abandoned_again",
         ),
     ),
     Mutation(

@@ -360,7 +360,20 @@ def test_an_exception_that_hides_an_abandonment_is_not_abandoned_again(comm):
         try:
             _step_that_may_fail(model, comm, 8)  # rank 1, in backward
         except Exception:
+            if comm.rank == 1:
+                raise
             raise RuntimeError("step failed")  # noqa: B904  (not from anything)
+
+    _loop_with_a_bad_step(comm, bad_step)
+
+
+@on_ranks(2)
+def test_an_abandonment_that_is_heard_of_before_the_backward_is_not_abandoned_again(comm):
+    def bad_step(comm, model):
+        if comm.rank == 1:
+            raise ValueError("bad batch")
+        comm.barrier()
+        hear_of_it(comm)
 
     _loop_with_a_bad_step(comm, bad_step)
 
