@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.communicator import Work
-from fastcomm.comm.transport import Transport, note_abandoned
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.optim import checkpoints, param_groups, shardable
 from fastcomm.optim.checkpoints import Part, options_of, pieces_of

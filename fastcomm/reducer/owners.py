@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.comm.transport import Transport, when_abandoned
+from fastcomm.comm.abandonment import when_abandoned
+from fastcomm.comm.transport import Transport
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.hooks import GradientHook, ReducerFlags

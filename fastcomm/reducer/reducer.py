@@ -23,10 +23,10 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fastcomm.comm.abandonment import error_in_abandoned_backward, note_abandoned
 from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, buffers_label, canonical_op
 from fastcomm.comm.communicator import Communicator
-from fastcomm.comm.transport import error_in_abandoned_backward, note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from fastcomm.comm.abandonment import GONE_ON, note_abandoned
 from fastcomm.comm.collective import SKIP, shows_records, with_checksum
-from fastcomm.comm.transport import GONE_ON, Transport, Weight, note_abandoned
+from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket, Inspection

@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
 ROUND = "fastcomm/reducer/round.py"
-TRANSPORT = "fastcomm/comm/transport.py"
+ABANDONMENT = "fastcomm/comm/abandonment.py"
 OWNERS = "fastcomm/reducer/owners.py"
 BUCKET = "fastcomm/reducer/bucket.py"
 HOOKED = "fastcomm/reducer/features/ddp_hooks.py"
@@ -302,7 +302,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: what has heard of an abandonment is abandoned once more",
-        file=TRANSPORT,
+        file=ABANDONMENT,
         within="told",
         old="note_abandoned(comm, copy)",
         new="",
@@ -313,7 +313,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: an exception hides the abandonment that it was raised while handling",
-        file=TRANSPORT,
+        file=ABANDONMENT,
         within="is_abandoned_already",
         old="error.__cause__ or (None if error.__suppress_context__ else error.__context__)",
         new="error.__cause__",
@@ -334,7 +334,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: a backward goes on that a hook has abandoned",
-        file=TRANSPORT,
+        file=ABANDONMENT,
         within="error_in_abandoned_backward",
         old="newest is None",
         new="True",

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.objects import gather_objects
-from fastcomm.comm.transport import note_abandoned
 from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
     CPU_DTYPES,
@@ -40,7 +41,7 @@ from fastcomm.comm.collective import (
     refuse_tensor,
     shard_of,
 )
-from fastcomm.comm.transport import Transport, Weight, is_abandoned_already, leave_backward
+from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.script_end import tell_at_end
-from fastcomm.comm.transport import Transport, tell_of_abandonment, told
+from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import (
     Notes,
     Watchdog,

@@ -15,7 +15,8 @@ from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
     mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
 )
-from fastcomm.comm.transport import Transport, is_abandoned_already, leave_backward
+from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl import rounds
 from fastcomm.transports.nccl.bucket import NcclBucket

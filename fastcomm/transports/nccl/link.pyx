@@ -18,7 +18,7 @@ from fastcomm.transports.nccl.agreement import (
 )
 from fastcomm.transports.nccl.library import unique_id
 from fastcomm.comm.script_end import tell_at_end
-from fastcomm.comm.transport import tell_of_abandonment, told
+from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
     Watchdog, failure_note, leave_closing, leave_last_words, leave_note,
 )

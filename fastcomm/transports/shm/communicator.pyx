@@ -14,7 +14,8 @@ from fastcomm.comm.collective import (
     CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_src, refuse_dtype,
     refuse_error_feedback, shard_of,
 )
-from fastcomm.comm.transport import Transport, is_abandoned_already, leave_backward
+from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.memory import keep_freed_memory

@@ -19,7 +19,7 @@ from fastcomm.errors import (
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
-from fastcomm.comm.transport import tell_of_abandonment, told
+from fastcomm.comm.abandonment import tell_of_abandonment, told
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
