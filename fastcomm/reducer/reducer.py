@@ -504,6 +504,8 @@ class Reducer(ReducerFlags):
             for bucket in self.buckets:
                 bucket.drop_gradients()
                 bucket.reset()
+                if bucket.shard is not None:
+                    bucket.shard.drop()
             self.n_unsynced = 0
             for extension in self.extensions:
                 extension.dropped()

@@ -412,3 +412,26 @@ def test_shared_parameters_are_refused_where_there_is_no_common_memory(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match="share_parameters=True needs backend shm"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, share_parameters=True)
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")  # where a step waits for all ranks
+@on_ranks(2)
+def test_an_abandoned_step_leaves_no_gradient_in_the_shards(comm):
+    """No rank has stepped, and the next backward may come without zero_grad()."""
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, comm.rank)
+    with pytest.raises(ValueError if comm.rank else fastcomm.AbandonedError):
+        try:
+            if comm.rank == 1:
+                raise ValueError("bad batch")
+            optimizer.step()
+        except Exception:
+            comm.abandon()
+            raise
+    assert all(map(torch.equal, model.parameters(), before))
+    backward(model, comm.rank, 1)
+    optimizer.step()
+    reducer.check_in_sync()

@@ -345,8 +345,8 @@ cdef class Ring:
             return 0
         error, self.interruption = self.interruption, None
         self._realign()
-        try:
-            copy = told(self.communicator, error)  # works hold `error`, and would be held by it
+        try:  # a copy: works hold `error`, and its traceback would hold them
+            copy = told(self.communicator, error)
         except BaseException as raised:
             self._defer(raised)
             copy = told(self.communicator, error)
