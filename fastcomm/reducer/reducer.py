@@ -260,6 +260,7 @@ class Reducer(ReducerFlags):
         if self._timeline is not None:
             self._timeline.follow(self.buckets, source)
         self._remember(source)
+        was_attached(self)
         allow_steps(p for _, p in named)
         watch_steps()
         try:
@@ -273,7 +274,6 @@ class Reducer(ReducerFlags):
         """Keep a weak reference to the model, and guard its parameters that nobody reduces."""
         self._model = reference_to(source)
         self._guards.guard(source)
-        was_attached(self)
 
     def detach(self) -> None:
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
