@@ -447,7 +447,8 @@ class Reducer(ReducerFlags):
     def begin_round(self) -> None:
         """The first gradient of a backward is ready: ask autograd to call back at the end."""
         refuse_compiled_autograd()
-        self.refuse_abandoned_backward()
+        if self.comm.abandonment is not None:
+            self.refuse_abandoned_backward()
         # A backward that ends with an exception drops the callback uncalled; then the round must be
         # ended all the same.
         self._open().await_end_of_backward(
@@ -798,7 +799,7 @@ class Reducer(ReducerFlags):
         """
         for extension in self.extensions:
             extension.before_step(optimizer)
-        self.synchronize()
+        self._synchronize(is_between_steps=False)
         if not self.skipped:
             self._require_reduced(((self.buckets[n], slots) for n, slots in stepped), since)
         if self.recorder is not None:

@@ -4,12 +4,15 @@ way.
 
 from __future__ import annotations
 
+import collections
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fastcomm
 from fastcomm import AbandonedError, MismatchError
@@ -163,3 +166,32 @@ def test_a_signal_between_any_two_statements_leaves_the_ranks_in_step(comm):
         outcomes.add(is_reduced)
         goes_on, n = told[1][1], n + 1
     assert outcomes == {False, True} and n > 50
+
+
+# What a plain step runs through
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_a_plain_step_runs_through_few_files_and_no_feature(comm):
+    """Functions in Python, without comprehensions; what is compiled has no frame."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.02, first_bucket_cap_mb=0.02).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    root = Path(fastcomm.__file__).parent
+    calls = collections.Counter()
+
+    def count(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and root in path.parents and frame.f_code.co_name[0] != "<":
+            calls[str(path.relative_to(root))] += 1
+
+    for step in range(3):
+        sys.setprofile(count if step == 2 else None)
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        sys.setprofile(None)
+    assert len(reducer.buckets) == 4
+    assert len(calls) <= 8 and calls.total() <= 115, calls
+    assert not [path for path in calls if "features" in path]
