@@ -19,7 +19,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
 # Relative and absolute: a few roundings of each type.
 _TOLERANCE = {
     torch.float64: (1e-13, 1e-15),
-    torch.float32: (1e-6, 5e-7),
+    torch.float32: (1e-6, 1e-7),
     torch.bfloat16: (2**-7, 1e-3),
 }
 

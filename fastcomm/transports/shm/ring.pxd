@@ -74,12 +74,11 @@ cdef class Ring:
     cdef int _come_out(self) except -1
     cdef int _raise_deferred(self, cause) except -1
     cdef _realign(self)
-    cdef object _failure_of(self, uint32_t seq, int status)
-    cdef object _explained(self, uint32_t seq, int status)
     cdef object _first_failure(self, uint32_t seq)
     cdef _resolve_behind(self, ShmWork ended)
     cdef int _between_slices(self, Patience *patience) except -1
     cdef int _defer(self, raised) except -1
+    cdef object _uncut(self, function, first, second)
     cdef int _look_at_signals(self) except -1
     cdef _give_up(self, failure)
     cdef object _lost(self)

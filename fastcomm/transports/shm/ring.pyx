@@ -323,7 +323,7 @@ cdef class Ring:
         if status == SHM_PEER_LOST:
             self._give_up(self._lost())
             return True
-        error = None if status == SHM_OK else self._failure_of(work.seq, status)
+        error = None if status == SHM_OK else self._uncut(self._failure_of, work.seq, status)
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
             shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
@@ -345,11 +345,8 @@ cdef class Ring:
             return 0
         error, self.interruption = self.interruption, None
         self._realign()
-        try:  # a copy: works hold `error`, and its traceback would hold them
-            copy = told(self.communicator, error)
-        except BaseException as raised:
-            self._defer(raised)
-            copy = told(self.communicator, error)
+        # a copy: works hold `error`, and its traceback would hold them
+        copy = self._uncut(told, self.communicator, error)
         self._raise_deferred(copy)
         raise copy
 
@@ -403,15 +400,8 @@ cdef class Ring:
         except BaseException as raised:
             self._defer(raised)
 
-    cdef object _failure_of(self, uint32_t seq, int status):
-        """The error that ends a collective. Its words are made in Python, where handlers run."""
-        try:
-            return self._explained(seq, status)
-        except BaseException as raised:
-            self._defer(raised)
-            return self._explained(seq, status)
-
-    cdef object _explained(self, uint32_t seq, int status):
+    def _failure_of(self, uint32_t seq, int status):
+        """Returns the error that ends a collective."""
         if status == SHM_MISMATCH:
             return MismatchError(self._mismatch(seq))
         return self._first_failure(seq)
@@ -464,7 +454,16 @@ cdef class Ring:
         self.deferred, self.deferred_since = raised, time.monotonic()
         return 0
 
+    cdef object _uncut(self, function, first, second):
+        """Returns function(first, second), though a signal handler may raise in its Python."""
+        try:
+            return function(first, second)
+        except BaseException as raised:
+            self._defer(raised)
+            return function(first, second)
+
     cdef int _look_at_signals(self) except -1:
+        """Runs the handlers of signals. Says so where one has raised and the peers take long."""
         try:
             PyErr_CheckSignals()
         except BaseException as raised:

@@ -42,7 +42,7 @@ def rows(n, rank, i=0):
 
 
 def loss_of(model, data, of="mean"):
-    x, y = data
+    x, y = (tensor.to(next(model.parameters()).dtype) for tensor in data)
     loss = (model(x) - y).square().sum(1)
     return loss.mean() if of == "mean" else loss.sum()
 
@@ -53,7 +53,7 @@ def joined(model, counts):
     data = [rows(n, rank, i) for rank, row in enumerate(counts) for i, n in enumerate(row)]
     x, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
     loss_of(replica, (x, y)).backward()
-    return [p.grad.float() for p in replica.parameters()]
+    return [p.grad.to(next(model.parameters()).dtype) for p in replica.parameters()]
 
 
 def accumulate(reducer, model, counts, of="mean"):
@@ -179,13 +179,13 @@ def test_what_earlier_rounds_have_left_stays_on_a_rank_without_data(comm):
 
 @on_ranks(2)
 def test_a_weight_is_of_one_reduction(comm):
-    model = mlp()
+    model = mlp().double()
     reducer = fastcomm.Reducer(comm).attach(model)
     reducer.set_weight(9)  # replaced: no backward has used it
     accumulate(reducer, model, [5 * comm.rank])
     model.zero_grad()
     loss_of(model, rows(2, comm.rank)).backward()
-    assert_gradients(model, joined(mlp(), [[2], [2]]))
+    assert_gradients(model, joined(model, [[2], [2]]))
 
 
 @on_ranks(2)
@@ -270,7 +270,7 @@ def test_a_sharded_optimizer_makes_the_steps_of_the_plain_one(comm):
 
 @on_ranks(2)
 def test_an_abandoned_round_takes_its_weight_with_it(comm):
-    model = mlp()
+    model = mlp().double()
     reducer = fastcomm.Reducer(comm).attach(model)
     reducer.set_weight(5)
     loss = loss_of(model, rows(2, comm.rank))
@@ -281,13 +281,13 @@ def test_an_abandoned_round_takes_its_weight_with_it(comm):
         handle.remove()
     model.zero_grad()
     loss_of(model, rows(2, comm.rank)).backward()
-    assert_gradients(model, joined(mlp(), [[2], [2]]))
+    assert_gradients(model, joined(model, [[2], [2]]))
 
 
 @pytest.mark.transports("shm", "group", "hierarchical")
 @on_ranks(2)
 def test_ranks_without_a_weight_beside_others_are_found_on_all(comm):
-    model = mlp()
+    model = mlp().double()
     reducer = fastcomm.Reducer(comm).attach(model)
     if comm.rank == 0:
         reducer.set_weight(5)
@@ -298,7 +298,7 @@ def test_ranks_without_a_weight_beside_others_are_found_on_all(comm):
         loss_of(model, rows(2, comm.rank)).backward()
     model.zero_grad()
     accumulate(reducer, model, [2])
-    assert_gradients(model, joined(mlp(), [[2], [2]]))
+    assert_gradients(model, joined(model, [[2], [2]]))
 
 
 @only_shm
