@@ -110,7 +110,8 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
     if (comm->has_factors) {
         weigh(comm, seq);
     }
-    if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE) { /* see shm_post */
+    /* See shm_post. Behind an abandoned one, what it would read may be gone. */
+    if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE && c->status == SHM_OK) {
         shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype),
                                       comm->rank, comm->world_size));
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastcomm import AbandonedError, MismatchError, PeerLostError
-from tests.support.bodies import communicator, leave, left, raised
+from tests.support.bodies import communicator, leave, left, note, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
@@ -94,3 +94,23 @@ def _abandon_after_a_mismatch(place):
 
 def test_a_rank_hears_of_the_mismatch_for_which_another_has_abandoned():
     values_of(fresh_ranks(2, _abandon_after_a_mismatch))
+
+
+def _hear_of_it_with_two_works_behind(place):
+    comm = communicator(place)
+    buckets = _Buckets(comm)
+    if place.rank == 1:
+        wait_for_note(place, "posted")
+        comm.abandon()
+        return None
+    first, *_ = buckets.launch(1.0)
+    note(place, posted=True)
+    raised(AbandonedError, first.wait)
+    # of the rest, what the other rank reduces was copied at once
+    return [bool(flat[: NUMEL // 2].any()) for flat in buckets.flats]
+
+
+def test_what_was_posted_behind_an_abandoned_collective_is_not_gathered_any_more():
+    """Its gradients are gone by then."""
+    outcomes = fresh_ranks(2, _hear_of_it_with_two_works_behind, transport="shm")
+    assert values_of(outcomes)[0] == [False] * 3
