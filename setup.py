@@ -25,7 +25,7 @@ def extension(name: str) -> Extension:
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
-            *(glob("kernels/shm/reduce*.c") if name == "transports.shm.reduce" else ()),
+            *(glob("kernels/shm/reduce*.c") if name in REDUCING else ()),
             *sorted(glob("fastcomm/**/*.pxd", recursive=True)),
             "setup.py",
         ],
@@ -47,6 +47,7 @@ def extension(name: str) -> Extension:
 
 
 CORE = sorted(glob("kernels/shm/*.c"))
+REDUCING = ("transports.shm.reduce", "transports.group.shards")  # include a part of it
 EXTENSIONS = (
     *(
         "comm.lifetime",
@@ -54,6 +55,7 @@ EXTENSIONS = (
         "comm.gradient_slot",
         "comm.gathering",
         "transports.group.blocks",
+        "transports.group.shards",
         "insight.recorder",
         "reducer.gradient_state",
         "reducer.hooks",

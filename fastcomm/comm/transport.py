@@ -138,6 +138,7 @@ class Transport(Communicator):
     announces: bool
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     carries_votes: bool  # buckets can be launched with op collective.SKIP
+    crosses_network: bool  # ranks may be on several hosts, and the CPU moves the data
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
     def note_settled(self) -> None:

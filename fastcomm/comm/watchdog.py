@@ -206,7 +206,9 @@ class Watchdog:
                 self._publish(comm, unfinished)
                 self._fail(comm, failure)
                 return
-            self._is_asked = self._notes.read("question") is not None
+            was_asked, self._is_asked = self._is_asked, self._notes.read("question") is not None
+            if self._is_asked and not was_asked:
+                self._notes.write(f"here/{comm.rank}", "yes")
             self._abandoned = self._notes.read(f"abandoned/{newest[1]}")
             if not self._closed:
                 self._read_closing()

@@ -38,22 +38,26 @@ class BucketLayout:
 
 
 def plan_buckets(
-    parameters: Sequence[tuple[int, torch.dtype, int]], *, cap_bytes: int, first_cap_bytes: int
+    parameters: Sequence[tuple[int, torch.dtype, int]],
+    *,
+    cap_bytes: int,
+    first_cap_bytes: int,
+    order: Sequence[int] | None = None,
 ) -> tuple[BucketLayout, ...]:
     """Spreads parameters, given as (numel, dtype, itemsize) in registration order, over buckets of
     one dtype each.
 
     Gradients become ready in about the reverse of registration order, so buckets are filled in that
-    order and returned in the order in which they will be full (PyTorch Distributed, section 3.2.3).
-    A bucket is closed as soon as it holds `cap_bytes`, so it exceeds them by less than its last
-    parameter; the first one to be opened is closed at `first_cap_bytes`, so that communication
-    starts early.
+    order, or in the one given, and returned in the order in which they will be full (PyTorch
+    Distributed, section 3.2.3). A bucket is closed as soon as it holds `cap_bytes`, so it exceeds
+    them by less than its last parameter; the first one to be opened is closed at `first_cap_bytes`,
+    so that communication starts early.
     """
-    # Each with the position of its last parameter, in reverse order of registration.
+    # Each with the position of its last parameter, in that order.
     full: list[tuple[int, BucketLayout]] = []
     filling: dict[torch.dtype, _Filling] = {}
     caps = iter([first_cap_bytes])
-    for position, index in enumerate(reversed(range(len(parameters)))):
+    for position, index in enumerate(order or reversed(range(len(parameters)))):
         numel, dtype, itemsize = parameters[index]
         bucket = filling.get(dtype)
         if bucket is None:

@@ -150,9 +150,11 @@ def describe(reducer: Any, model: object) -> str:
             f"{name}, {len(parameters)} trainable parameters of {numel:,} elements in {n_buckets} "
             f"bucket{'s' if n_buckets > 1 else ''}"
         )
-    tuned = "" if reducer.tuning is None else reducer.tuning.described()
+    planned = "".join(
+        one.described() for one in (reducer.tuning, reducer.ordering) if one is not None
+    )
     return (
         f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}"
         f"{' with error feedback' if options.error_feedback else ''}"
-        f"{tuned}; over {comm.backend}, rank {comm.rank} of {comm.world_size}>"
+        f"{planned}; over {comm.backend}, rank {comm.rank} of {comm.world_size}>"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -25,15 +26,17 @@ def make_buckets(
     number: int,
     n_rounds: int,
     sharding: Sharding | None,
+    order: Sequence[int] | None = None,
 ) -> list[Bucket]:
     """Make the buckets for these parameters' gradients, in the order in which they will be full.
     The one of sparse gradients is the last but one, since the launch of the last one must not wait.
 
     sparse: names of parameters with sparse gradients. number: of the reducer, among those of the
-    communicator. n_rounds: see Reducer.
+    communicator. n_rounds: see Reducer. order: in which the gradients of dense ones are expected,
+    by their indices; None: not known yet.
     """
     dense = [pair for pair in named if pair[0] not in sparse]
-    buckets: list[Bucket] = _dense_buckets(dense, comm, options, number, n_rounds, sharding)
+    buckets: list[Bucket] = _dense_buckets(dense, comm, options, number, n_rounds, sharding, order)
     if sparse:
         own = [pair for pair in named if pair[0] in sparse]
         label = bucket_label(number, len(buckets))
@@ -51,11 +54,13 @@ def _dense_buckets(
     number: int,
     n_rounds: int,
     sharding: Sharding | None,
+    order: Sequence[int] | None,
 ) -> list[Bucket]:
     layouts = plan_buckets(
         [kind_of(p, grad_dtype(p)) for _, p in named],
         cap_bytes=options.cap_bytes,
         first_cap_bytes=options.first_cap_bytes,
+        order=order,
     )
     options.hook_calls.begin(comm)
     all_bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)

@@ -46,6 +46,7 @@ from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
 from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
+from fastcomm.reducer.features.ordering import Ordering
 from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
 from fastcomm.reducer.features.shards import Sharding
@@ -160,6 +161,9 @@ class Reducer(ReducerFlags):
         self.steps = StepRecord()
         self.extensions: list[RoundExtension] = []
         self.tuning = Tuning(self.options) if self.options.bucket_cap_mb == AUTO else None
+        self.ordering = Ordering() if self.comm.crosses_network else None
+        # In which order they decide, when a round has ended, whether other buckets are better.
+        self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
         self.reduces_backwards = True
         self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
         # Raised where nobody could catch it; the next call raises it, when the round is over.
@@ -220,6 +224,8 @@ class Reducer(ReducerFlags):
         self.steps = StepRecord(compares)
         if self.tuning is not None:
             self.tuning.begin(self.n_rounds, self.comm.world_size)
+        if self.ordering is not None:
+            self.ordering.begin(self.n_rounds, self.comm.world_size)
         self.hook_up(source)
 
     def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
@@ -247,7 +253,8 @@ class Reducer(ReducerFlags):
         sparse = sparsity.find(source, named, options.sparse_parameters)
         try:
             self.buckets = make_buckets(
-                trainable, sparse, self.comm, options, self.number, self.n_rounds, self.sharding()
+                *(trainable, sparse, self.comm, options, self.number, self.n_rounds),
+                *(self.sharding(), self.order),
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
@@ -260,6 +267,8 @@ class Reducer(ReducerFlags):
         if self._timeline is not None:
             self._timeline.follow(self.buckets, source)
         self._remember(source)
+        if self.ordering is not None:
+            self.ordering.trace(self)
         was_attached(self)
         allow_steps(p for _, p in named)
         watch_steps()
@@ -269,6 +278,11 @@ class Reducer(ReducerFlags):
         except BaseException:  # another rank could not attach
             self._release()
             raise
+
+    @property
+    def order(self) -> Sequence[int] | None:
+        """In which gradients are expected, by the parameters' indices. None: not known."""
+        return None if self.ordering is None else self.ordering.order
 
     def _remember(self, source: Model) -> None:
         """Keep a weak reference to the model, and guard its parameters that nobody reduces."""
@@ -291,6 +305,8 @@ class Reducer(ReducerFlags):
             handle.remove()
         if self._timeline is not None:
             self._timeline.let_go()
+        if self.ordering is not None:
+            self.ordering.let_go(self)
         for bucket in self.buckets:
             bucket.release()
         let_go(self.buckets)
@@ -558,9 +574,15 @@ class Reducer(ReducerFlags):
                 "reduction ends with backward(). Call synchronize(), and step the optimizer, after "
                 "backward() and not in a hook inside it"
             )
-        ending.finish()
-        if self.tuning is not None:  # however the round has ended here: it has on all ranks
-            self.tuning.after_round(self, can_replan=is_between_steps and not self.skipped)
+        try:
+            ending.finish()
+        except BaseException:
+            if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
+                for planner in self._planners:
+                    planner.after_round(self, can_replan=False)
+            raise
+        for planner in self._planners:
+            planner.after_round(self, can_replan=is_between_steps and not self.skipped)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next

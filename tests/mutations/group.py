@@ -7,12 +7,14 @@ from tests.mutations.mutation import Mutation
 QUEUE = "fastcomm/transports/group/work_queue.py"
 WORK = "fastcomm/transports/group/work.py"
 HIERARCHICAL = "fastcomm/transports/group/hierarchical.py"
+SHARDS = "fastcomm/transports/group/shards.pyx"
 EXCHANGE = "fastcomm/transports/group/exchange.py"
 CALL = "fastcomm/transports/group/call.py"
 WIRE = "fastcomm/transports/group/wire.py"
 BLOCKS = "kernels/wire/blocks.c"
 
 ENDING_TESTS = "tests/transports/group/test_ending.py"
+AHEAD_TESTS = "tests/transports/group/test_ahead.py"
 TOGETHER_TESTS = "tests/transports/group/test_group.py"
 WIRE_TESTS = "tests/transports/group/test_wires.py::test_"
 BLOCK_TESTS = "tests/transports/group/test_blocks.py::test_"
@@ -53,11 +55,11 @@ MUTATIONS = (
         tests=(ENDING_TESTS,),
     ),
     Mutation(
-        name="group: after a broken connection a rank that is one announcement behind is lost",
+        name="group: after a broken connection a rank that answers is lost",
         file=QUEUE,
         within="WorkQueue._is_silent",
-        old="self._announced[0]",
-        new="self._announced[1]",
+        old="is None",
+        new="is not None",
         tests=(ENDING_TESTS,),
     ),
     Mutation(
@@ -71,9 +73,9 @@ MUTATIONS = (
     Mutation(
         name="group: what was called before abandon() is begun all the same",
         file=QUEUE,
-        within="WorkQueue._carry_out_oldest",
-        old="self._own_abandonment() or self._works[0]",
-        new="self._works[0]",
+        within="WorkQueue._next",
+        old="not waiting[0].is_announced",
+        new="False",
         tests=(
             "tests/transports/group/test_group.py::"
             "test_what_was_called_before_abandon_and_has_not_begun_is_not_begun",
@@ -110,8 +112,8 @@ MUTATIONS = (
         name="group: an abandonment ends when one rank has joined it",
         file=QUEUE,
         within="WorkQueue._meet_anew",
-        old="any(call != ABANDON for call in calls)",
-        new="all(call != ABANDON for call in calls)",
+        old="all(call == ABANDON for call in announced.calls)",
+        new="any(call == ABANDON for call in announced.calls)",
         equivalent="All ranks see the same calls, so they stop together, one exchange earlier.",
     ),
     Mutation(
@@ -322,8 +324,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: what is reduced together goes on behind what the ranks do not share",
-        file=EXCHANGE,
-        within="Exchange.announce",
+        file=SHARDS,
+        within="Announcement.wait",
         old="is_same.cumprod(0)",
         new="is_same",
         tests=(TOGETHER_TESTS,),
@@ -339,8 +341,8 @@ MUTATIONS = (
     Mutation(
         name="group: what is reduced together has one number",
         file=QUEUE,
-        within="WorkQueue._carry_out_oldest",
-        old="self.number += len(works) - 1",
+        within="WorkQueue._begin",
+        old="self.number += len(joined)",
         new="",
         tests=(TOGETHER_TESTS,),
     ),
@@ -362,8 +364,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: buckets are reduced together whichever they are",
-        file=EXCHANGE,
-        within="Exchange.announce",
+        file=SHARDS,
+        within="Announcements.add",
         old="one.label",
         new="0",
         tests=(TOGETHER_TESTS,),
@@ -374,14 +376,6 @@ MUTATIONS = (
         within="GroupWork.__init__",
         old="is_small or call.nbytes > APIECE_NBYTES",
         new="is_small",
-        tests=(TOGETHER_TESTS,),
-    ),
-    Mutation(
-        name="group: what would have been reduced together has its numbers though it was abandoned",
-        file=QUEUE,
-        within="WorkQueue._perform",
-        old="return []",
-        new="return waiting",
         tests=(TOGETHER_TESTS,),
     ),
     Mutation(
@@ -399,5 +393,45 @@ MUTATIONS = (
         old="told(self.communicator, error)",
         new="error",
         tests=(KEPT,),
+    ),
+    Mutation(
+        name="group: what was sent for calls that do not go together stays under way",
+        file=EXCHANGE,
+        within="Exchange.end_what_was_sent",
+        old="nothing.drain()",
+        new="",
+        tests=(AHEAD_TESTS,),
+    ),
+    Mutation(
+        name="group: a rank forgets what it has sent for nothing",
+        file=EXCHANGE,
+        within="Exchange.end_what_was_sent",
+        old="own.drain()",
+        new="",
+        tests=(AHEAD_TESTS,),
+    ),
+    Mutation(
+        name="group: what is under way is left when the ranks meet",
+        file=QUEUE,
+        within="WorkQueue._begin",
+        old="self._end_all_under_way()",
+        new="",
+        tests=(AHEAD_TESTS,),
+    ),
+    Mutation(
+        name="group: calls are announced while the ranks meet",
+        file=QUEUE,
+        within="WorkQueue._can_announce_ahead",
+        old="one.call is not ABANDON",
+        new="True",
+        tests=(AHEAD_TESTS,),
+    ),
+    Mutation(
+        name="group: calls that differ have one tag",
+        file=SHARDS,
+        within="tag_of",
+        old="{call.numel}",
+        new="",
+        tests=(AHEAD_TESTS,),
     ),
 )

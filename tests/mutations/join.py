@@ -112,7 +112,7 @@ MUTATIONS = (
     Mutation(
         name="join: between hosts a rank without data adds its old NaNs times 0",
         file="fastcomm/transports/group/work.py",
-        within="GroupBucket.move_of_shadow.move",
+        within="GroupBucket.prepare_shadow",
         old="self._flat.zero_()",
         new="",
         tests=_test("test_a_wire_dtype"),
@@ -120,7 +120,7 @@ MUTATIONS = (
     Mutation(
         name="join: between hosts the used mask of a coded bucket goes another way",
         file="fastcomm/transports/group/work.py",
-        within="GroupBucket.move_of_shadow.move",
+        within="GroupBucket.prepare_shadow",
         old="self._is_coded",
         new="False",
         tests=_test("test_a_wire_dtype"),

@@ -36,7 +36,7 @@ class Mutation:
         if path.parts[:2] == ("kernels", "shm"):
             is_arithmetic = path.name.startswith("reduce")
             return (
-                ("transports.shm.ring", "transports.shm.reduce")
+                ("transports.shm.ring", "transports.shm.reduce", "transports.group.shards")
                 if is_arithmetic
                 else ("transports.shm.ring",)
             )

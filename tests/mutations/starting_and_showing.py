@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 REDUCER = "fastcomm/reducer/reducer.py"
+ORDERING = "tests/reducer/features/test_ordering.py"
 TUNING = "tests/reducer/features/test_tuning.py"
 INTERRUPTED = "test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none"
 TIMELINE = "tests/insight/test_timeline.py"
@@ -126,16 +127,16 @@ MUTATIONS = (
     ),
     Mutation(
         name="auto: a signal ends a decision that the other ranks make",
-        file="fastcomm/reducer/features/autotune.py",
-        within="Tuning.after_round",
+        file="fastcomm/reducer/features/replanning.py",
+        within="all_or_none",
         old="defer_signals",
         new="contextlib.nullcontext",
         tests=(f"{TUNING}::{INTERRUPTED}",),
     ),
     Mutation(
         name="auto: the others wait for a rank that has left a decision",
-        file="fastcomm/reducer/features/autotune.py",
-        within="Tuning._decide",
+        file="fastcomm/reducer/features/replanning.py",
+        within="all_or_none",
         old="reducer.comm.abandon()",
         new="pass",
         tests=(f"{TUNING}::{INTERRUPTED}",),
@@ -171,5 +172,53 @@ MUTATIONS = (
         old="told is not None",
         new="False",
         tests=(f"{TIMELINE}::test_where_rank_0_cannot_write_all_ranks_learn_of_it",),
+    ),
+    Mutation(
+        name="ordering: buckets follow a graph that differs from rank to rank",
+        file="fastcomm/reducer/features/ordering.py",
+        within="Ordering.after_round",
+        old="one.can_replan and one.order == seen.order",
+        new="one.can_replan",
+        tests=(ORDERING,),
+    ),
+    Mutation(
+        name="ordering: buckets follow one round of two",
+        file="fastcomm/reducer/features/ordering.py",
+        within="Ordering._seen",
+        old="len(orders) == 1",
+        new="orders",
+        tests=(ORDERING,),
+    ),
+    Mutation(
+        name="ordering: buckets change under a sharded optimizer",
+        file="fastcomm/reducer/features/ordering.py",
+        within="Ordering._seen",
+        old="can_replan and reducer.features().keys() <= _GOES_WITH",
+        new="can_replan",
+        tests=(ORDERING,),
+    ),
+    Mutation(
+        name="ordering: ranks with data decide while others have none",
+        file="fastcomm/reducer/features/ordering.py",
+        within="Ordering.after_round",
+        old="is_joining(reducer.comm)",
+        new="False",
+        tests=(ORDERING,),
+    ),
+    Mutation(
+        name="ordering: what traces buckets outlives them",
+        file=REDUCER,
+        within="Reducer._release",
+        old="self.ordering.let_go(self)",
+        new="pass",
+        tests=(ORDERING,),
+    ),
+    Mutation(
+        name="auto: a round that an exception interrupts is not decided about",
+        file=REDUCER,
+        within="Reducer._synchronize",
+        old="planner.after_round(self, can_replan=False)",
+        new="pass",
+        tests=(ORDERING,),
     ),
 )

@@ -191,10 +191,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: between ranks of a group sums go over the wire as they are",
-        file="fastcomm/transports/group/exchange.py",
-        within="Exchange.reduction_of.reduce",
-        old="if factors is None:",
-        new="if True:",
+        file="fastcomm/transports/group/shards.pyx",
+        within="Cast.begin",
+        old="if op in WEIGHTED_OPS.values():",
+        new="if False:",
         tests=_test("test_sums_over_much_data_fit_a_narrow_wire"),
     ),
     Mutation(

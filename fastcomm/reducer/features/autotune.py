@@ -9,7 +9,6 @@ unless that is as much less.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.objects import gather_objects
-from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
 from fastcomm.insight.recorder import Recorder
@@ -29,7 +26,7 @@ from fastcomm.insight.steps import Step, read_steps
 from fastcomm.insight.transport import measure_costs
 from fastcomm.launching.runner import cores
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.features.defer_signals import defer_signals
+from fastcomm.reducer.features.replanning import all_or_none, hook_up_anew
 from fastcomm.reducer.layout import kind_of, plan_buckets
 from fastcomm.reducer.options import Options
 
@@ -98,26 +95,18 @@ class Tuning:
         self._note_round(reducer)
         n_late = reducer.n_rounds - self._began_at - WARM_UP_ROUNDS - MEASURED_ROUNDS
         if n_late >= 0:
-            with defer_signals():
+            with all_or_none(reducer, self._stop):
                 self._decide(reducer, can_replan, is_last=n_late >= _PATIENCE_ROUNDS)
         self._ended_s = time.perf_counter()
 
     def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
-        try:
-            seen = gather_objects(reducer.comm, self._seen(reducer, can_replan), "backward()")
-            if all(one.can_replan for one in seen):
-                decide = self._propose if self._default_s is None else self._judge
-                decide(reducer, seen)
-            elif is_last:
-                self._stop(reducer)
-        except BaseException as error:
-            # The others are not to wait for this one.
+        seen = gather_objects(reducer.comm, self._seen(reducer, can_replan), "backward()")
+        if all(one.can_replan for one in seen):
+            decide = self._propose if self._default_s is None else self._judge
+            decide(reducer, seen)
+        elif is_last:
             self._stop(reducer)
-            with contextlib.suppress(FastcommError):
-                reducer.comm.abandon()
-            note_abandoned(reducer.comm, error)
-            raise
 
     def _note_round(self, reducer: Reducer) -> None:
         now = time.perf_counter()
@@ -166,7 +155,7 @@ class Tuning:
         if len(steps) < len(seen):
             self._stop(reducer)
             return
-        planner = planner_of(_kinds(reducer.buckets), self.options)
+        planner = planner_of(_kinds(reducer.buckets), self.options, reducer.order)
         costs = measure_costs(reducer.comm)
         local_ranks = 1 + max(one.local_rank for one in seen)
         delays = not reducer.comm.has_streams and (
@@ -189,14 +178,7 @@ class Tuning:
     def _replan(self, reducer: Reducer, cap_mb: float) -> None:
         self._drop_recorder(reducer)  # of other buckets
         self.options = replace(self.options, bucket_cap_mb=cap_mb)
-        model = reducer.attached_model()
-        reducer.detach()
-        try:
-            with torch.inference_mode(False):
-                reducer.hook_up(model)
-        except BaseException:
-            reducer.stand_still(model)
-            raise
+        hook_up_anew(reducer)
         self._began_at, self._periods = reducer.n_rounds, []
 
     def _stop(self, reducer: Reducer) -> None:
@@ -227,14 +209,19 @@ def _kinds(buckets: Sequence[Bucket]) -> list[tuple[int, torch.dtype, int]]:
 
 
 def planner_of(
-    kinds: Sequence[tuple[int, torch.dtype, int]], options: Options
+    kinds: Sequence[tuple[int, torch.dtype, int]],
+    options: Options,
+    order: Sequence[int] | None = None,
 ) -> Callable[[float], Plan]:
     """The buckets that a reducer would make with another size."""
 
     def plan(cap_mb: float) -> Plan:
         sized = replace(options, bucket_cap_mb=cap_mb)
         layouts = plan_buckets(
-            kinds, cap_bytes=sized.cap_bytes, first_cap_bytes=sized.first_cap_bytes
+            kinds,
+            cap_bytes=sized.cap_bytes,
+            first_cap_bytes=sized.first_cap_bytes,
+            order=order,
         )
         return [[slot.index for slot in layout.slots] for layout in layouts]
 

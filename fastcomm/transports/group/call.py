@@ -11,7 +11,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from fastcomm.comm.collective import (
     mean_of_addends,
     sentence,
 )
+
+if TYPE_CHECKING:
+    from fastcomm.transports.group.shards import Reduction
 
 CARRIED_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
 KINDS = (
@@ -99,6 +102,24 @@ class Call:
             label=self.label,
             step=self.step,
         )
+
+
+class Announced(NamedTuple):
+    """What all ranks have announced, by rank.
+
+    payloads: a row each, or None.
+    n_joined: of the calls behind, from the first on, all ranks have so many.
+    are_sent: whether its data is on its way.
+    place: counts announcements.
+    begun: the reduction of this rank whose data is on its way, or None.
+    """
+
+    calls: list[Call]
+    payloads: Tensor | None
+    n_joined: int
+    are_sent: list[bool]
+    place: int
+    begun: Reduction | None
 
 
 ABANDON = Call("abandon")

@@ -47,7 +47,7 @@ from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.wire import Wire
-from fastcomm.transports.group.work import GroupBucket, GroupWork, Move
+from fastcomm.transports.group.work import GroupBucket, GroupWork
 from fastcomm.transports.group.work_queue import WorkQueue
 
 
@@ -71,7 +71,7 @@ class GroupCommunicator(Transport):
     backend = "group"
     has_streams = counts_nonfinite = has_common_memory = False
     progresses_itself = is_threadsafe = feeds_back_errors = True
-    announces = carries_votes = True
+    announces = carries_votes = crosses_network = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
@@ -124,8 +124,9 @@ class GroupCommunicator(Transport):
         op = canonical_op(op)
         flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
-        move = functools.partial(self._exchange.all_reduce, flat, op)
-        return self._begin(call, move, flat, async_op, plain=flat)
+        reduction = self._exchange.reduction_of(flat, None)
+        work = GroupWork(self._queue, call, None, flat, plain=flat, reduction=reduction)
+        return self._begin(work, async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -134,7 +135,7 @@ class GroupCommunicator(Transport):
         check_src(src, self.world_size)
         call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
         move = functools.partial(self._exchange.broadcast, flat, src)
-        return self._begin(call, move, flat, async_op)
+        return self._begin(GroupWork(self._queue, call, move, flat), async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
         """One collective, so that no exception can split it."""
@@ -146,7 +147,7 @@ class GroupCommunicator(Transport):
                 self._exchange.broadcast(flat, src)
 
         call = Call("broadcast", sum(map(len, flats)), src=src, label=label)
-        self._begin(call, move, None, False)
+        self._begin(GroupWork(self._queue, call, move), False)
 
     def all_gather_single(
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
@@ -155,7 +156,7 @@ class GroupCommunicator(Transport):
         whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
         move = functools.partial(self._exchange.all_gather, whole, flat)
-        return self._begin(call, move, flat, async_op)
+        return self._begin(GroupWork(self._queue, call, move, flat), async_op)
 
     def reduce_scatter_single(
         self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
@@ -166,12 +167,12 @@ class GroupCommunicator(Transport):
         part = self._check_out("reduce_scatter_single", out, inp, numel)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
         move = functools.partial(self._exchange.reduce_scatter, part, flat, op)
-        return self._begin(call, move, flat, async_op)
+        return self._begin(GroupWork(self._queue, call, move, flat), async_op)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
         """The announcement is the whole barrier."""
         self._queue.check_usable()
-        return self._begin(Call("barrier"), None, None, async_op)
+        return self._begin(GroupWork(self._queue, Call("barrier"), None), async_op)
 
     def bind_bucket(
         self,
@@ -191,9 +192,9 @@ class GroupCommunicator(Transport):
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
             way = Wire(wire_dtype, error_feedback=error_feedback)
-            reduce = self._exchange.coded_reduction_of(flat, views, offsets, way)
+            reduction = self._exchange.coded_reduction_of(flat, views, offsets, way)
         else:
-            reduce = self._exchange.reduction_of(flat, wire_dtype)
+            reduction = self._exchange.reduction_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
         is_plain = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
 
@@ -204,13 +205,14 @@ class GroupCommunicator(Transport):
             return GroupWork(
                 self._queue,
                 call,
-                functools.partial(reduce, op),
+                None,
                 payload=used_mask if is_coded else None,
                 used_mask=used_mask,
                 plain=flat if is_plain and op in OPS else None,
+                reduction=reduction,
             )
 
-        bucket = GroupBucket(flat, views, work_of, reduce, is_coded)
+        bucket = GroupBucket(flat, views, work_of, reduction, is_coded)
         self._queue.buckets[label] = bucket
         return bucket
 
@@ -220,18 +222,7 @@ class GroupCommunicator(Transport):
         work.run()
         return not work.has_followed
 
-    def _begin(
-        self,
-        call: Call,
-        move: Move | None,
-        flat: Tensor | None,
-        async_op: bool,
-        plain: Tensor | None = None,
-    ) -> GroupWork | None:
-        """flat: what may travel with the announcement. plain: what may be reduced together with
-        others.
-        """
-        work = GroupWork(self._queue, call, move, flat, plain=plain)
+    def _begin(self, work: GroupWork, async_op: bool) -> GroupWork | None:
         if async_op:
             work.post()
             return work

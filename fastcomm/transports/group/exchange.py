@@ -2,12 +2,12 @@
 call the same method, each on the thread of its WorkQueue.
 
 Only bytes travel, in two exchanges: each rank sends every other one the shard that one reduces,
-then each rank sends its reduced shard to all. The arithmetic is done here, in rank order, so that
-the results have the same bits on all ranks, 16-bit floats are added in float32 and rounded once,
-and any backend will do. Large tensors go in chunks, one after the other. Before each collective the
-ranks announce it to each other. Small tensors travel with the announcement: then there is no other
-exchange. All-reductions that wait behind one like them are announced with it, and reduced with it,
-as far as all ranks have come to them: tensors as well as buckets.
+then each rank sends its reduced shard to all; see shards.py. The arithmetic is done here, in rank
+order, so that the results have the same bits on all ranks, 16-bit floats are added in float32 and
+rounded once, and any backend will do. The ranks announce each collective to each other, over a
+group of its own, so that no announcement waits for data. Small tensors travel with the
+announcement: then there is no other exchange. All-reductions that wait behind one like them are
+announced with it, and reduced with it, as far as all ranks have come to them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,45 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.collective import as_pairs
 from fastcomm.errors import InitError
 from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.call import Call, as_bytes, cast, reduce_rows, with_one_nan
+from fastcomm.transports.group.call import (
+    Announced,
+    as_bytes,
+    cast,
+    reduce_rows,
+    with_one_nan,
+)
+from fastcomm.transports.group.shards import (
+    CHUNK_NBYTES,
+    Announcements,
+    Cast,
+    Links,
+    Reduction,
+    Shards,
+    tag_of,
+)
 from fastcomm.transports.group.wire import Wire
 
-# largest payload that travels with the announcement: delays its packet hardly at all
-CARRIED_NBYTES = 1024
 # All-reductions that wait go together if each is so small that its calls cost more than a copy, and
 # up to here in all: several of hierarchical's chunks, so that one travels while another is reduced.
-APIECE_NBYTES = 2 * 2**20
+APIECE_NBYTES = 2**18
 TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
-# All ranks' data in one exchange: moves within any deadline, and takes much longer than a call.
-CHUNK_NBYTES = 16 * 2**20
-# A frame: the call's numbers, how many calls wait behind it, then what tells these from it (numel
-# and label), or the payload.
-_HEAD = len(Call("barrier").numbers())
-_HEAD_NBYTES = 8 * (_HEAD + 1)
-MOST_JOINED = CARRIED_NBYTES // 16
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
-_NEVER_SENT = 2**30  # a tag
+# Tags beyond those of tag_of. What is swapped arrives in the order in which it was sent.
+_SWAPPED, _NEVER_SENT = 2**30, 2**30 + 1
 _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _kept: list[Any] = []  # the groups of a forked child's parent
 
@@ -65,42 +72,55 @@ class Exchange:
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         """group: None means a group of its own, which `connect` makes."""
         self.group: Any = group
+        self.announcements = Announcements(world_size)
+        self.announcements.group = group
         self._owns_group = group is None
+        self._own: list[Any] = []
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
         _exchanges.add(self)
 
     def connect(self, store: Store, timeout: timedelta) -> None:
-        """Makes a private Gloo group, if it has no group. Collective. Its addresses are those of
+        """Makes private Gloo groups, if it has no group. Collective. Its addresses are those of
         GLOO_SOCKET_IFNAME, else those that the host's name resolves to.
         """
         if not self._owns_group:
             return
+        place = self._rank, self._world_size, timeout + GRACE
         try:
-            self.group = dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout + GRACE)
+            self._own = [
+                dist.ProcessGroupGloo(PrefixStore(name, store), *place)
+                for name in ("announcements", "up", "down")
+            ]
         except RuntimeError as error:
             raise InitError(
                 f"rank {self._rank} cannot connect to its peers over Gloo: {error}. "
                 "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
                 "to use"
             ) from error
+        self.announcements.group, up, down = self._own
+        self.group = Links(self._rank, up, down)
 
     def interrupt(self) -> None:
         """Ends the wait of the thread that is inside. Receives what nobody sends: when a receive
         times out, Gloo closes all connections of the group.
         """
-        group = self.group if self._owns_group else None
-        if group is None:
-            return
-        for rank in range(self._world_size):
-            if rank != self._rank:
-                never = torch.empty(1, device="cpu")
-                with contextlib.suppress(RuntimeError):
-                    group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        for group in self._own:
+            for rank in range(self._world_size):
+                if rank != self._rank:
+                    never = torch.empty(1, device="cpu")
+                    with contextlib.suppress(RuntimeError):
+                        group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Drops the group."""
-        self.group = None
+        """Drops the groups."""
+        self.group = self.announcements.group = None
+        self._own = []
+
+    @property
+    def announces_ahead(self) -> bool:
+        """Whether a call may be announced while those before it are carried out."""
+        return self._owns_group
 
     # Called by the caller's thread, too.
 
@@ -112,28 +132,25 @@ class Exchange:
         """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
         return wire_dtype or dtype
 
-    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[..., None]:
-        """A function that reduces a bucket, given the op, the rows and, where the ranks have
-        weights, the factors.
-        """
+    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Reduction:
+        """What reduces a bucket. wire_dtype: None if none was chosen."""
         if wire_dtype is None or wire_dtype == flat.dtype:
-            return functools.partial(self.all_reduce, flat)
+            return self._reduction(flat)
         with torch.inference_mode(False):  # buckets may be made under it
             wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
+        return Cast(flat, wire, self._reduction(wire), self._rank)
 
-        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
-            if factors is None:
-                wire.copy_(flat)
-            else:  # before the wire, whose range may be small
-                torch.mul(flat, factors[self._rank], out=wire)
-            self.all_reduce(wire, op if factors is None else "sum")
-            cast(wire, flat)
+    def _reduction(self, flat: Tensor) -> Reduction:
+        if flat.nbytes <= SMALL_NBYTES or not self._owns_group:
+            return Reduction(functools.partial(self.all_reduce, flat))
+        return self._shards(flat)
 
-        return reduce
+    def _shards(self, flat: Tensor) -> Shards:
+        return Shards(self._rank, self._world_size, flat, self.group, self._wait)
 
     def coded_reduction_of(
         self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
-    ) -> Callable[..., None]:
+    ) -> Reduction:
         """Returns the reduction of a bucket whose gradients a wire carries. The used mask is
         reduced by itself, as no rounding may change it: the rows are of that.
         """
@@ -146,40 +163,22 @@ class Exchange:
             # A NaN of their block's would spoil its scale in every later round.
             gradients.index_fill_(0, gaps, 0)
 
-        return reduce
+        return Reduction(reduce)
 
-    def announce(
-        self, call: Call, payload: Tensor | None = None, behind: Sequence[Call] = ()
-    ) -> tuple[list[Call], Tensor | None, int]:
-        """Returns every rank's call; all ranks' payloads, a row each; and how many of the calls
-        behind it, from the first on, all ranks have. Equal calls have payloads of the same size and
-        dtype. Waits until all ranks have come.
-
-        payload: flat, of up to CARRIED_NBYTES.
-        behind: in place of a payload, what could be reduced together with this. They differ from
-            it in nothing but numel and label.
+    def end_what_was_sent(self, announced: Announced) -> None:
+        """After calls that do not go together: ranks may have sent what nobody reduces. Each gets
+        what it waits for, of no meaning, so that nothing is left under way.
         """
-        frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8)
-        numbers = [*call.numbers(), len(behind)]
-        for one in behind:
-            numbers += one.numel, one.label
-        frame[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
-        if payload is not None:
-            frame[_HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes] = as_bytes(payload)
-        frames = frame.new_empty(self._world_size, frame.numel())
-        self.all_gather(frames, frame)
-        rows = frames.view(torch.int64)
-        heads = rows[:, : _HEAD + 1].tolist()
-        calls = [Call.of(numbers) for *numbers, _ in heads]
-        if payload is not None:
-            carried = frames[:, _HEAD_NBYTES : _HEAD_NBYTES + payload.nbytes].contiguous()
-            return calls, carried.view(payload.dtype), 0
-        n = min(n_following for *_, n_following in heads)
-        if n == 0 or any(theirs != call for theirs in calls):
-            return calls, None, 0
-        following = rows[:, _HEAD + 1 : _HEAD + 1 + 2 * n].view(-1, n, 2)
-        is_same = (following == following[0]).all(dim=2).all(dim=0)
-        return calls, None, int(is_same.cumprod(0).sum())
+        calls, own = announced.calls, announced.begun
+        tags = [tag_of(announced.place, call) for call in calls]
+        for rank, (call, is_sent) in enumerate(zip(calls, announced.are_sent, strict=True)):
+            is_met = own is not None and tags[rank] == tags[self._rank]
+            if rank != self._rank and is_sent and not is_met:
+                nothing = self._shards(torch.zeros(call.numel, dtype=call.wire, device="cpu"))
+                nothing.send(tags[rank], [rank])
+                nothing.drain()
+        if own is not None:
+            own.drain()
 
     def all_reduce_together(self, flats: Sequence[Tensor], op: str) -> None:
         """Reduces each as all_reduce does, in one exchange."""
@@ -242,11 +241,12 @@ class Exchange:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         for rank in others:
             wire.encode((index, rank), rows[rank], outgoing[rank])
-        self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
+        self._swap(incoming, outgoing)
         result = outgoing[self._rank]
         reduced = wire.reduce(incoming, rows, self._rank, op, factors)
         wire.encode((index, "result"), reduced, result)
-        self._wait(self.group._allgather_base(as_bytes(incoming), result))
+        incoming[self._rank] = result
+        self._swap(incoming, result.expand(self._world_size, -1))
         for rank, coded in enumerate(incoming):
             wire.decode(coded, rows[rank])
         cast(rows.view(-1)[: chunk.numel()], chunk)
@@ -266,7 +266,8 @@ class Exchange:
         for some, columns in self._chunks(part, whole):
             outgoing = columns.contiguous()
             incoming = torch.empty_like(outgoing)
-            self._wait(self.group.alltoall_base(as_bytes(incoming), as_bytes(outgoing), [], []))
+            incoming[self._rank] = outgoing[self._rank]
+            self._swap(incoming, outgoing)
             some.copy_(reduce_rows(incoming, op, factors))
 
     def all_gather(self, whole: Tensor, part: Tensor, rows: Tensor | None = None) -> None:
@@ -275,7 +276,8 @@ class Exchange:
             return
         for some, columns in self._chunks(part, whole):
             incoming = columns if columns.is_contiguous() else part.new_empty(columns.shape)
-            self._wait(self.group._allgather_base(as_bytes(incoming), as_bytes(some)))
+            incoming[self._rank] = some
+            self._swap(incoming, some.expand(self._world_size, -1))
             if incoming is not columns:
                 columns.copy_(incoming)
 
@@ -296,6 +298,14 @@ class Exchange:
         for begin in range(0, part.numel(), n):
             yield part[begin : begin + n], rows[:, begin : begin + n]
 
+    def _swap(self, incoming: Tensor, outgoing: Tensor) -> None:
+        """Sends every other rank its row, and receives theirs."""
+        others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
+        works = [self.group.recv([incoming[rank]], rank, _SWAPPED) for rank in others]
+        works += [self.group.send([outgoing[rank]], rank, _SWAPPED) for rank in others]
+        for work in works:
+            self._wait(work)
+
     def _wait(self, work: Any) -> None:
         work.wait()
         self.moved_at = time.monotonic()
@@ -303,7 +313,8 @@ class Exchange:
 
 def _keep_groups() -> None:
     """In a forked child: a Gloo group waits for its threads when it is freed. Here it has none."""
-    _kept.extend(exchange.group for exchange in _exchanges)
+    for exchange in _exchanges:
+        _kept.extend((exchange.group, exchange.announcements.group, *exchange._own))
 
 
 os.register_at_fork(after_in_child=_keep_groups)

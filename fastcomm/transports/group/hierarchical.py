@@ -14,12 +14,13 @@ has one owner on every host, and every rank of every host takes its share.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,7 @@ from fastcomm.transports.group.blocks import BLOCK
 from fastcomm.transports.group.call import cast, reduce_rows
 from fastcomm.transports.group.communicator import Bootstrap, GroupCommunicator
 from fastcomm.transports.group.exchange import GRACE, Exchange
+from fastcomm.transports.group.shards import Reduction
 from fastcomm.transports.group.wire import Wire
 from fastcomm.transports.shm.communicator import ShmCommunicator
 
@@ -93,8 +95,10 @@ class HierarchicalCommunicator(GroupCommunicator):
         timeout: timedelta,
         hosts: Sequence[Sequence[int]],
     ) -> None:
-        exchange = HierarchicalExchange(rank, world_size, local_rank, bootstrap, timeout, hosts)
-        neighbours = exchange.neighbours
+        neighbours = next(ranks for ranks in hosts if rank in ranks)
+        exchange = Exchange(rank, world_size)  # no host has ranks to reduce among
+        if any(len(ranks) > 1 for ranks in hosts):
+            exchange = HierarchicalExchange(rank, world_size, local_rank, bootstrap, timeout, hosts)
         super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours, exchange)
 
 
@@ -145,9 +149,10 @@ class HierarchicalExchange(Exchange):
         """Returns the dtype in which a tensor travels. Halves are added in float32."""
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
-    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Callable[..., None]:
-        wire = self.wire_of(flat.dtype, wire_dtype)
-        return lambda op, rows, factors=None: self._reduce(flat, op, wire, factors)
+    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Reduction:
+        if wire_dtype is None:
+            return Reduction(functools.partial(self.all_reduce, flat))
+        return Reduction(lambda op, _, factors: self._reduce(flat, op, wire_dtype, factors))
 
     def all_reduce(
         self,

@@ -10,7 +10,7 @@ begun again.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,8 @@ from fastcomm.comm.flat_buffers import FlatBuffer
 from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
-from fastcomm.transports.group.exchange import (
-    APIECE_NBYTES,
-    CARRIED_NBYTES,
-    MOST_JOINED,
-    TOGETHER_NBYTES,
-)
+from fastcomm.transports.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES
+from fastcomm.transports.group.shards import CARRIED_NBYTES, MOST_JOINED, Reduction
 
 if TYPE_CHECKING:
     from fastcomm.transports.group.work_queue import WorkQueue
@@ -35,9 +31,8 @@ if TYPE_CHECKING:
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
 
-# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None;
-# and where the ranks have weights, the factors of their tensors.
-Move = Callable[..., None]
+# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None.
+Move = Callable[[Tensor | None], None]
 
 
 def see_through(
@@ -80,15 +75,18 @@ class GroupWork(BucketWork):
         payload: Tensor | None = None,
         used_mask: Tensor | None = None,
         plain: Tensor | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
+        """move: moves the data; or reduction: reduces it."""
         self.call = call
-        # `move` and `payload` hold the tensors. A small payload goes with the announcement.
+        # These hold the tensors. A small payload goes with the announcement.
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
-        self.move = move
+        self.move, self.reduction = move, reduction
         self.payload = payload if is_small else None
         # The tensor, if others can be reduced together with it: nothing but its length and label
         # tells it from theirs, and it does not travel with its announcement.
         self.plain = None if is_small or call.nbytes > APIECE_NBYTES else plain
+        self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
         self._queue = work_queue
@@ -199,7 +197,8 @@ class GroupWork(BucketWork):
     def resolve(self, error: FastcommError | None) -> None:
         """Sets the outcome. The first one counts."""
         if not self._is_over:
-            self.error, self.move, self.payload, self.plain = error, None, None, None
+            self.error, self.payload, self.plain = error, None, None
+            self.move = self.reduction = None
             self._is_over = True
             self._bell.put(None)
 
@@ -208,7 +207,7 @@ class GroupBucket(BoundBucket):
     """A flat buffer into which gradients are copied.
 
     work_of(op, used_mask, step, weight): makes the work that reduces it.
-    reduce(op, payloads, factors): reduces it on the thread, as a Move does.
+    reduction: reduces it on the thread.
     is_coded: whether it travels in blocks, and its used mask apart.
     """
 
@@ -217,11 +216,11 @@ class GroupBucket(BoundBucket):
         flat: Tensor,
         views: list[Tensor],
         work_of: Callable[[str, Tensor, int, Weight | None], GroupWork],
-        reduce: Callable[..., None],
+        reduction: Reduction,
         is_coded: bool,
     ) -> None:
         self._known = FlatBuffer(flat)
-        self._flat, self._reduce, self._is_coded = flat, reduce, is_coded
+        self._flat, self.reduction, self._is_coded = flat, reduction, is_coded
         self._views, self._work_of = views, work_of
         self._used_mask = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None
@@ -248,16 +247,11 @@ class GroupBucket(BoundBucket):
         work.post()
         return work
 
-    def move_of_shadow(self, op: str) -> Move:
-        """What a shadow does in place of a work of this bucket: takes part with zeros. Runs on the
-        thread, while no work of this bucket is under way.
+    def prepare_shadow(self, n_ranks: int) -> Tensor | None:
+        """Lets a shadow take part with zeros, while no work of this bucket is under way. Returns
+        what its reduction gets as payloads.
         """
-
-        def move(_: Tensor | None, factors: Sequence[float]) -> None:
-            used_mask = self._used_mask
-            is_carried = self._is_coded and used_mask.nbytes <= CARRIED_NBYTES
-            rows = used_mask.new_zeros(len(factors), used_mask.numel()) if is_carried else None
-            self._flat.zero_()
-            self._reduce(op, rows, factors)
-
-        return move
+        used_mask = self._used_mask
+        is_carried = self._is_coded and used_mask.nbytes <= CARRIED_NBYTES
+        self._flat.zero_()
+        return used_mask.new_zeros(n_ranks, used_mask.numel()) if is_carried else None

@@ -9,16 +9,16 @@ communicator.py makes the collectives, exchange.py moves the tensors.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,16 @@ from fastcomm.errors import (
     TimeoutError,
     has_closed,
 )
-from fastcomm.transports.group.call import ABANDON, WITHOUT_DATA, Call, factors_of, with_votes
+from fastcomm.transports.group.call import (
+    ABANDON,
+    WITHOUT_DATA,
+    Announced,
+    Call,
+    factors_of,
+    with_votes,
+)
 from fastcomm.transports.group.exchange import Exchange
+from fastcomm.transports.group.shards import Reduction, tag_of
 from fastcomm.transports.group.work import GroupBucket, GroupWork, Move, see_through
 
 # how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
@@ -58,6 +66,8 @@ TOLD_S = 0.3  # how long ranks that wait take to read a note
 # After a failure: by then the thread that found it has ended all works, unless a signal handler's
 # exception has interrupted it.
 INTERRUPTED_S = 3.0
+MOST_AHEAD = 64  # calls that are announced while others are carried out
+MOST_UNDER_WAY = 4  # collectives whose data is on its way at once
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,28 @@ class Interruption:
     number: int
     error: FastcommError
     meeting: GroupWork  # ends when all ranks stand at the same number again
+
+
+class UnderWay(NamedTuple):
+    """A collective whose data is on its way. number: see WorkQueue. works: those reduced together.
+    steps: what is left to do.
+    """
+
+    number: int
+    works: list[GroupWork]
+    steps: Iterator[None]
+    began_ns: int
+
+
+class Tensors(NamedTuple):
+    """What a work needs to be carried out. flats: its own, and those of the works behind it with
+    which it may be reduced.
+    """
+
+    move: Move | None
+    reduction: Reduction | None
+    behind: list[GroupWork]
+    flats: list[Tensor]
 
 
 class WorkQueue:
@@ -93,9 +125,7 @@ class WorkQueue:
     ) -> None:
         self.rank, self.world_size, self.pids = rank, len(pids), pids
         self.n_abandoned = 0
-        self.number = 0  # of the newest collective this rank has announced
-        # `number` at the last two announcements: a rank that has answered is at the first at least.
-        self._announced = 0, 0
+        self.number = 0  # of the newest collective that the thread has taken up
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
@@ -107,8 +137,14 @@ class WorkQueue:
         # caller holds it, so only the thread changes what must change together.
         self._lock = threading.RLock()
         self._works: list[GroupWork] = []  # oldest first; a work in this list is posted
+        # Those that the thread has not taken up. The other ranks count on each.
+        self._announcements = exchange.announcements
+        self._under_way: deque[UnderWay] = deque()  # oldest first; the thread's
+        # what the thread waits for, its number, and since when
         self._current: GroupWork | None = None
-        self._since = 0.0  # when the current work was begun
+        self._current_number = 0
+        self._since = 0.0
+        self._is_meeting = False  # the ranks meet after an abandonment
         self._interruption: Interruption | None = None  # the newest
         self._n_met = 0  # how often the ranks have begun to meet again
         # the error that stopped the thread, and when
@@ -237,8 +273,29 @@ class WorkQueue:
             return
         try:
             self._works.append(work)  # this call is what posts it
+            if self._can_announce_ahead(work):
+                with contextlib.suppress(RuntimeError):  # a broken connection, as the thread finds
+                    self._announce(work)
         finally:
             self._wakeups.put(work)
+
+    def _can_announce_ahead(self, work: GroupWork) -> bool:
+        """Whether the work, the newest, is announced at once: not behind one that is not, nor one
+        so small that it had better be reduced together with others. Under the lock.
+        """
+        if not self._exchange.announces_ahead or self._is_meeting or self._trouble is not None:
+            return False
+        before = self._works[-2:-1]
+        is_next = all(one.is_announced and one.call is not ABANDON for one in before)
+        is_alone = work.plain is None or not before
+        return is_next and is_alone and len(self._announcements) < MOST_AHEAD
+
+    def _announce(self, work: GroupWork, behind: Sequence[Call] = ()) -> None:
+        """Announces the work, and sends its data where that can be."""
+        begun = work.reduction
+        if begun is not None and not begun.can_begin(work.call.op):
+            begun = None
+        self._announcements.add(work, behind, begun)
 
     def holds(self, work: GroupWork) -> bool:
         """Whether the work is posted and not resolved."""
@@ -297,88 +354,152 @@ class WorkQueue:
 
     # -- the thread's side -------------------------------------------------------------------------
 
-    def _carry_out_oldest(self) -> None:
-        """Carries out the oldest work there is."""
-        with self._lock:
-            if self._trouble is not None or not self._works:
+    def _carry_out_all(self) -> None:
+        """Carries out all works there are: what has been announced by all ranks first, so that
+        there is always data on its way; else a step of the oldest that is.
+        """
+        while self._trouble is None:
+            with self._lock:
+                work = self._next()
+            is_ready = work is not None and self._is_ready(work)
+            try:
+                if work is not None and (is_ready or not self._under_way):
+                    self._begin(work)
+                elif self._under_way:
+                    self._go_on(self._under_way[0])
+                else:
+                    return
+            # torch raises nothing more specific; a PeerLostError from shared memory is one, too
+            except RuntimeError as trouble:
+                self._trouble = time.monotonic(), trouble
+                return  # the watchdog finds out why, and ends the communicator
+            except Exception as defect:
+                what = self._current.call if self._current is not None else "a collective"
+                self.watchdog.give_up(
+                    self, FastcommError(f"rank {self.rank} failed in {what}: {defect!r}")
+                )
                 return
-            work = self._own_abandonment() or self._works[0]
-            self._resolve_before(work)
-            self._current, self._since = work, time.monotonic()
-        error: FastcommError | None = None
-        works = [work]
-        try:
-            works += self._perform(work)
-        except MismatchError as mismatch:
-            error = mismatch
-        # torch raises nothing more specific; a PeerLostError from shared memory is one, too
-        except RuntimeError as trouble:
-            self._trouble = time.monotonic(), trouble
-            return  # the watchdog finds out why, and ends the communicator
-        except Exception as defect:
-            self.watchdog.give_up(
-                self, FastcommError(f"rank {self.rank} failed in {work.call}: {defect!r}")
-            )
+
+    def _next(self) -> GroupWork | None:
+        """The oldest work that has not begun. This rank's abandonment, if it is posted, comes
+        before all that the other ranks do not know of, which is not begun any more. Under the lock.
+        """
+        under_way = {id(work) for one in self._under_way for work in one.works}
+        waiting = [work for work in self._works if id(work) not in under_way]
+        own = self._own_abandonment()
+        if own is not None and not waiting[0].is_announced:
+            self._resolve_before(own, waiting)
+            return own
+        return waiting[0] if waiting else None
+
+    def _is_ready(self, work: GroupWork) -> bool:
+        """Whether all ranks have announced the work."""
+        has_room = len(self._under_way) < MOST_UNDER_WAY
+        return work.is_announced and has_room and self._announcements.has_come()
+
+    def _wait_for(self, work: GroupWork, number: int) -> None:
+        """Notes what the thread waits for from now on."""
+        with self._lock:
+            self._current, self._current_number = work, number
+            self._since = time.monotonic()
+
+    def _begin(self, work: GroupWork) -> None:
+        """Takes up the oldest announcement, which is that of the work, and carries out the
+        collective, or begins to.
+        """
+        self._wait_for(work, self.number + 1)
+        tensors = self._announce_now(work)
+        announced = self._take_up()
+        if ABANDON in announced.calls:
+            self._end_all_under_way()
+            self._meet_anew(announced)
             return
+        try:
+            wanted = self._wanted(announced.calls)
+        except MismatchError as mismatch:
+            self._exchange.end_what_was_sent(announced)
+            self._conclude([work], mismatch)
+            return
+        joined = tensors.behind[: announced.n_joined]
+        began_ns = time.monotonic_ns()
+        self.number += len(joined)
+        steps = self._steps_of(work, tensors, wanted, announced)
+        under_way = UnderWay(self.number, [work, *joined], steps, began_ns)
+        self._under_way.append(under_way)
+        self._go_on(under_way)
+
+    def _announce_now(self, work: GroupWork) -> Tensors:
+        """Announces the work, if it is not announced yet, together with what waits behind it.
+        Returns what it needs: now, as a failure may make works forget theirs at any time.
+        """
+        with self._lock:
+            is_late = not work.is_announced
+            behind = work.joinable(self._works) if is_late and work.plain is not None else []
+            flats = [one.plain for one in (work, *behind) if one.plain is not None]
+            tensors = Tensors(work.move, work.reduction, behind, flats)
+        if is_late:  # and callers announce none that come behind it
+            self._announce(work, [one.call for one in behind])
+        return tensors
+
+    def _steps_of(
+        self, work: GroupWork, tensors: Tensors, wanted: Call | None, announced: Announced
+    ) -> Iterator[None]:
+        """What there is to do, once all ranks have announced the same."""
+        payloads, reduction = announced.payloads, tensors.reduction
+        nothing: Iterator[None] = iter(())
+        is_shadow = work.call == WITHOUT_DATA
+        work.has_followed = is_shadow and wanted is not None
+        if wanted is None or wanted.op == SKIP:
+            self._exchange.end_what_was_sent(announced)
+            if wanted is not None:
+                work.note_skipped()
+            return nothing
+        if announced.n_joined:
+            self._exchange.all_reduce_together(
+                tensors.flats[: 1 + announced.n_joined], work.call.op
+            )
+            return nothing
+        if is_shadow:
+            bucket = self.buckets[wanted.label]
+            reduction, payloads = bucket.reduction, bucket.prepare_shadow(self.world_size)
+        if tensors.move is not None:
+            tensors.move(payloads)
+        if reduction is None:
+            return nothing
+        factors = factors_of(announced.calls)
+        if announced.begun is None:
+            reduction.begin(tag_of(announced.place, wanted), wanted.op, factors)
+        return reduction.steps(wanted.op, payloads, factors)
+
+    def _go_on(self, one: UnderWay) -> None:
+        """Takes the next step of what is under way, or finds that there is none left."""
+        self._wait_for(one.works[0], one.number)
+        for _ in one.steps:  # one of them
+            with self._lock:
+                self._current = None
+            return
+        self._under_way.remove(one)
+        if self.n_timekeepers > 0:
+            for work in one.works:
+                work.note_times(one.began_ns, time.monotonic_ns())
+        self._conclude(one.works, None)
+
+    def _conclude(self, works: list[GroupWork], error: FastcommError | None) -> None:
         with self._lock:
             self._current = None
-            self.number += len(works) - 1
             self._resolve(works, error)
 
+    def _end_all_under_way(self) -> None:
+        while self._under_way:
+            self._go_on(self._under_way[0])
+
     def _own_abandonment(self) -> GroupWork | None:
-        """This rank's abandonment, if it is posted. Works before it are not begun any more. Under
-        the lock.
-        """
+        """This rank's abandonment, if it is posted. Under the lock."""
         return next((work for work in self._works if work.call is ABANDON), None)
 
-    def _resolve_before(self, work: GroupWork) -> None:
-        """Under the lock."""
-        older = self._works[: self._works.index(work)]
-        if older:
-            self._resolve(older, AbandonedError(own_abandonment(self.rank)))
-
-    def _perform(self, work: GroupWork) -> list[GroupWork]:
-        """Returns the works that have been reduced together with it. Raises MismatchError when the
-        ranks call different collectives.
-        """
-        waiting, flats = self._joinable_with(work)
-        behind = [one.call for one in waiting]
-        calls, payloads, n_joined = self._announce(work.call, work.payload, behind)
-        if ABANDON in calls:
-            self._meet_anew(calls)
-            return []
-        joined, wanted = waiting[:n_joined], self._wanted(calls)
-        move = self._move_of(work, wanted)
-        if wanted is not None and wanted.op == SKIP:
-            work.note_skipped()
-        elif move is not None:
-            began_ns = time.monotonic_ns() if self.n_timekeepers > 0 else 0
-            factors = factors_of(calls)
-            if joined:
-                self._exchange.all_reduce_together(flats[: 1 + n_joined], work.call.op)
-            else:
-                move(payloads) if factors is None else move(payloads, factors)
-            if began_ns:
-                for one in (work, *joined):
-                    one.note_times(began_ns, time.monotonic_ns())
-        return joined
-
-    def _move_of(self, work: GroupWork, wanted: Call | None) -> Move | None:
-        """What moves the data of a work, and of a shadow as the others want it. None where there is
-        none, or a failure has ended the work.
-        """
-        if wanted is None or work.call != WITHOUT_DATA:
-            return work.move
-        work.has_followed = True
-        return self.buckets[wanted.label].move_of_shadow(wanted.op)
-
-    def _joinable_with(self, work: GroupWork) -> tuple[list[GroupWork], list[Tensor]]:
-        """The works behind this one that can be reduced together with it, and the tensors of all:
-        now, as a failure may make works forget theirs at any time.
-        """
-        with self._lock:
-            behind = [] if work.plain is None else work.joinable(self._works)
-            return behind, [one.plain for one in (work, *behind) if one.plain is not None]
+    def _resolve_before(self, own: GroupWork, works: list[GroupWork]) -> None:
+        """Ends those of the works that were posted before this rank abandoned. Under the lock."""
+        self._resolve(works[: works.index(own)], AbandonedError(own_abandonment(self.rank)))
 
     def _wanted(self, calls: Sequence[Call]) -> Call | None:
         """What the ranks with data call; None if no rank has any. Raises MismatchError if they call
@@ -393,32 +514,37 @@ class WorkQueue:
             raise MismatchError(mismatch(self.number, calls))
         return wanted[0]
 
-    def _announce(
-        self, call: Call, payload: Tensor | None = None, behind: Sequence[Call] = ()
-    ) -> tuple[list[Call], Tensor | None, int]:
-        """Numbers the call, and announces it: see Exchange.announce."""
+    def _take_up(self) -> Announced:
+        """Numbers the oldest announcement, and waits until all ranks have come there."""
         self.number += 1
-        self._announced = self._announced[1], self.number
-        return self._exchange.announce(call, payload, behind)
+        return self._announcements.take()
 
-    def _meet_anew(self, calls: list[Call]) -> None:
-        """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
-        one number.
+    def _meet_anew(self, announced: Announced) -> None:
+        """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so at one
+        place. Nothing else is announced meanwhile.
         """
         with self._lock:
+            self._is_meeting = True
             self._n_met += 1
             own = self._own_abandonment()
             meeting = self._current = own or GroupWork(self, ABANDON, None)
             if own is None:
+                calls = announced.calls
                 abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
                 error = AbandonedError(abandonment(abandoning))
                 self._interruption = Interruption(self._n_met, error, meeting)
                 self._resolve(list(self._works), error)
             else:
-                self._resolve_before(own)
-        while any(call != ABANDON for call in calls):
-            calls, *_ = self._announce(ABANDON)
+                self._resolve_before(own, self._works)
+        while True:
+            self._exchange.end_what_was_sent(announced)
+            if all(call == ABANDON for call in announced.calls):
+                break
+            if not self._announcements:
+                self._announcements.add(GroupWork(self, ABANDON, None))
+            announced = self._take_up()
         with self._lock:
+            self._is_meeting = False
             if own is not None:
                 self.n_abandoned = self._n_met
             self._resolve([meeting], None)
@@ -429,7 +555,7 @@ class WorkQueue:
         with self._lock:
             work = self._current
             age_s = time.monotonic() - max(self._since, self._exchange.moved_at)
-            return None if work is None else (self.number, age_s, str(work.call))
+            return None if work is None else (self._current_number, age_s, str(work.call))
 
     def _asynchronous_error(self) -> FastcommError | None:
         """A broken connection does not tell who broke it. Ranks that have not answered a while
@@ -458,12 +584,9 @@ class WorkQueue:
         )
 
     def _is_silent(self, rank: int) -> bool:
-        """Whether the rank has not said lately where it stands. Ranks are never more than one
-        announcement apart.
-        """
+        """Whether the rank has not answered the question."""
         with contextlib.suppress(RuntimeError):
-            position = self._notes.read(f"position/{self.epoch}/{rank}")
-            return position is None or int(json.loads(position)[0]) < self._announced[0]
+            return self._notes.read(f"here/{rank}") is None
         return False
 
     def _fail(self, error: FastcommError) -> None:
@@ -522,5 +645,5 @@ def _carry_out_all(
             alive = reference()
             if work is None or alive is None:
                 return
-            alive._carry_out_oldest()
+            alive._carry_out_all()
             del work, alive

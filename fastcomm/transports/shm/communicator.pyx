@@ -47,7 +47,7 @@ cdef class ShmCommunicator:
 
     backend = "shm"
     has_common_memory = announces = carries_votes = counts_nonfinite = True
-    has_streams = feeds_back_errors = False
+    has_streams = feeds_back_errors = crosses_network = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__

@@ -58,7 +58,7 @@ def test_a_peer_that_closes_with_works_under_way_is_named_soon(transport, world_
     assert seconds < 2
 
 
-def _break_a_connection_when_a_peer_is_one_announcement_behind(place):
+def _break_a_connection_to_a_peer_that_answers(place):
     work_queue.EXPLAIN_S = 0.1
     comm = communicator(place)
     comm.barrier()
@@ -69,11 +69,11 @@ def _break_a_connection_when_a_peer_is_one_announcement_behind(place):
 
     def break_down(*_):
         leave_note(comm._notes, "question", "where are you?")
-        while comm._notes.read("position/0/1") is None:
+        while comm._notes.read("here/1") is None:
             time.sleep(0.01)
         raise RuntimeError("reset by peer")
 
-    comm._exchange.announce = break_down
+    comm._exchange.announcements.add = break_down
     with pytest.raises(PeerLostError) as lost:
         comm.barrier()
     return str(lost.value), lost.value.ranks
@@ -81,10 +81,8 @@ def _break_a_connection_when_a_peer_is_one_announcement_behind(place):
 
 @pytest.mark.usefixtures("transport")
 @over(2, shm=(), nccl=(), hierarchical=())
-def test_a_peer_that_is_one_announcement_behind_is_not_lost(transport, world_size):
-    outcomes = new_ranks(
-        transport, world_size, _break_a_connection_when_a_peer_is_one_announcement_behind
-    )
+def test_a_peer_that_answers_is_not_lost(transport, world_size):
+    outcomes = new_ranks(transport, world_size, _break_a_connection_to_a_peer_that_answers)
     (message, ranks), _ = values_of(outcomes)
     assert message.startswith("a connection between the ranks broke; rank 0 ")
     assert ranks == ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastcomm.transports.group.exchange import CARRIED_NBYTES, SMALL_NBYTES
+from fastcomm.transports.group.exchange import SMALL_NBYTES
+from fastcomm.transports.group.shards import CARRIED_NBYTES
 from tests.support.collective_checks import CHECKS, with_every_op, with_ops_in_turn
 from tests.support.ranks import on_ranks
 from tests.support.reference import DTYPES

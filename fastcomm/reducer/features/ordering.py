@@ -1,0 +1,114 @@
+"""Ordering: plans the buckets anew in the order in which gradients really arrive.
+
+Buckets are first planned from the registration of parameters, which a backward need not follow: a
+norm that is registered behind a large layer and used before it keeps the first bucket open until
+that layer is through. Over a network that decides how much of the reduction hides behind the
+backward. So the order is traced in two rounds, the ranks compare what they have seen, and where
+all have seen the same twice, the buckets are made once more. Not where graphs differ from round to
+round or from rank to rank, nor where somebody counts on the buckets there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastcomm.comm.objects import gather_objects
+from fastcomm.insight.recorder import Recorder
+from fastcomm.insight.steps import Step, read_steps
+from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.compatibility import Feature
+from fastcomm.reducer.features.join import is_joining
+from fastcomm.reducer.features.replanning import all_or_none, hook_up_anew
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
+
+TRACED_ROUNDS = 2
+# What goes with buckets that are made anew: all else keeps something of each of them.
+_GOES_WITH = {
+    *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE),
+    *(Feature.WIRE, Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING),
+}
+
+
+class _Seen(NamedTuple):
+    """What one rank tells the others. order: the parameters' indices as their gradients have
+    arrived; None where rounds differ. can_replan: nothing is under way, and nobody counts on the
+    buckets.
+    """
+
+    order: tuple[int, ...] | None
+    can_replan: bool
+
+
+class Ordering:
+    """The order of one reducer's gradients, from its attach() on.
+
+    order: in which the next buckets are filled; None: the reverse of registration.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0, 1)
+
+    def begin(self, n_rounds: int, world_size: int) -> None:
+        """A model is attached, when so many rounds have ended."""
+        self.order: tuple[int, ...] | None = None
+        self._decides_at = n_rounds + TRACED_ROUNDS
+        self._is_over = world_size == 1
+        self._recorder: Recorder | None = None  # ours, while it is in use
+
+    def trace(self, reducer: Reducer) -> None:
+        """The buckets are made."""
+        self._is_over = self._is_over or len(reducer.buckets) == 1
+        if not self._is_over and reducer.recorder is None:
+            sizes = [len(bucket.names) for bucket in reducer.buckets]
+            self._recorder = Recorder(TRACED_ROUNDS, sum(sizes), len(sizes))
+            reducer.recorder = self._recorder
+
+    def described(self) -> str:
+        """For repr()."""
+        return "" if self.order is None else ", by arrival"
+
+    def after_round(self, reducer: Reducer, can_replan: bool) -> None:
+        """A round has ended: see Tuning.after_round. Inside a join() the ranks without data end
+        none, and the others decide later.
+        """
+        if self._is_over or reducer.n_rounds < self._decides_at or is_joining(reducer.comm):
+            return
+        with all_or_none(reducer, self._stop):
+            seen = self._seen(reducer, can_replan)
+            self._stop(reducer)
+            all_seen = gather_objects(reducer.comm, seen, "backward()")
+            if all(one.can_replan and one.order == seen.order for one in all_seen):
+                self._replan(reducer, seen.order)
+
+    def _seen(self, reducer: Reducer, can_replan: bool) -> _Seen:
+        can_replan = can_replan and reducer.features().keys() <= _GOES_WITH
+        orders = set()
+        if reducer.recorder is not None and can_replan:
+            steps = [s for s in read_steps(reducer.recorder) if s.kind == "reduced"]
+            orders = {_order_of(step, reducer.buckets) for step in steps[-TRACED_ROUNDS:]}
+        return _Seen(orders.pop() if len(orders) == 1 else None, can_replan)
+
+    def _replan(self, reducer: Reducer, order: tuple[int, ...] | None) -> None:
+        if order is not None and order != tuple(sorted(order, reverse=True)):
+            self.order = order
+            hook_up_anew(reducer)
+
+    def _stop(self, reducer: Reducer) -> None:
+        self._is_over = True
+        self.let_go(reducer)
+
+    def let_go(self, reducer: Reducer) -> None:
+        """Nothing is traced any more: the buckets go."""
+        if self._recorder is not None and reducer.recorder is self._recorder:
+            reducer.recorder = None
+        self._recorder = None
+
+
+def _order_of(step: Step, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    """What has never arrived comes last."""
+    indices = [i for bucket in buckets for i in bucket.indices]
+    arrived = zip(step.ready, indices, strict=True)
+    return tuple(i for *_, i in sorted((not ready, ready, -i, i) for ready, i in arrived))

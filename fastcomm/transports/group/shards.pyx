@@ -1,0 +1,288 @@
+# cython: language_level=3
+"""What a rank sends before the others have come: its announcement of a collective, and the shards
+that they reduce.
+
+A tensor is reduced in two exchanges. Each rank sends every other one the shard that one reduces,
+then its own reduced shard to all. The first begins as soon as the tensor is ready: the others
+receive once they are there. In chunks, so that one is reduced while others travel.
+
+Compiled, so that no signal handler runs between two statements: what a rank has sent half, the
+others would wait for.
+"""
+
+import collections
+import zlib
+
+import torch
+
+from fastcomm.comm.collective import CPU_DTYPES, OPS, WEIGHTED_OPS
+from fastcomm.transports.group.call import Announced, Call, cast, reduce_rows
+
+# Includes the sources themselves: the extensions may be built at the same time, and would write
+# each other's object files.
+cdef extern from "shm/reduce_16bit.c":
+    pass
+
+cdef extern from "shm/reduce.c":
+    enum:
+        SHM_MAX_INPUTS
+    bint shm_reduce(int dtype, int op, size_t numel, const void *const *inputs, int n_inputs,
+                    void *const *outputs, int n_outputs) nogil
+    bint shm_reduce_weighted(int dtype, size_t numel, const void *const *inputs,
+                             const double *factors, int n_inputs, void *const *outputs,
+                             int n_outputs) nogil
+
+CHUNK_NBYTES = 4 * 2**20  # of all ranks' shards
+# largest payload that travels with the announcement: delays its packet hardly at all
+CARRIED_NBYTES = 1024
+# A frame: the call's numbers, how many calls wait behind it, whether its data is on its way, then
+# what tells these from it (numel and label), or the payload.
+_HEAD = len(Call("barrier").numbers()) + 2
+_HEAD_NBYTES = 8 * _HEAD
+MOST_JOINED = CARRIED_NBYTES // 16
+
+
+def tag_of(place, call):
+    """The tag of what moves for a call; the next one is that of its results. Below 2**30.
+
+    place: counts announcements. Calls that differ have different tags, so that nobody receives
+    into a shard what was not meant for it.
+    """
+    shape = f"{call.kind} {call.numel} {call.dtype} {call.wire} {call.label}"
+    return place % 2**9 << 21 | (zlib.crc32(shape.encode()) & 0xFFFFF) << 1
+
+
+class Links:
+    """Two groups of the same ranks, one for what goes to higher ranks, one for what goes to lower
+    ones. A Gloo connection has one lock for both directions: who writes to it keeps its thread
+    from reading, and that thread turns in circles meanwhile.
+    """
+
+    def __init__(self, rank, up, down):
+        self._rank, self._up, self._down = rank, up, down
+
+    def send(self, tensors, rank, tag):
+        return (self._up if rank > self._rank else self._down).send(tensors, rank, tag)
+
+    def recv(self, tensors, rank, tag):
+        return (self._up if rank < self._rank else self._down).recv(tensors, rank, tag)
+
+    def broadcast(self, tensors, options):
+        return self._up.broadcast(tensors, options)
+
+
+class Announcement:
+    """One of Announcements. begun: the reduction whose data was sent with it, or None."""
+
+    def __init__(self, place, work, frames, payload, begun):
+        self._place, self._begun = place, begun
+        self._work, self._frames, self._payload = work, frames, payload
+
+    def has_come(self):
+        """Whether all ranks have announced theirs."""
+        return self._work.is_completed()
+
+    def wait(self):
+        """Waits until all ranks have come. Equal calls have payloads of one size and dtype."""
+        self._work.wait()
+        payload, rows = self._payload, self._frames.view(torch.int64)
+        heads = rows[:, :_HEAD].tolist()
+        calls = [Call.of(head[:-2]) for head in heads]
+        are_sent = [bool(head[-1]) for head in heads]
+        rest = are_sent, self._place, self._begun
+        if payload is not None:
+            carried = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
+            return Announced(calls, carried.view(payload.dtype), 0, *rest)
+        n = min([head[-2] for head in heads])
+        if n == 0 or any([theirs != calls[0] for theirs in calls]):
+            return Announced(calls, None, 0, *rest)
+        following = rows[:, _HEAD:_HEAD + 2 * n].view(-1, n, 2)
+        is_same = (following == following[0]).all(dim=2).all(dim=0)
+        return Announced(calls, None, int(is_same.cumprod(0).sum()), *rest)
+
+
+class Announcements:
+    """Those of this rank that are under way, oldest first. group: over which the ranks announce,
+    and nothing else travels. place: counts them.
+    """
+
+    def __init__(self, world_size):
+        self.group = None
+        self._world_size = world_size
+        self._place = 0
+        self._under_way = collections.deque()
+
+    def __len__(self):
+        return len(self._under_way)
+
+    def has_come(self):
+        """Whether all ranks have announced theirs at the oldest one's place."""
+        return self._under_way[0].has_come()
+
+    def take(self):
+        """Waits for the oldest one: all that the ranks have announced at its place."""
+        announced = self._under_way[0].wait()
+        self._under_way.popleft()
+        return announced
+
+    def add(self, work, behind=(), begun=None):
+        """Tells the other ranks this one's call, and sends them its data if it is `begun`, a
+        reduction. Waits for nobody.
+
+        behind: in place of a payload, calls that could be reduced together with this. They differ
+            from it in nothing but numel and label.
+        """
+        call, payload = work.call, work.payload
+        numbers = [*call.numbers(), len(behind), begun is not None]
+        for one in behind:
+            numbers += one.numel, one.label
+        frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8, device="cpu")
+        frame[:8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers, device="cpu"))
+        if payload is not None:
+            frame[_HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes] = payload.view(-1).view(torch.uint8)
+        frames = torch.empty(self._world_size, frame.numel(), dtype=torch.uint8, device="cpu")
+        under_way = self.group._allgather_base(frames.view(-1), frame)
+        self._place += 1
+        self._under_way.append(Announcement(self._place, under_way, frames, payload, begun))
+        work.is_announced = True
+        if begun is not None:
+            begun.begin(tag_of(self._place, call), call.op)
+
+
+class Reduction:
+    """How a tensor is reduced between ranks, again and again. This one can do nothing before all
+    ranks have announced it. reduce: gets the op, the payloads or None and, where ranks do not count
+    alike, the factors of their tensors.
+    """
+
+    def __init__(self, reduce):
+        self._reduce = reduce
+
+    def can_begin(self, op):
+        """Whether begin() may come before the ranks have announced it."""
+        return False
+
+    def begin(self, tag, op, factors=None):
+        """Sends what the other ranks need of this one. Waits for nobody."""
+
+    def steps(self, op, payloads, factors):
+        """Goes on after begin(), once all ranks have announced the same. Between two steps data is
+        on its way, and other reductions may take steps of theirs.
+        """
+        self._reduce(op, payloads, factors)
+        return iter(())
+
+    def drain(self):
+        """In place of steps(): waits for what begin() has begun, so that nothing is left behind."""
+
+
+class Cast(Reduction):
+    """Reduces a copy in another dtype. rank: whose factor is applied before the copy, if the ranks
+    have weights: the range of its dtype may be small.
+    """
+
+    def __init__(self, flat, wire, inner, rank):
+        self._flat, self._wire, self._inner, self._rank = flat, wire, inner, rank
+
+    def can_begin(self, op):
+        return op not in WEIGHTED_OPS.values() and self._inner.can_begin(op)
+
+    def begin(self, tag, op, factors=None):
+        if op in WEIGHTED_OPS.values():
+            torch.mul(self._flat, factors[self._rank], out=self._wire)
+        else:
+            self._wire.copy_(self._flat)
+        self._inner.begin(tag, op)
+
+    def steps(self, op, payloads, factors):
+        if op in WEIGHTED_OPS.values():
+            op, factors = "sum", None
+        yield from self._inner.steps(op, payloads, factors)
+        cast(self._wire, self._flat)
+
+    def drain(self):
+        self._inner.drain()
+
+
+class Shards(Reduction):
+    """flat: the tensor. group, wait: of the Exchange. Keeps memory for the other ranks' shards."""
+
+    def __init__(self, rank, world_size, flat, group, wait):
+        self._rank, self._group, self._wait = rank, group, wait
+        # Each begins with another peer, so that not all send to one.
+        self._peers = [(rank + i) % world_size for i in range(1, world_size)]
+        numel = max(world_size, CHUNK_NBYTES // flat.element_size())
+        self._chunks = [chunk.tensor_split(world_size) for chunk in flat.split(numel)]
+        with torch.inference_mode(False):  # buckets may be made under it
+            self._rows = [
+                [
+                    shards[rank] if r == rank else torch.empty_like(shards[rank], device="cpu")
+                    for r in range(world_size)
+                ]
+                for shards in self._chunks
+            ]
+        self._tag = 0
+        self._coming = []  # by chunk
+        self._going = []
+
+    def can_begin(self, op):
+        return True
+
+    def begin(self, tag, op, factors=None):
+        self.send(tag, self._peers)
+
+    def send(self, tag, peers):
+        """Begins the first exchange with these ranks."""
+        recv, send = self._group.recv, self._group.send
+        self._tag = tag
+        self._coming = [[recv([rows[r]], r, tag) for r in peers] for rows in self._rows]
+        self._going = [send([shards[r]], r, tag) for shards in self._chunks for r in peers]
+
+    def steps(self, op, payloads, factors):
+        """The first step ends the first exchange, the second one the other."""
+        recv, send, tag = self._group.recv, self._group.send, self._tag + 1
+        # A shard comes back only when its rank has all that was sent there.
+        results = [recv([shards[r]], r, tag) for shards in self._chunks for r in self._peers]
+        for shards, rows, coming in zip(self._chunks, self._rows, self._coming, strict=True):
+            for work in coming:
+                self._wait(work)
+            _reduce_into(shards[self._rank], rows, op, factors)
+            self._going += [send([shards[self._rank]], r, tag) for r in self._peers]
+        self._coming = []
+        yield
+        for work in results:
+            self._wait(work)
+        self.drain()
+
+    def drain(self):
+        for coming in self._coming:
+            for work in coming:
+                self._wait(work)
+        for work in self._going:
+            self._wait(work)
+        self._coming, self._going = [], []
+
+
+def _reduce_into(own, rows, op, factors):
+    """Reduces the rows, of which `own` is one, into it: in one pass, in rank order. 16-bit floats
+    are added in float32 and rounded once. factors: of the rows, whose products are added then,
+    whatever the op.
+    """
+    cdef const void *inputs[SHM_MAX_INPUTS]
+    cdef double weights[SHM_MAX_INPUTS]
+    cdef void *output = <void *><size_t>own.data_ptr()
+    cdef int i, n = len(rows), dtype = CPU_DTYPES.index(own.dtype), code
+    cdef size_t numel = own.numel()
+    if n > SHM_MAX_INPUTS:
+        own.copy_(reduce_rows(torch.stack(rows), op, factors))
+        return
+    for i in range(n):
+        inputs[i] = <const void *><size_t>rows[i].data_ptr()
+        weights[i] = 0.0 if factors is None else factors[i]
+    if factors is None:
+        code = OPS.index(op)
+        with nogil:
+            shm_reduce(dtype, code, numel, inputs, n, &output, 1)
+    else:
+        with nogil:
+            shm_reduce_weighted(dtype, numel, inputs, weights, n, &output, 1)

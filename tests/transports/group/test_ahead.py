@@ -1,0 +1,159 @@
+"""Calls that are announced, and whose data is sent, while others are carried out: what a rank has
+sent must come to an end whatever the others call.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+import torch
+
+from fastcomm import AbandonedError, MismatchError
+from fastcomm.comm.collective import SKIP
+from fastcomm.transports.group import work_queue
+from tests.support.bodies import communicator, note, wait_for_note
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.reference import check_all_reduce
+from tests.support.transports import TRANSPORTS_OVER_TORCH
+
+pytestmark = [
+    pytest.mark.usefixtures("transport"),
+    pytest.mark.transports(*TRANSPORTS_OVER_TORCH),
+]
+
+LARGE = 300_000  # float32: more than what goes together with others
+
+
+def buckets_of(comm, n, wire_dtype=None):
+    """n of them, which hold rank + 1 everywhere."""
+    flats = [torch.full((LARGE + i,), comm.rank + 1.0) for i in range(n)]
+    return flats, [
+        comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=wire_dtype, label=1 + i)
+        for i, flat in enumerate(flats)
+    ]
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=str)
+@on_ranks(1, 2, 3)
+def test_many_buckets_may_be_under_way(comm, wire_dtype):
+    flats, buckets = buckets_of(comm, 2 * work_queue.MOST_UNDER_WAY + 1, wire_dtype)
+    for _ in range(2):
+        for flat in flats:
+            flat.fill_(comm.rank + 1)
+        works = [bucket.launch("sum", []) for bucket in buckets]
+        for work in reversed(works):
+            work.wait()
+        total = comm.world_size * (comm.world_size + 1) / 2
+        assert {value for flat in flats for value in flat[:-1].unique().tolist()} == {total}
+
+
+@on_ranks(2)
+def test_more_calls_wait_than_are_announced(comm):
+    tensors = [torch.full((70_000,), float(i)) for i in range(work_queue.MOST_AHEAD + 3)]
+    works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    assert [tensor.unique().item() for tensor in tensors] == [2 * i for i in range(len(tensors))]
+
+
+@on_ranks(2)
+def test_other_collectives_may_come_between(comm):
+    flats, buckets = buckets_of(comm, 3)
+    whole, works = torch.empty(2 * LARGE), []
+    for bucket in buckets:
+        works.append(bucket.launch("sum", []))
+        comm.broadcast(torch.ones(LARGE), 1)
+        comm.all_gather_single(whole, torch.full((LARGE,), float(comm.rank)))
+        assert whole.sum() == LARGE
+    for work, flat in zip(works, flats, strict=True):
+        work.wait()
+        assert (flat[:-1] == 3).all()
+
+
+@on_ranks(3)
+def test_ranks_that_call_different_collectives_leave_nothing_under_way(comm):
+    for numel in (LARGE + (comm.rank == 1), LARGE):
+        mine = "max" if comm.rank == 2 else "sum"
+        with pytest.raises(MismatchError):
+            comm.all_reduce(torch.ones(numel), mine)
+        check_all_reduce(comm, LARGE)
+    if comm.rank == 0:
+        call = functools.partial(comm.all_reduce, torch.ones(LARGE))
+    else:
+        call = functools.partial(comm.barrier)
+    with pytest.raises(MismatchError):
+        call()
+    check_all_reduce(comm, LARGE)
+
+
+def _abandon_with_buckets_under_way(place):
+    """Rank 0 has launched five buckets, rank 1 two."""
+    comm = communicator(place)
+    comm.barrier()
+    flats, buckets = buckets_of(comm, 5)
+    if place.rank == 0:
+        works = [bucket.launch("sum", []) for bucket in buckets]
+        note(place, launched=True)
+    else:
+        wait_for_note(place, "launched")
+        works = [bucket.launch("sum", []) for bucket in buckets[:2]]
+        comm.abandon()
+        works[0].wait()
+    outcomes = []
+    for work in works:
+        try:
+            work.wait()
+            outcomes.append("well")
+        except AbandonedError:
+            outcomes.append("abandoned")
+    results = [flat[:-1].unique().tolist() for flat in flats[:2]]
+    flats[0].fill_(1)
+    buckets[0].launch("sum", []).wait()
+    return outcomes, results, flats[0][:-1].unique().item()
+
+
+def test_what_all_ranks_have_announced_ends_well_though_one_of_them_abandons(transport):
+    outcomes = fresh_ranks(2, _abandon_with_buckets_under_way, transport=transport)
+    first, second = values_of(outcomes)
+    assert first == (["well"] * 2 + ["abandoned"] * 3, [[3.0]] * 2, 2)
+    assert second == (["well"] * 2, [[3.0]] * 2, 2)
+
+
+@on_ranks(3)
+def test_a_rank_that_hears_of_an_abandonment_has_nothing_under_way_behind_it(comm):
+    for culprit in range(3):
+        _, buckets = buckets_of(comm, 4)
+        if comm.rank == culprit:
+            comm.abandon()
+        else:
+            with pytest.raises(AbandonedError):
+                works = [bucket.launch("sum", []) for bucket in buckets]
+                for work in works:
+                    work.wait()
+        check_all_reduce(comm, LARGE)
+
+
+@on_ranks(2)
+def test_a_vote_leaves_nothing_under_way(comm):
+    for voter in (0, 1):
+        _, (bucket,) = buckets_of(comm, 1)
+        work = bucket.launch(SKIP if comm.rank == voter else "sum", [])
+        work.wait()
+        assert work.is_skipped()
+        check_all_reduce(comm, LARGE)
+
+
+@on_ranks(3)
+def test_a_shadow_takes_part_with_zeros(comm):
+    flats, (bucket,) = buckets_of(comm, 1)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.1)  # the others' data is on its way
+        assert not comm.shadow()
+    else:
+        bucket.launch("mean", []).wait()
+        assert (flats[0][:-1] == 2).all()
+    check_all_reduce(comm, LARGE)
