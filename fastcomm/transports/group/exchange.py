@@ -29,13 +29,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastcomm.comm.collective import as_pairs
 from fastcomm.errors import InitError
 from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.call import (
-    Announced,
-    as_bytes,
-    cast,
-    reduce_rows,
-    with_one_nan,
-)
+from fastcomm.transports.group.call import Announced, as_bytes, cast, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
     Announcements,
@@ -54,8 +48,9 @@ TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
-# Tags beyond those of tag_of. What is swapped arrives in the order in which it was sent.
-_SWAPPED, _NEVER_SENT = 2**30, 2**30 + 1
+# Tags below those of tag_of, and above those of chunks. What is swapped arrives in the order in
+# which it was sent.
+_SWAPPED, _NEVER_SENT = 2**20, 2**20 + 1
 _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _kept: list[Any] = []  # the groups of a forked child's parent
 

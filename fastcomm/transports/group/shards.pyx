@@ -43,13 +43,13 @@ MOST_JOINED = CARRIED_NBYTES // 16
 
 
 def tag_of(place, call):
-    """The tag of what moves for a call; the next one is that of its results. Below 2**30.
+    """The tag of what moves for a call; the next one is that of its results. At least 2**21.
 
     place: counts announcements. Calls that differ have different tags, so that nobody receives
     into a shard what was not meant for it.
     """
     shape = f"{call.kind} {call.numel} {call.dtype} {call.wire} {call.label}"
-    return place % 2**9 << 21 | (zlib.crc32(shape.encode()) & 0xFFFFF) << 1
+    return (1 + place % 511) << 21 | (zlib.crc32(shape.encode()) & 0xFFFFF) << 1
 
 
 class Links:

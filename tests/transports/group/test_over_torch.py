@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm.transports.group import exchange, hierarchical
+from fastcomm.transports.group import exchange, hierarchical, shards
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.reference import (
@@ -65,12 +65,15 @@ def exact_shards(dtype, n, numel):
 @contextlib.contextmanager
 def in_chunks():
     """For bodies: what they reduce in here is cut into chunks of CHUNK_NBYTES."""
-    before = exchange.CHUNK_NBYTES, hierarchical.CHUNK_NBYTES
-    exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = CHUNK_NBYTES
+    modules = exchange, hierarchical, shards
+    before = [module.CHUNK_NBYTES for module in modules]
+    for module in modules:
+        module.CHUNK_NBYTES = CHUNK_NBYTES
     try:
         yield
     finally:
-        exchange.CHUNK_NBYTES, hierarchical.CHUNK_NBYTES = before
+        for module, nbytes in zip(modules, before, strict=True):
+            module.CHUNK_NBYTES = nbytes
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -200,7 +203,7 @@ COLLECTIVES = {
 
 
 def _take_long(place, transport, collective):
-    exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = CHUNK_NBYTES
+    exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = shards.CHUNK_NBYTES = CHUNK_NBYTES
     options = {"rank": place.rank, "world_size": 2, "init_method": place.init_method}
     with fastcomm.init(transport, **options) as comm:
         comm._queue.watchdog._timeout_s = TIMEOUT_S
