@@ -34,6 +34,7 @@ from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
     Announcements,
     Cast,
+    Joint,
     Links,
     Reduction,
     Shards,
@@ -43,7 +44,7 @@ from fastcomm.transports.group.wire import Wire
 
 # All-reductions that wait go together if each is so small that its calls cost more than a copy, and
 # up to here in all: several of hierarchical's chunks, so that one travels while another is reduced.
-APIECE_NBYTES = 2**18
+APIECE_NBYTES = 2 * 2**20
 TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # The watchdog's error must come before Gloo's, which does not name the ranks.
@@ -175,14 +176,11 @@ class Exchange:
         if own is not None:
             own.drain()
 
-    def all_reduce_together(self, flats: Sequence[Tensor], op: str) -> None:
-        """Reduces each as all_reduce does, in one exchange."""
-        numels = [flat.numel() for flat in flats]
-        together = self.empty(sum(numels), flats[0].dtype)
+    def joint_reduction_of(self, flats: Sequence[Tensor]) -> Reduction:
+        """What reduces several tensors as one."""
+        together = self.empty(sum(flat.numel() for flat in flats), flats[0].dtype)
         torch.cat(list(flats), out=together)
-        self.all_reduce(together, op)
-        for flat, part in zip(flats, together.split(numels), strict=True):
-            flat.copy_(part)
+        return Joint(flats, together, self.reduction_of(together, None))
 
     # rows, in each of these: the payloads that came with the announcement, or None. factors: of the
     # ranks' tensors, where they have weights.

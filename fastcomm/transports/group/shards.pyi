@@ -39,6 +39,9 @@ class Reduction:
 class Cast(Reduction):
     def __init__(self, flat: Tensor, wire: Tensor, inner: Reduction, rank: int) -> None: ...
 
+class Joint(Reduction):
+    def __init__(self, flats: Sequence[Tensor], together: Tensor, inner: Reduction) -> None: ...
+
 class Shards(Reduction):
     def __init__(
         self, rank: int, world_size: int, flat: Tensor, group: Any, wait: Callable[[Any], None]

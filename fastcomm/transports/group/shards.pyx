@@ -204,6 +204,22 @@ class Cast(Reduction):
         self._inner.drain()
 
 
+class Joint(Reduction):
+    """Reduces tensors by their copies, which lie one behind the other in `together`."""
+
+    def __init__(self, flats, together, inner):
+        self._flats, self._together, self._inner = flats, together, inner
+
+    def begin(self, tag, op, factors=None):
+        self._inner.begin(tag, op)
+
+    def steps(self, op, payloads, factors):
+        yield from self._inner.steps(op, payloads, factors)
+        parts = self._together.split([flat.numel() for flat in self._flats])
+        for flat, part in zip(self._flats, parts, strict=True):
+            flat.copy_(part)
+
+
 class Shards(Reduction):
     """flat: the tensor. group, wait: of the Exchange. Keeps memory for the other ranks' shards."""
 

@@ -291,8 +291,10 @@ class WorkQueue:
         return is_next and is_alone and len(self._announcements) < MOST_AHEAD
 
     def _announce(self, work: GroupWork, behind: Sequence[Call] = ()) -> None:
-        """Announces the work, and sends its data where that can be."""
-        begun = work.reduction
+        """Announces the work, and sends its data where that can be: not where it may be reduced
+        together with others.
+        """
+        begun = None if behind else work.reduction
         if begun is not None and not begun.can_begin(work.call.op):
             begun = None
         self._announcements.add(work, behind, begun)
@@ -455,10 +457,7 @@ class WorkQueue:
                 work.note_skipped()
             return nothing
         if announced.n_joined:
-            self._exchange.all_reduce_together(
-                tensors.flats[: 1 + announced.n_joined], work.call.op
-            )
-            return nothing
+            reduction = self._exchange.joint_reduction_of(tensors.flats[: 1 + announced.n_joined])
         if is_shadow:
             bucket = self.buckets[wanted.label]
             reduction, payloads = bucket.reduction, bucket.prepare_shadow(self.world_size)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.transports(*TRANSPORTS_OVER_TORCH),
 ]
 
-LARGE = 300_000  # float32: more than what goes together with others
+LARGE = 600_000  # float32: more than what goes together with others
 
 
 def buckets_of(comm, n, wire_dtype=None):
