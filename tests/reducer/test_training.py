@@ -37,7 +37,7 @@ class _Scattered(nn.Module):
 
     def __init__(self, rank):
         super().__init__()
-        generator = torch.Generator().manual_seed(rank)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(rank)
         self.dense = nn.Parameter(torch.randn(5, 3, generator=generator))
         self.frozen = nn.Parameter(torch.randn(7, generator=generator), requires_grad=False)
         self.channels_last = nn.Parameter(
@@ -104,7 +104,8 @@ def test_sync_buffers_gives_every_rank_the_buffers_of_one(comm):
     model = convnet()
     reducer = fastcomm.Reducer(comm).attach(model)
     for step in range(comm.rank + 1):
-        model(torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(step)) + comm.rank)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
+        model(torch.randn(4, 3, 12, 12, generator=generator) + comm.rank)
     mine = {name: buffer.clone() for name, buffer in model.named_buffers()}
     reducer.sync_buffers(src=1)
     same = [torch.equal(buffer, mine[name]) for name, buffer in model.named_buffers()]
@@ -280,10 +281,10 @@ def _whole_batch_of_vectors(model, world_size):
 
 def _whole_batch_of_text(model, world_size):
     parts = [
-        torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(rank))
+        torch.randint(32, (4, 17), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
         for rank in range(world_size)
     ]
-    tokens = torch.cat(parts)
+    tokens = torch.cat(parts).to(torch.get_default_device())
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
