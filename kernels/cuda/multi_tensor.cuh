@@ -66,10 +66,10 @@ struct e5m2 {
 #define MT_PAIRS_OF_F64(X, N) X(f64, f64, N) X(f64, f32, N) X(f64, f16, N) X(f64, bf16, N)
 #define MT_PAIRS_OF_ALL(X, N)                                                                      \
     MT_PAIRS_OF_F32(X, N) MT_PAIRS_OF_F16(X, N) MT_PAIRS_OF_BF16(X, N) MT_PAIRS_OF_F64(X, N)
-#define MT_PAIRS(X) MT_PAIRS_OF_ALL(X, 448) MT_PAIRS_OF_ALL(X, 4000)
+#define MT_PAIRS(X) MT_PAIRS_OF_ALL(X, 504) MT_PAIRS_OF_ALL(X, 4000)
 #define MT_GRADS_OF_ALL(X, N) X(f32, N) X(f16, N) X(bf16, N) X(f64, N)
-#define MT_GRADS(X) MT_GRADS_OF_ALL(X, 448) MT_GRADS_OF_ALL(X, 4000)
-static_assert(MT_SMALL == 448 && MT_LARGE == 4000,
+#define MT_GRADS(X) MT_GRADS_OF_ALL(X, 504) MT_GRADS_OF_ALL(X, 4000)
+static_assert(MT_SMALL == 504 && MT_LARGE == 4000,
               "the names of the kernels end with the capacities of multi_tensor.h");
 
 #ifndef FASTCOMM_HOST /* else in host_shim.h */

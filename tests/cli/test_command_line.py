@@ -20,7 +20,8 @@ import fastcomm.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
-RESULTS = sorted(BENCH.glob("results/*.json"))
+# of benchmarks; gpu-summary.json tells how a run of ci/gpu.sh went
+RESULTS = sorted(set(BENCH.glob("results/*.json")) - {BENCH / "results" / "gpu-summary.json"})
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
     *("syncs", "compiled"),

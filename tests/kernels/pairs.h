@@ -9,11 +9,11 @@
 #ifdef FEW_PAIRS
 #undef MT_PAIRS
 #undef MT_GRADS
-#define MT_PAIRS(X) X(f32, f32, 448) X(bf16, f32, 448) X(f64, bf16, 4000)
-#define MT_GRADS(X) X(f32, 448) X(bf16, 448) X(f64, 4000)
+#define MT_PAIRS(X) X(f32, f32, 504) X(bf16, f32, 504) X(f64, bf16, 4000)
+#define MT_GRADS(X) X(f32, 504) X(bf16, 504) X(f64, 4000)
 #elif defined FASTCOMM_EMULATED
 #undef MT_PAIRS
-#define MT_PAIRS(X) MT_PAIRS_OF_ALL(X, 448) X(f32, f32, 4000)
+#define MT_PAIRS(X) MT_PAIRS_OF_ALL(X, 504) X(f32, f32, 4000)
 #endif
 
 #endif

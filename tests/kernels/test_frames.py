@@ -155,7 +155,7 @@ def test_a_launch_leaves_the_ticket_as_the_next_one_needs_it(emulator):
         values = ordinary(torch.float32, 5 * TILE, seed)
         launch(
             emulator,
-            "norm_f32_448",
+            "norm_f32_504",
             [values],
             tiles_of([0], [len(values)]),
             *statistics.arguments(),

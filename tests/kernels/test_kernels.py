@@ -16,7 +16,7 @@ from tests.support import eight_bits
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 GRADS = [NAMES[grad] for grad in WIRE_DTYPES]
 PAIRS = [(NAMES[grad], NAMES[wire]) for grad, wires in WIRE_DTYPES.items() for wire in wires]
-CAPACITIES = (448, 4000)
+CAPACITIES = (504, 4000)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 TILE = 2048  # MT_TILE
@@ -111,7 +111,7 @@ class Statistics:
 NO_STATISTICS = (ctypes.c_void_p(None), ctypes.c_void_p(None))
 
 
-def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=448, n_blocks=3, divisor=None):
+def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=504, n_blocks=3, divisor=None):
     tiles = tiles_of(flat.offsets, [tensor.numel() for tensor in grads])
     launch(
         kernels,
@@ -126,7 +126,7 @@ def flatten(kernels, grads, flat, grad, wire, scale=1.0, capacity=448, n_blocks=
 
 
 def unflatten(
-    kernels, flat, grads, grad, wire, scale=1.0, capacity=448, n_blocks=3, statistics=None
+    kernels, flat, grads, grad, wire, scale=1.0, capacity=504, n_blocks=3, statistics=None
 ):
     tiles = tiles_of(flat.offsets, [tensor.numel() for tensor in grads])
     where = statistics.arguments() if statistics else NO_STATISTICS
@@ -142,7 +142,7 @@ def unflatten(
     )
 
 
-def norm(kernels, grads, grad, capacity=448, n_blocks=3):
+def norm(kernels, grads, grad, capacity=504, n_blocks=3):
     statistics = Statistics(n_blocks)
     tiles = tiles_of([0] * len(grads), [tensor.numel() for tensor in grads])
     launch(
@@ -268,7 +268,7 @@ def test_sizes_and_alignments_go_there_and_back(kernels, grad, wire, past_grad, 
 
 
 @pytest.mark.parametrize(
-    "n_tensors, capacity", [(1, 448), (2, 448), (448, 448), (1, 4000), (2000, 4000), (4000, 4000)]
+    "n_tensors, capacity", [(1, 504), (2, 504), (504, 504), (1, 4000), (2000, 4000), (4000, 4000)]
 )
 @pytest.mark.parametrize(
     "grad, wire",

@@ -33,9 +33,9 @@ def sass():
 
 def _problems(sass, code=GOOD, registers=64, stack=0):
     code = "\n".join(LINES[name] for name in code)
-    listing = f"{HEAD}\t\tFunction : flatten_f32_e4m3_448\n\t.headerflags\n{code}\n"
+    listing = f"{HEAD}\t\tFunction : flatten_f32_e4m3_504\n\t.headerflags\n{code}\n"
     resources = (
-        f"{HEAD} Function flatten_f32_e4m3_448:\n"
+        f"{HEAD} Function flatten_f32_e4m3_504:\n"
         f"  REG:{registers} STACK:{stack} SHARED:0 LOCAL:0 CONSTANT[0]:4136 TEXTURE:0\n"
     )
     (kernel,) = sass.kernels_of(listing, resources)
@@ -63,7 +63,7 @@ def test_each_problem_of_a_kernel_is_named(sass, changes, problem):
 
 
 def test_the_summary_gives_registers_blocks_and_loads(sass):
-    kernel = sass.Kernel("norm_f32_448", 90, 46, 0, ("LDG.E.128",) * 4)
+    kernel = sass.Kernel("norm_f32_504", 90, 46, 0, ("LDG.E.128",) * 4)
     assert list(sass.summaries([kernel])) == [
         "norm for sm_90: 1 kernels, 46 to 46 registers, 5 to 5 blocks per multiprocessor, 4 loads "
         "in flight"

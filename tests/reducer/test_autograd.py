@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastcomm
+from tests.support.bodies import hear_of_it
 from tests.support.models import (
     Fail,
     assert_gradients,
@@ -188,6 +189,7 @@ def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(co
             time.sleep(0.1)
         with pytest.raises(RuntimeError) as caught:
             run(model, comm.rank, fails=comm.rank == 1)
+            hear_of_it(comm)  # rank 0, if all its gradients were reduced before rank 1 failed
         assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank == 0), caught.value
         model.zero_grad()
         backward(model, comm.rank)
