@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects, on_host
 from fastcomm.comm.transport import Transport
 
 _N_ROUNDS = 16
@@ -46,7 +46,7 @@ def _meet(comm: Transport) -> tuple[int, int]:
     all_came = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
     before = time.monotonic_ns()
     comm.all_gather_single(all_came, came)
-    all_came.tolist()  # over NCCL the host does not wait before
+    on_host(comm, all_came)
     return before, time.monotonic_ns()
 
 

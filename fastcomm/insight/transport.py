@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.collectives import Cost, Link, MeasuredCosts, all_gather, reduce_scatter
 
@@ -69,7 +70,7 @@ def _agreed(comm: Transport, own: tuple[float, float]) -> tuple[float, float]:
     """The slowest rank's."""
     numbers = torch.tensor(own, dtype=torch.float64).to(comm.device)
     comm.all_reduce(numbers, "max")
-    seconds, core_seconds = numbers.tolist()
+    seconds, core_seconds = on_host(comm, numbers).tolist()
     return seconds, core_seconds
 
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.communicator import Work
+from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.defer_signals import defer_signals
 from fastcomm.reducer.round import Round, State
 
 ALL = -1  # in place of a fragment's number: every fragment that has not synced at this step
@@ -51,7 +53,7 @@ class Sync:
         self.buckets, self.standing = buckets, standing
         self._comm = comm
         self._round = Round(comm, buckets, "mean", 1, standing.n_steps, note=_NOTE)
-        self._is_agreed: bool | None = None  # without a round: whether the views hold the mean
+        self._is_agreed: bool | None = None  # whether the views hold the mean; None: ask the round
         n_rows, n_columns = comm.world_size, len(standing)
         self._own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
         self._all = torch.empty(n_rows * n_columns, dtype=torch.int64, device=comm.device)
@@ -72,7 +74,9 @@ class Sync:
     @property
     def is_reduced(self) -> bool:
         """Whether the views hold the mean."""
-        return self._is_agreed or self._round.state is State.SETTLED
+        if self._is_agreed is not None:
+            return self._is_agreed
+        return self._round.state is State.SETTLED
 
     def launch(self, fill: Callable[[Bucket], None], *, is_awaited: bool) -> None:
         """Writes what is averaged into the views of all buckets, by `fill`, and launches them.
@@ -155,9 +159,26 @@ class Sync:
             if not self.is_reduced:
                 raise
             interruption = error
+        if self._comm.has_streams:
+            interruption = self._await_device() or interruption
         for bucket in self.buckets:
             bucket.gradient_state.forget_rounds()
         return interruption
+
+    def _await_device(self) -> BaseException | None:
+        """Over NCCL, where a rank may abandon what the host has long finished. Parameters would
+        take half of a sum for the mean. Raises and returns as finish().
+        """
+        self._is_agreed = False
+        try:
+            with _gradients_aside(self.buckets), defer_signals():
+                on_host(self._comm, self._own)  # the copy waits for what was ordered before it
+                self._is_agreed = True
+        except BaseException as error:
+            if not self._is_agreed:
+                raise
+            return error
+        return None
 
     def _compare(self) -> BaseException | None:
         """Raises as finish(); returns what a signal handler has raised. Does nothing where the
@@ -196,8 +217,7 @@ class Sync:
 
     def _difference(self) -> MismatchError | None:
         """How the ranks' standings differ; None if they do not. Waits for the device."""
-        rows = self._all.view(self._comm.world_size, -1).tolist()
-        self._comm.check()  # over NCCL the numbers may not have come
+        rows = on_host(self._comm, self._all).view(self._comm.world_size, -1).tolist()
         if all(row == rows[0] for row in rows):
             return None
         places = "; ".join(f"rank {rank}: {Standing(*row)}" for rank, row in enumerate(rows))

@@ -147,6 +147,7 @@ def test_a_work_that_nobody_holds_does_no_harm(comm):
 @on_ranks()
 def test_a_second_thread_in_the_communicator_is_told_so(comm):
     assert not comm.is_threadsafe
+    comm.barrier()  # over NCCL, which connects in the first call, and the host waits in that
     if comm.rank == 1:
         time.sleep(0.6)
         comm.barrier()

@@ -99,6 +99,7 @@ def environment(libraries: StandIns) -> dict[str, str]:
         "FASTCOMM_NCCL_LIBRARY": libraries.nccl,
         "FASTCOMM_STAND_IN_KERNELS": libraries.kernels,
         "FASTCOMM_KERNELS": _no_fatbins(),
+        "CUDA_VISIBLE_DEVICES": "",  # else torch's own NCCL would be a second one
     }
 
 

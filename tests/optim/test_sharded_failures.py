@@ -16,6 +16,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
+from tests.support.bodies import hear_of_it
 from tests.support.models import Heads, backward, loss_of, mlp
 from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import STEPS, Pair
@@ -123,8 +124,11 @@ def test_a_step_that_raises_on_one_rank(comm):
         match="rank 1" if comm.rank == 0 else "broken",
     ):
         pair.sharded.step()
-    with pytest.raises(FastcommError, match=r"has failed.*refresh\(\)"):
-        backward(pair.models[1], comm.rank)
+        hear_of_it(comm)  # rank 0, where its step has not waited for rank 1's shard
+    assert pair.sharded.is_torn or comm.backend == "nccl"
+    if pair.sharded.is_torn:
+        with pytest.raises(FastcommError, match=r"has failed.*refresh\(\)"):
+            backward(pair.models[1], comm.rank)
     pair.reducers[1].refresh()
     pair.reducers[1].check_in_sync()
     backward(pair.models[1], comm.rank)

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from fastcomm.comm.collective import SKIP, as_pairs
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.flat_buffers import FlatBuffer
+from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.cuda.driver import Producers
@@ -71,7 +72,7 @@ class HookCalls:
             return
         facts = torch.tensor([self._n, -self._n, self._was_pending], device=comm.device)
         comm.all_reduce(facts, "max")
-        most, negated_least, was_pending = facts.tolist()
+        most, negated_least, was_pending = on_host(comm, facts).tolist()
         if was_pending and most != -negated_least:
             raise FastcommError(
                 f"rank {comm.rank}: in a backward that was abandoned, some ranks had called "
@@ -260,10 +261,15 @@ class _HookedWork(BucketWork):
         return self._future.done() and self._known.is_completed()
 
     def present(self) -> list[bool]:
-        return [bool(value) for value in self._used_mask.tolist()[:-1]]
+        return self._facts()[:-1]
 
     def is_skipped(self) -> bool:
-        return bool(self._used_mask[-1])
+        return self._facts()[-1]
+
+    def _facts(self) -> list[bool]:
+        facts = [bool(value) for value in self._used_mask.tolist()]
+        self._known.wait()  # over NCCL, whether that was the result
+        return facts
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

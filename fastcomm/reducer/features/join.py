@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects, on_host
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import validation
@@ -286,11 +286,11 @@ class Join(Generic[T]):
         nbytes = nbytes.to(comm.device)
         comm.broadcast(nbytes, src)
         if comm.rank != src:
-            payload = torch.empty(int(nbytes), dtype=torch.uint8)
+            payload = torch.empty(int(on_host(comm, nbytes)), dtype=torch.uint8)
         payload = payload.to(comm.device)
         comm.broadcast(payload, src)
         if is_behind:
-            file = io.BytesIO(payload.cpu().numpy().tobytes())
+            file = io.BytesIO(on_host(comm, payload).numpy().tobytes())
             states = torch.load(file, map_location="cpu", weights_only=False)
             for one, state in zip(self._states, states, strict=True):
                 one.load_state_dict(state)

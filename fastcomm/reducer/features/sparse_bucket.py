@@ -26,6 +26,7 @@ from fastcomm.comm.collective import (
     with_needed_records,
 )
 from fastcomm.comm.communicator import Work
+from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
@@ -241,8 +242,7 @@ class SparseBucket(Bucket):
         mine = torch.tensor(own.numbers(), dtype=torch.int64, device=self._comm.device)
         everyone = mine.new_empty(self._comm.world_size * len(mine))
         self._comm.all_gather_single(everyone, mine)
-        table = everyone.view(self._comm.world_size, -1).tolist()
-        self._comm.check()  # over NCCL, whether that was the result
+        table = on_host(self._comm, everyone).view(self._comm.world_size, -1).tolist()
         offers = [Offer.of(row) for row in table]
         ops = {offer.op for offer in offers} - {SKIP}  # which goes with any
         if len(ops) > 1 or len({offer.step for offer in offers}) > 1:

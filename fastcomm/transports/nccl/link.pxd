@@ -36,7 +36,7 @@ cdef class Link:
     cdef int heard_in  # the epoch in which a round was abandoned, and when this rank heard of it
     cdef double heard_at
     cdef object interruption  # why the ranks have to meet again, until it has been raised
-    cdef bint is_split_up, is_closed
+    cdef bint is_split_up, is_closed, is_waited_for  # by a thread that polls
     cdef DeviceClock clock  # while somebody asks for the times of buckets, else None
     cdef int n_timekeepers  # how many do
 
@@ -48,6 +48,7 @@ cdef class Link:
     cdef Lane lane(self, int number)
     cdef register(self, Lane lane, memory, uint32_t label)
     cdef wait_for(self, InFlight in_flight)
+    cdef object _poll(self, InFlight in_flight)
     cdef int check_usable(self) except -1
     cdef int check_open(self) except -1
     cdef int check_work(self, int epoch, uint64_t number) except -1

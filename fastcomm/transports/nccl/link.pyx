@@ -115,6 +115,22 @@ cdef class Link:
         What a signal handler raises meanwhile (Ctrl-C) is raised afterwards, because the peers
         count on this rank. A second exception is raised at once, and aborts the communicator.
         """
+        self.is_waited_for = True
+        try:
+            deferred = self._poll(in_flight)
+        finally:
+            self.is_waited_for = False
+        try:
+            self._check_alive()
+        except FastcommError as error:
+            if deferred is not None:
+                raise deferred from error
+            raise
+        if deferred is not None:
+            raise deferred
+
+    cdef object _poll(self, InFlight in_flight):
+        """Until it is over, or will never be. Returns what a signal handler has raised meanwhile."""
         deferred = None
         while not in_flight.done.is_over():
             try:
@@ -130,14 +146,7 @@ cdef class Link:
                 self.interruption is not None and in_flight.number > self.n_kept
             ):
                 break
-        try:
-            self._check_alive()
-        except FastcommError as error:
-            if deferred is not None:
-                raise deferred from error
-            raise
-        if deferred is not None:
-            raise deferred
+        return deferred
 
     @contextlib.contextmanager
     def _meeting(self):
@@ -415,7 +424,7 @@ cdef class Link:
         self.check_open()
         if self.interruption is not None:
             raise self._take_interruption()
-        if self.launches.calling() is not None:
+        if self.launches.calling() is not None or self.is_waited_for:
             raise FastcommError(collective.OTHER_THREAD)
         if self.is_split_up:
             self._meet_again()

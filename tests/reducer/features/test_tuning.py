@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import threading
 from unittest import mock
 
 import pytest
@@ -64,7 +65,7 @@ def test_gradients_are_the_same_bits_before_and_after_the_buckets_change(comm):
             (fixed, by_default), (tuned, by_choice) = pairs
             for one, other in zip(fixed.parameters(), tuned.parameters(), strict=True):
                 assert torch.equal(one.grad, other.grad), step
-            assert by_default.grad_norm() == pytest.approx(by_choice.grad_norm().item())
+            assert by_default.grad_norm().item() == pytest.approx(by_choice.grad_norm().item())
             for optimizer in optimizers:
                 optimizer.step()
     assert f"bucket_cap_mb auto: {TINY_MB:g};" in repr(by_choice)
@@ -168,6 +169,9 @@ def _interrupted_while_measuring(times):
         raise Interrupted
 
     def measure(comm):
+        # on a GPU backward ends on a thread of autograd's, where no handler runs
+        if times == 2 and threading.current_thread() is not threading.main_thread():
+            raise Interrupted
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGUSR2)
         return measure_costs(comm)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
+from tests.support.bodies import hear_of_it
 from tests.support.models import Heads, assert_gradients, gradients, mlp, replica_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import Pair
@@ -155,7 +156,7 @@ def test_what_only_a_rank_without_data_has_used_has_no_gradient(comm):
 
 @on_ranks(2)
 def test_gradients_of_an_earlier_reduction_count_once(comm):
-    model = mlp()
+    model = mlp().double()
     reducer = fastcomm.Reducer(comm).attach(model)
     # twice of weight 1: nothing moves and nothing is scaled in the second of them
     rounds = [[5], [1]], [[0], [3]], [[2], [4]], [[1], [1]], [[1], [1]]
@@ -277,6 +278,7 @@ def test_an_abandoned_round_takes_its_weight_with_it(comm):
     handle = model[0].weight.register_hook(lambda _: 1 / 0) if comm.rank else None
     with pytest.raises((ZeroDivisionError, FastcommError)):
         loss.backward()
+        hear_of_it(comm)
     if handle is not None:
         handle.remove()
     model.zero_grad()
@@ -514,7 +516,7 @@ def test_after_a_refresh_earlier_gradients_stay_on_a_rank_without_data(comm):
 
 @on_ranks(2)
 def test_a_second_reduction_counts_ranks_alike_until_set_weight_is_called_again(comm):
-    model = mlp()
+    model = mlp().double()
     reducer = fastcomm.Reducer(comm).attach(model)
     counts = 1 + 2 * comm.rank
     data = rows(counts, comm.rank)
@@ -525,8 +527,8 @@ def test_a_second_reduction_counts_ranks_alike_until_set_weight_is_called_again(
         if weighs_again:
             reducer.set_weight(counts)
         loss_of(model, data).backward()
-        weighted = joined(mlp(), [[1], [3]])
-        means = [joined(mlp(), [[1], [0]]), joined(mlp(), [[0], [3]])]
+        weighted = joined(model, [[1], [3]])
+        means = [joined(model, [[1], [0]]), joined(model, [[0], [3]])]
         alike = [(a + b) / 2 for a, b in zip(*means, strict=True)]
         again = weighted if weighs_again else alike
         assert_gradients(model, [a + b for a, b in zip(weighted, again, strict=True)])
