@@ -334,8 +334,8 @@ MUTATIONS = (
         name="group: what is reduced together has the op of the first",
         file=WORK,
         within="GroupWork.joinable",
-        old="replace(other.call, numel=0, label=0) == alike",
-        new="other.call.dtype == alike.dtype",
+        old="call == alike",
+        new="call.dtype == alike.dtype",
         tests=(TOGETHER_TESTS,),
     ),
     Mutation(
@@ -368,6 +368,22 @@ MUTATIONS = (
         within="Announcements.add",
         old="one.label",
         new="0",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: buckets are reduced together after whatever steps",
+        file=SHARDS,
+        within="Announcements.add",
+        old="one.step",
+        new="0",
+        tests=(TOGETHER_TESTS,),
+    ),
+    Mutation(
+        name="group: buckets of different checksums are reduced apart",
+        file=WORK,
+        within="GroupWork.joinable",
+        old="replace(other.call, numel=0, label=0, step=0)",
+        new="replace(other.call, numel=0, label=0)",
         tests=(TOGETHER_TESTS,),
     ),
     Mutation(

@@ -36,10 +36,10 @@ CHUNK_NBYTES = 4 * 2**20  # of all ranks' shards
 # largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
 # A frame: the call's numbers, how many calls wait behind it, whether its data is on its way, then
-# what tells these from it (numel and label), or the payload.
+# what tells these from it (numel, label and step), or the payload.
 _HEAD = len(Call("barrier").numbers()) + 2
 _HEAD_NBYTES = 8 * _HEAD
-MOST_JOINED = CARRIED_NBYTES // 16
+MOST_JOINED = CARRIED_NBYTES // 24
 
 
 def tag_of(place, call):
@@ -96,7 +96,7 @@ class Announcement:
         n = min([head[-2] for head in heads])
         if n == 0 or any([theirs != calls[0] for theirs in calls]):
             return Announced(calls, None, 0, *rest)
-        following = rows[:, _HEAD:_HEAD + 2 * n].view(-1, n, 2)
+        following = rows[:, _HEAD:_HEAD + 3 * n].view(-1, n, 3)
         is_same = (following == following[0]).all(dim=2).all(dim=0)
         return Announced(calls, None, int(is_same.cumprod(0).sum()), *rest)
 
@@ -130,12 +130,12 @@ class Announcements:
         reduction. Waits for nobody.
 
         behind: in place of a payload, calls that could be reduced together with this. They differ
-            from it in nothing but numel and label.
+            from it in nothing but numel, label and step.
         """
         call, payload = work.call, work.payload
         numbers = [*call.numbers(), len(behind), begun is not None]
         for one in behind:
-            numbers += one.numel, one.label
+            numbers += one.numel, one.label, one.step
         frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8, device="cpu")
         frame[:8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers, device="cpu"))
         if payload is not None:

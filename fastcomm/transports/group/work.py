@@ -83,8 +83,8 @@ class GroupWork(BucketWork):
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
         self.move, self.reduction = move, reduction
         self.payload = payload if is_small else None
-        # The tensor, if others can be reduced together with it: nothing but its length and label
-        # tells it from theirs, and it does not travel with its announcement.
+        # The tensor, if others can be reduced together with it: nothing but its length, label and
+        # step tells it from theirs, and it does not travel with its announcement.
         self.plain = None if is_small or call.nbytes > APIECE_NBYTES else plain
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
@@ -103,12 +103,13 @@ class GroupWork(BucketWork):
     def joinable(self, works: list[GroupWork]) -> list[GroupWork]:
         """Those right behind this one, which is plain, that can be reduced together with it."""
         found: list[GroupWork] = []
-        alike = replace(self.call, numel=0, label=0)
+        alike = replace(self.call, numel=0, label=0, step=0)
         nbytes = self.call.nbytes
         first = works.index(self) + 1
         for other in works[first : first + MOST_JOINED]:
             nbytes += other.call.nbytes
-            is_alike = other.plain is not None and replace(other.call, numel=0, label=0) == alike
+            call = replace(other.call, numel=0, label=0, step=0)
+            is_alike = other.plain is not None and call == alike
             if not is_alike or nbytes > TOGETHER_NBYTES:
                 break
             found.append(other)

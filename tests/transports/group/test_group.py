@@ -191,7 +191,10 @@ def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
         ("mean", 8, None, ()),
         ("mean", 9 + comm.rank, None, ()),
         ("mean", 11, None, ()),
+        ("mean", 12, None, ()),
+        ("mean", 13, None, ()),
     ]
+    steps = [100 + i for i in range(11)] + [111 + comm.rank]  # each bucket has a checksum in it
     flats = [torch.full((300 + i,), comm.rank + i + 1.0) for i in range(len(launches))]
     buckets = [
         comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=wire_dtype, label=label)
@@ -200,15 +203,16 @@ def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
     works, numbers = _post_while_the_first_is_announced(
         comm,
         [
-            functools.partial(bucket.launch, op, [], 0, *weights)
-            for bucket, (op, _, _, weights) in zip(buckets, launches, strict=True)
+            functools.partial(bucket.launch, op, [], step, *weights)
+            for bucket, (op, _, _, weights), step in zip(buckets, launches, steps, strict=True)
         ],
     )
-    assert numbers == [1, 2, 4, 5, 6, 7, 8, 9, 10]
-    with pytest.raises(MismatchError, match="bucket"):
-        works[8].wait()
+    assert numbers == [1, 2, 4, 5, 6, 7, 8, 9, 10, 12]
+    for i in (8, 11):
+        with pytest.raises(MismatchError, match="bucket"):
+            works[i].wait()
     for i, (flat, (op, *_)) in enumerate(zip(flats, launches, strict=True)):
-        if i != 8:
+        if i not in (8, 11):
             expected = {"sum": 2 * i + 3, "mean": i + 1.5, "weighted mean": i + 1.25}[op]
             assert_same_bits(flat[:-1], torch.full_like(flat[:-1], expected))
             assert works[i].present() == [True]
