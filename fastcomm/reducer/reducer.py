@@ -222,10 +222,8 @@ class Reducer(ReducerFlags):
         compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
         self.number = next_number(self.comm)
         self.steps = StepRecord(compares)
-        if self.tuning is not None:
-            self.tuning.begin(self.n_rounds, self.comm.world_size)
-        if self.ordering is not None:
-            self.ordering.begin(self.n_rounds, self.comm.world_size)
+        for planner in self._planners:
+            planner.begin(self.n_rounds, self.comm.world_size)
         self.hook_up(source)
 
     def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
@@ -305,8 +303,8 @@ class Reducer(ReducerFlags):
             handle.remove()
         if self._timeline is not None:
             self._timeline.let_go()
-        if self.ordering is not None:
-            self.ordering.let_go(self)
+        for planner in self._planners:
+            planner.let_go(self)
         for bucket in self.buckets:
             bucket.release()
         let_go(self.buckets)

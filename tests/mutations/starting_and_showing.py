@@ -209,7 +209,7 @@ MUTATIONS = (
         name="ordering: what traces buckets outlives them",
         file=REDUCER,
         within="Reducer._release",
-        old="self.ordering.let_go(self)",
+        old="planner.let_go(self)",
         new="pass",
         tests=(ORDERING,),
     ),

@@ -20,13 +20,12 @@ import torch
 from fastcomm.comm.objects import gather_objects
 from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
-from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
-from fastcomm.insight.steps import Step, read_steps
+from fastcomm.insight.steps import Step
 from fastcomm.insight.transport import measure_costs
 from fastcomm.launching.runner import cores
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.features.replanning import all_or_none, hook_up_anew
+from fastcomm.reducer.features.replanning import Trace, all_or_none, hook_up_anew
 from fastcomm.reducer.layout import kind_of, plan_buckets
 from fastcomm.reducer.options import Options
 
@@ -65,6 +64,7 @@ class Tuning:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._trace = Trace()
         self.begin(0, 1)
 
     def begin(self, n_rounds: int, world_size: int) -> None:
@@ -74,7 +74,6 @@ class Tuning:
         self._began_at = n_rounds  # when the buckets of now were made
         self._ended_s = 0.0  # when the last round ended
         self._periods: list[float] = []
-        self._recorder: Recorder | None = None  # ours, while it is in use
         self._default_s: float | None = None  # what a step takes with the default, once it was left
 
     def described(self) -> str:
@@ -113,16 +112,14 @@ class Tuning:
         n = reducer.n_rounds - self._began_at
         if n > WARM_UP_ROUNDS:
             self._periods.append(now - self._ended_s)
-        elif n == WARM_UP_ROUNDS and reducer.recorder is None and self._default_s is None:
-            sizes = [len(bucket.indices) for bucket in reducer.buckets]
-            self._recorder = Recorder(MEASURED_ROUNDS, sum(sizes), len(sizes))
-            reducer.recorder = self._recorder
+        elif n == WARM_UP_ROUNDS and self._default_s is None:
+            self._trace.begin(reducer, MEASURED_ROUNDS)
 
     def _seen(self, reducer: Reducer, can_replan: bool) -> _Seen:
         period_s = statistics.median(self._periods) if self._periods else 0.0
         step = None
-        if self._default_s is None and reducer.recorder is not None and period_s:
-            steps = [s for s in read_steps(reducer.recorder) if s.kind == "reduced"]
+        if self._default_s is None and period_s:
+            steps = self._trace.steps(reducer)
             if len(steps) >= _LEAST_ROUNDS:
                 step = self._local_step(reducer, steps[-MEASURED_ROUNDS:], period_s)
         local_rank = reducer.comm.local_rank
@@ -176,19 +173,17 @@ class Tuning:
         self._stop(reducer)
 
     def _replan(self, reducer: Reducer, cap_mb: float) -> None:
-        self._drop_recorder(reducer)  # of other buckets
         self.options = replace(self.options, bucket_cap_mb=cap_mb)
         hook_up_anew(reducer)
         self._began_at, self._periods = reducer.n_rounds, []
 
     def _stop(self, reducer: Reducer) -> None:
-        self._drop_recorder(reducer)
         self.is_over = True
+        self.let_go(reducer)
 
-    def _drop_recorder(self, reducer: Reducer) -> None:
-        if self._recorder is not None and reducer.recorder is self._recorder:
-            reducer.recorder = None
-        self._recorder = None
+    def let_go(self, reducer: Reducer) -> None:
+        """Nothing is traced any more: the buckets go."""
+        self._trace.end(reducer)
 
 
 def pays(periods_s: Sequence[float], default_s: float) -> bool:

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastcomm.comm.objects import gather_objects
-from fastcomm.insight.recorder import Recorder
-from fastcomm.insight.steps import Step, read_steps
+from fastcomm.insight.steps import Step
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.compatibility import Feature
 from fastcomm.reducer.features.join import is_joining
-from fastcomm.reducer.features.replanning import all_or_none, hook_up_anew
+from fastcomm.reducer.features.replanning import Trace, all_or_none, hook_up_anew
 
 if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
@@ -49,6 +48,7 @@ class Ordering:
     """
 
     def __init__(self) -> None:
+        self._trace = Trace()
         self.begin(0, 1)
 
     def begin(self, n_rounds: int, world_size: int) -> None:
@@ -56,15 +56,12 @@ class Ordering:
         self.order: tuple[int, ...] | None = None
         self._decides_at = n_rounds + TRACED_ROUNDS
         self._is_over = world_size == 1
-        self._recorder: Recorder | None = None  # ours, while it is in use
 
     def trace(self, reducer: Reducer) -> None:
         """The buckets are made."""
         self._is_over = self._is_over or len(reducer.buckets) == 1
-        if not self._is_over and reducer.recorder is None:
-            sizes = [len(bucket.names) for bucket in reducer.buckets]
-            self._recorder = Recorder(TRACED_ROUNDS, sum(sizes), len(sizes))
-            reducer.recorder = self._recorder
+        if not self._is_over:
+            self._trace.begin(reducer, TRACED_ROUNDS)
 
     def described(self) -> str:
         """For repr()."""
@@ -85,10 +82,8 @@ class Ordering:
 
     def _seen(self, reducer: Reducer, can_replan: bool) -> _Seen:
         can_replan = can_replan and reducer.features().keys() <= _GOES_WITH
-        orders = set()
-        if reducer.recorder is not None and can_replan:
-            steps = [s for s in read_steps(reducer.recorder) if s.kind == "reduced"]
-            orders = {_order_of(step, reducer.buckets) for step in steps[-TRACED_ROUNDS:]}
+        steps = self._trace.steps(reducer)[-TRACED_ROUNDS:] if can_replan else []
+        orders = {_order_of(step, reducer.buckets) for step in steps}
         return _Seen(orders.pop() if len(orders) == 1 else None, can_replan)
 
     def _replan(self, reducer: Reducer, order: tuple[int, ...] | None) -> None:
@@ -102,9 +97,7 @@ class Ordering:
 
     def let_go(self, reducer: Reducer) -> None:
         """Nothing is traced any more: the buckets go."""
-        if self._recorder is not None and reducer.recorder is self._recorder:
-            reducer.recorder = None
-        self._recorder = None
+        self._trace.end(reducer)
 
 
 def _order_of(step: Step, buckets: Sequence[Bucket]) -> tuple[int, ...]:

@@ -10,10 +10,38 @@ import torch
 
 from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.errors import FastcommError
+from fastcomm.insight.recorder import Recorder
+from fastcomm.insight.steps import Step, read_steps
 from fastcomm.reducer.features.defer_signals import defer_signals
 
 if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
+
+
+class Trace:
+    """Of a reducer's last rounds, as long as a feature wants it. Where somebody else records them
+    already, that is read.
+    """
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+
+    def begin(self, reducer: Reducer, n_rounds: int) -> None:
+        """Of so many rounds, with the buckets there are."""
+        if reducer.recorder is None:
+            sizes = [len(bucket.indices) for bucket in reducer.buckets]
+            reducer.recorder = self._recorder = Recorder(n_rounds, sum(sizes), len(sizes))
+
+    def steps(self, reducer: Reducer) -> list[Step]:
+        """Those in which gradients were reduced, oldest first."""
+        if reducer.recorder is None:
+            return []
+        return [step for step in read_steps(reducer.recorder) if step.kind == "reduced"]
+
+    def end(self, reducer: Reducer) -> None:
+        if self._recorder is not None and reducer.recorder is self._recorder:
+            reducer.recorder = None
+        self._recorder = None
 
 
 @contextlib.contextmanager

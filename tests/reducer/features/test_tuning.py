@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import fastcomm
 from fastcomm.insight.advice import DEFAULT_CAP_MB
@@ -182,6 +183,18 @@ def _interrupted_while_measuring(times):
             yield
     finally:
         assert signal.signal(signal.SIGUSR2, before) is handle
+
+
+@on_ranks(2)
+def test_another_model_is_measured_by_itself(comm):
+    """The first is let go while its rounds are traced."""
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", first_bucket_cap_mb=TINY_MB)
+    for model in (mlp(), nn.Sequential(mlp(), nn.Linear(4, 4))):
+        reducer.attach(model)
+        for step in range(autotune.WARM_UP_ROUNDS + 1):
+            backward(model, comm.rank, step)
+        reducer.detach()
+        assert reducer.recorder is None
 
 
 @pytest.mark.parametrize("times", [1, 2])
