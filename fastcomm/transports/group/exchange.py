@@ -44,7 +44,7 @@ from fastcomm.transports.group.wire import Wire
 
 # All-reductions that wait go together if each is so small that its calls cost more than a copy, and
 # up to here in all: several of hierarchical's chunks, so that one travels while another is reduced.
-APIECE_NBYTES = 2 * 2**20
+APIECE_NBYTES = 2**19
 TOGETHER_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # The watchdog's error must come before Gloo's, which does not name the ranks.
