@@ -134,7 +134,7 @@ class Transport(Communicator):
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
     has_common_memory: bool  # empty_for_all() is possible
-    # all ranks hear of a collective before it begins, and which one it is
+    # all ranks hear of a collective before any of them has its result, and which one it is
     announces: bool
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     carries_votes: bool  # buckets can be launched with op collective.SKIP

@@ -160,7 +160,8 @@ class Sync:
                 raise
             interruption = error
         if self._comm.has_streams:
-            interruption = self._await_device() or interruption
+            late = self._await_device()
+            interruption = interruption or late
         for bucket in self.buckets:
             bucket.gradient_state.forget_rounds()
         return interruption
@@ -169,16 +170,18 @@ class Sync:
         """Over NCCL, where a rank may abandon what the host has long finished. Parameters would
         take half of a sum for the mean. Raises and returns as finish().
         """
-        self._is_agreed = False
-        try:
-            with _gradients_aside(self.buckets), defer_signals():
-                on_host(self._comm, self._own)  # the copy waits for what was ordered before it
-                self._is_agreed = True
-        except BaseException as error:
-            if not self._is_agreed:
-                raise
-            return error
-        return None
+        interruption = None
+        while self._is_agreed is None:
+            try:
+                with defer_signals(), _gradients_aside(self.buckets):
+                    self._is_agreed = False
+                    on_host(self._comm, self._own)  # the copy waits for what was ordered before it
+                    self._is_agreed = True
+            except BaseException as error:
+                if self._is_agreed is False:
+                    raise
+                interruption = error
+        return interruption
 
     def _compare(self) -> BaseException | None:
         """Raises as finish(); returns what a signal handler has raised. Does nothing where the

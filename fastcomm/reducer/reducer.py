@@ -265,8 +265,8 @@ class Reducer(ReducerFlags):
         if self._timeline is not None:
             self._timeline.follow(self.buckets, source)
         self._remember(source)
-        if self.ordering is not None:
-            self.ordering.trace(self)
+        for planner in self._planners:
+            planner.buckets_made(self)
         was_attached(self)
         allow_steps(p for _, p in named)
         watch_steps()
@@ -574,13 +574,19 @@ class Reducer(ReducerFlags):
             )
         try:
             ending.finish()
-        except BaseException:
+        except BaseException as interruption:
             if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
-                for planner in self._planners:
-                    planner.after_round(self, can_replan=False)
+                try:
+                    self._plan_anew(can_replan=False)
+                except FastcommError as trouble:
+                    raise interruption from trouble
             raise
+        self._plan_anew(can_replan=is_between_steps and not self.skipped)
+
+    def _plan_anew(self, *, can_replan: bool) -> None:
+        """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""
         for planner in self._planners:
-            planner.after_round(self, can_replan=is_between_steps and not self.skipped)
+            planner.after_round(self, can_replan)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next

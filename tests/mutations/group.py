@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation(
         name="group: a work under way counts as carried out at close()",
         file=QUEUE,
-        within="WorkQueue.close",
+        within="WorkQueue._n_finished",
         old="self.number - bool(self._works)",
         new="self.number",
         tests=(ENDING_TESTS,),

@@ -76,6 +76,10 @@ class Tuning:
         self._periods: list[float] = []
         self._default_s: float | None = None  # what a step takes with the default, once it was left
 
+    def buckets_made(self, reducer: Reducer) -> None:
+        """Begins to measure, also where it was somebody else who wanted other buckets."""
+        self._began_at, self._periods = reducer.n_rounds, []
+
     def described(self) -> str:
         """For repr(): what was chosen."""
         so_far = "" if self.is_over else " so far"
@@ -175,7 +179,6 @@ class Tuning:
     def _replan(self, reducer: Reducer, cap_mb: float) -> None:
         self.options = replace(self.options, bucket_cap_mb=cap_mb)
         hook_up_anew(reducer)
-        self._began_at, self._periods = reducer.n_rounds, []
 
     def _stop(self, reducer: Reducer) -> None:
         self.is_over = True

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
 
 TRACED_ROUNDS = 2
+_PATIENCE_ROUNDS = 20  # that a decision is put off at most
 # What goes with buckets that are made anew: all else keeps something of each of them.
 _GOES_WITH = {
     *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE),
@@ -33,8 +34,8 @@ _GOES_WITH = {
 
 class _Seen(NamedTuple):
     """What one rank tells the others. order: the parameters' indices as their gradients have
-    arrived; None where rounds differ. can_replan: nothing is under way, and nobody counts on the
-    buckets.
+    arrived; None where rounds differ, or somebody counts on the buckets. can_replan: see
+    Tuning.after_round.
     """
 
     order: tuple[int, ...] | None
@@ -57,8 +58,8 @@ class Ordering:
         self._decides_at = n_rounds + TRACED_ROUNDS
         self._is_over = world_size == 1
 
-    def trace(self, reducer: Reducer) -> None:
-        """The buckets are made."""
+    def buckets_made(self, reducer: Reducer) -> None:
+        """Begins to trace."""
         self._is_over = self._is_over or len(reducer.buckets) == 1
         if not self._is_over:
             self._trace.begin(reducer, TRACED_ROUNDS)
@@ -71,23 +72,34 @@ class Ordering:
         """A round has ended: see Tuning.after_round. Inside a join() the ranks without data end
         none, and the others decide later.
         """
-        if self._is_over or reducer.n_rounds < self._decides_at or is_joining(reducer.comm):
+        if self._is_over or reducer.n_rounds < self._decides_at:
+            return
+        is_last = reducer.n_rounds >= self._decides_at + _PATIENCE_ROUNDS
+        if is_joining(reducer.comm):
+            if is_last:
+                self._trace.end(reducer)  # the decision will be to leave the buckets
             return
         with all_or_none(reducer, self._stop):
-            seen = self._seen(reducer, can_replan)
-            self._stop(reducer)
-            all_seen = gather_objects(reducer.comm, seen, "backward()")
-            if all(one.can_replan and one.order == seen.order for one in all_seen):
-                self._replan(reducer, seen.order)
+            own = _Seen(self._seen_order(reducer), can_replan)
+            seen = gather_objects(reducer.comm, own, "backward()")
+            if all(one.can_replan for one in seen):
+                self._decide(reducer, {one.order for one in seen})
+            elif is_last or any(one.order is None for one in seen):
+                self._stop(reducer)
 
-    def _seen(self, reducer: Reducer, can_replan: bool) -> _Seen:
-        can_replan = can_replan and reducer.features().keys() <= _GOES_WITH
-        steps = self._trace.steps(reducer)[-TRACED_ROUNDS:] if can_replan else []
+    def _seen_order(self, reducer: Reducer) -> tuple[int, ...] | None:
+        """None where rounds differ, or where the buckets must stay."""
+        if not reducer.features().keys() <= _GOES_WITH:
+            return None
+        steps = self._trace.steps(reducer)[-TRACED_ROUNDS:]
         orders = {_order_of(step, reducer.buckets) for step in steps}
-        return _Seen(orders.pop() if len(orders) == 1 else None, can_replan)
+        return orders.pop() if len(steps) == TRACED_ROUNDS and len(orders) == 1 else None
 
-    def _replan(self, reducer: Reducer, order: tuple[int, ...] | None) -> None:
-        if order is not None and order != tuple(sorted(order, reverse=True)):
+    def _decide(self, reducer: Reducer, orders: set[tuple[int, ...] | None]) -> None:
+        """orders: what the ranks have seen."""
+        self._stop(reducer)
+        order = orders.pop()
+        if order is not None and not orders and order != tuple(sorted(order, reverse=True)):
             self.order = order
             hook_up_anew(reducer)
 

@@ -2,9 +2,10 @@
 the CPU. The public calls and their checks.
 
 A thread of its own carries collectives out in the order of their calls, so that backward goes on
-while gradients travel. Before any data moves, the ranks announce which collective they have come
-to. If they disagree, all of them get the error. A rank that abandons a round announces that in
-place of a collective. So no collective is ever left half done, and the group stays in step.
+while gradients travel. The ranks announce which collective they have come to, beside the data or
+before it. If they disagree, all of them get the error, and what was sent is thrown away. A rank
+that abandons a round announces that in place of a collective. So no collective is ever left half
+done, and the group stays in step.
 watchdog.py finds lost peers and missed deadlines; then breaking the group's connections ends the
 thread's wait.
 
@@ -75,7 +76,7 @@ class GroupCommunicator(Transport):
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
-    number = property(attrgetter("_queue.number"))  # of the newest collective announced
+    number = property(attrgetter("_queue.number"))  # of the newest collective taken up
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class GroupCommunicator(Transport):
         self._queue.check()
 
     def abandon(self, *, in_any_case: bool = False) -> None:
-        """Finishes the collective that has begun; begins no waiting one.
+        """Finishes what all ranks have announced; begins nothing that waits.
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """

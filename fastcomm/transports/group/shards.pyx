@@ -45,8 +45,8 @@ MOST_JOINED = CARRIED_NBYTES // 24
 def tag_of(place, call):
     """The tag of what moves for a call; the next one is that of its results. At least 2**21.
 
-    place: counts announcements. Calls that differ have different tags, so that nobody receives
-    into a shard what was not meant for it.
+    place: counts announcements. Calls whose shards differ in size, dtype or bucket have different
+    tags, but for one pair in 2**20, so that nobody receives into a shard what was not meant for it.
     """
     shape = f"{call.kind} {call.numel} {call.dtype} {call.wire} {call.label}"
     return (1 + place % 511) << 21 | (zlib.crc32(shape.encode()) & 0xFFFFF) << 1
@@ -70,11 +70,18 @@ class Links:
     def broadcast(self, tensors, options):
         return self._up.broadcast(tensors, options)
 
+    def close(self):
+        """Drops the groups: reductions outlive them."""
+        self._up = self._down = None
+
 
 class Announcement:
-    """One of Announcements. begun: the reduction whose data was sent with it, or None."""
+    """One of Announcements. begun: the reduction whose data was sent with it, or None. trouble:
+    why that was not sent whole.
+    """
 
     def __init__(self, place, work, frames, payload, begun):
+        self.trouble = None
         self._place, self._begun = place, begun
         self._work, self._frames, self._payload = work, frames, payload
 
@@ -85,6 +92,8 @@ class Announcement:
     def wait(self):
         """Waits until all ranks have come. Equal calls have payloads of one size and dtype."""
         self._work.wait()
+        if self.trouble is not None:
+            raise self.trouble
         payload, rows = self._payload, self._frames.view(torch.int64)
         heads = rows[:, :_HEAD].tolist()
         calls = [Call.of(head[:-2]) for head in heads]
@@ -143,10 +152,14 @@ class Announcements:
         frames = torch.empty(self._world_size, frame.numel(), dtype=torch.uint8, device="cpu")
         under_way = self.group._allgather_base(frames.view(-1), frame)
         self._place += 1
-        self._under_way.append(Announcement(self._place, under_way, frames, payload, begun))
+        announcement = Announcement(self._place, under_way, frames, payload, begun)
+        self._under_way.append(announcement)
         work.is_announced = True
         if begun is not None:
-            begun.begin(tag_of(self._place, call), call.op)
+            try:
+                begun.begin(tag_of(self._place, call), call.op)
+            except RuntimeError as trouble:  # a broken connection
+                announcement.trouble = trouble
 
 
 class Reduction:

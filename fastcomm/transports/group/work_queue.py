@@ -150,11 +150,11 @@ class WorkQueue:
         # the error that stopped the thread, and when
         self._trouble: tuple[float, Exception] | None = None
         self._failed_at = 0.0
-        # Each entry wakes the thread, which then carries out the oldest of _works. Entries are
+        # Each entry wakes the thread, which then carries out all of _works. Entries are
         # works, because these keep this object alive.
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
         threading.Thread(
-            target=_carry_out_all,
+            target=_run_thread,
             args=(self._wakeups, weakref.ref(self)),
             name="fastcomm group",
             daemon=True,
@@ -184,7 +184,7 @@ class WorkQueue:
             raise self.heard(interruption.error, self.n_abandoned)
 
     def abandon(self) -> None:
-        """Finishes the collective that has begun, and ends those that wait, on all ranks.
+        """Finishes what all ranks have announced, and ends what waits, on all ranks.
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
@@ -243,9 +243,14 @@ class WorkQueue:
             return
         if self.life.failure is None:
             with contextlib.suppress(RuntimeError):
-                number = self.number - bool(self._works)
-                leave_closing(self._notes, self.rank, self.epoch, number)
+                leave_closing(self._notes, self.rank, self.epoch, self._n_finished())
         self._end(FastcommError(has_closed(self.rank)))
+
+    def _n_finished(self) -> int:
+        """The number of the newest collective all of whose data this rank has."""
+        for oldest in tuple(self._under_way):
+            return oldest.number - len(oldest.works)
+        return self.number - bool(self._works)
 
     def tell_of_end(self, has_raised: bool) -> None:
         if self.life.refusal() is None:
@@ -631,7 +636,7 @@ class _Watchdog(Watchdog):
         pass
 
 
-def _carry_out_all(
+def _run_thread(
     works: queue.SimpleQueue[GroupWork | None], reference: weakref.ref[WorkQueue]
 ) -> None:
     """Runs the thread. While it waits for work, it does not keep the WorkQueue alive.

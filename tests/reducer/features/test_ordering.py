@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import fastcomm
-from fastcomm.comm.objects import gather_objects
+from fastcomm.reducer.features import autotune, ordering
+from fastcomm.reducer.round import Round
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -130,8 +134,117 @@ def test_ranks_in_a_join_wait_until_it_is_over(comm):
             backward(model, comm.rank, number)
             assert layers_in(reducer) == AS_REGISTERED
     backward(model, comm.rank)
-    on_all_ranks = gather_objects(comm, layers_in(reducer), "a test")
-    assert on_all_ranks[0] == on_all_ranks[1]
+    assert layers_in(reducer) == AS_ARRIVED
+
+
+@over_a_network
+@on_ranks(2)
+def test_a_long_join_is_not_traced_for_ever(comm):
+    model = Shuffled()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    n = ordering.TRACED_ROUNDS + ordering._PATIENCE_ROUNDS
+    with reducer.join(range(n + comm.rank)) as numbers:
+        for number in numbers:
+            assert (reducer.recorder is None) == (number >= n)
+            backward(model, comm.rank, number)
+    backward(model, comm.rank)
+    assert layers_in(reducer) == AS_REGISTERED
+
+
+@over_a_network
+@on_ranks(2)
+def test_where_the_round_that_decides_is_skipped_the_next_one_does(comm):
+    model = Shuffled()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    for number in range(4):
+        if number == 1 and comm.rank == 1:
+            reducer.skip_step()
+        backward(model, comm.rank, number)
+        model.zero_grad()
+        assert layers_in(reducer) == (AS_REGISTERED if number < 2 else AS_ARRIVED)
+
+
+@over_a_network
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_takes_part_in_the_decision(comm):
+    """A signal comes while rank 1 waits for the last bucket of the round that decides."""
+    model = Shuffled()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    backward(model, comm.rank, 0)
+    finish = Round.finish
+
+    def interrupted(round):
+        finish(round)
+        raise Interrupted
+
+    with contextlib.ExitStack() as stack:
+        if comm.rank == 1:
+            stack.enter_context(mock.patch.object(Round, "finish", interrupted))
+            stack.enter_context(pytest.raises(Interrupted))
+        backward(model, comm.rank, 1)
+    layers = check_steps(comm, reducer, model, 2)
+    assert layers == [AS_REGISTERED] + [AS_ARRIVED] * 2  # with the round behind it
+
+
+class Interrupted(Exception):
+    """What a handler raises."""
+
+
+def _with_error_feedback(comm, model):
+    options = {"wire_dtype": torch.bfloat16, "error_feedback": True}
+    return fastcomm.Reducer(comm, **options, **SMALL_BUCKETS).attach(model)
+
+
+def _with_a_hook(comm, model):
+    hook = fastcomm.HookState(comm), fastcomm.all_reduce_hook
+    return fastcomm.Reducer(comm, hook=hook, **SMALL_BUCKETS).attach(model)
+
+
+def _with_sparse_gradients(comm, model):
+    model.table = nn.Embedding(5, 8, sparse=True)
+    return fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+
+
+@pytest.mark.parametrize(
+    "attach", [_with_error_feedback, _with_a_hook, _with_sparse_gradients], ids=lambda f: f.__name__
+)
+@over_a_network
+@on_ranks(2)
+def test_who_keeps_something_of_each_bucket_keeps_the_buckets(comm, attach):
+    model = Shuffled()
+    reducer = attach(comm, model)
+    before = [bucket.names for bucket in reducer.buckets]
+    for number in range(4):
+        backward(model, comm.rank, number)
+        model.zero_grad()
+    assert [bucket.names for bucket in reducer.buckets] == before
+
+
+@over_a_network
+@on_ranks(2)
+def test_local_steps_keep_the_buckets(comm):
+    model = Shuffled()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with fastcomm.LocalSGD(reducer, every=1) as syncs:
+        for number in range(3):
+            backward(model, comm.rank, number)
+            optimizer.step()
+        assert syncs.n_syncs == 3 and layers_in(reducer) == AS_REGISTERED
+
+
+@over_a_network
+@on_ranks(2)
+def test_sizes_are_tuned_in_the_order_of_arrival(comm):
+    model = Shuffled()
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", first_bucket_cap_mb=0.0001).attach(model)
+    measured_from = 2 + autotune.WARM_UP_ROUNDS
+    for number in range(measured_from + autotune.MEASURED_ROUNDS):
+        assert "so far" in repr(reducer)
+        assert (reducer.recorder is None) == (2 <= number < measured_from)
+        backward(model, comm.rank, number)
+        model.zero_grad()
+    assert layers_in(reducer) == AS_ARRIVED
 
 
 @pytest.mark.transports("shm")

@@ -6,7 +6,9 @@ import functools
 import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +58,56 @@ def test_a_peer_that_closes_with_works_under_way_is_named_soon(transport, world_
     (message,) = messages
     assert "rank 1" in message and "closed its communicator" in message
     assert seconds < 2
+
+
+def _close_with_data_under_way(place):
+    """Of three all-reductions, whose results rank 0 does not send before that."""
+    comm = communicator(place)
+    comm.barrier()
+    before, go_on = comm.number, work_queue.WorkQueue._go_on
+
+    def wait_for_the_end(queue, one):
+        if place.rank == 0:
+            wait_for_note(place, "closed_at")
+        if place.rank == 0 or queue.number == before + 3:  # else takes up the next
+            go_on(queue, one)
+
+    with mock.patch.object(work_queue.WorkQueue, "_go_on", wait_for_the_end):
+        works = [comm.all_reduce(torch.ones(600_000), async_op=True) for _ in range(3)]
+        if place.rank == 1:
+            while comm.number < before + 3:
+                time.sleep(0.001)
+            comm.close()
+            note(place, closed_at=time.monotonic())
+            return None
+        messages = {raised(PeerLostError, work.wait)[0] for work in works}
+    return messages, time.monotonic() - float(noted(place, "closed_at"))
+
+
+@pytest.mark.usefixtures("transport")
+@over(2, shm=(), nccl=(), hierarchical=())
+def test_a_peer_that_closes_with_data_under_way_is_named_soon(transport, world_size):
+    (message,), seconds = values_of(new_ranks(transport, world_size, _close_with_data_under_way))[0]
+    assert "rank 1" in message and "closed its communicator" in message
+    assert seconds < 2
+
+
+@pytest.mark.usefixtures("transport")
+@over(2, shm=(), nccl=(), hierarchical=())
+def test_connections_do_not_outlive_the_communicator(transport, world_size):
+    values_of(new_ranks(transport, world_size, _keep_a_bucket))
+
+
+def _keep_a_bucket(place):
+    comm = communicator(place)
+    flat = torch.ones(5000)
+    bucket = comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=None, label=1)
+    bucket.launch("sum", []).wait()
+    groups = [weakref.ref(group) for group in comm._exchange._own]
+    comm.close()
+    gc.collect()
+    assert bucket.reduction is not None
+    assert [group() for group in groups] == [None] * 3
 
 
 def _break_a_connection_to_a_peer_that_answers(place):
