@@ -5,7 +5,9 @@ sent must come to an end whatever the others call.
 from __future__ import annotations
 
 import functools
+import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +89,44 @@ def test_ranks_that_call_different_collectives_leave_nothing_under_way(comm):
     with pytest.raises(MismatchError):
         call()
     check_all_reduce(comm, LARGE)
+
+
+@on_ranks(2)
+def test_a_bucket_is_of_use_after_a_mismatch_though_the_other_rank_is_late(comm):
+    flats, buckets = buckets_of(comm, 2)
+    end, exchange = comm._exchange.end_what_was_sent, comm._exchange
+
+    def end_late(announced):
+        time.sleep(0.3 * comm.rank)
+        end(announced)
+
+    with (
+        mock.patch.object(exchange, "end_what_was_sent", end_late),
+        pytest.raises(MismatchError, match="bucket"),
+    ):
+        buckets[comm.rank].launch("sum", []).wait()
+    for flat, bucket in zip(flats, buckets, strict=True):
+        flat.fill_(comm.rank + 1)
+        bucket.launch("sum", []).wait()
+        assert (flat[:-1] == 3).all()
+
+
+@on_ranks(2)
+def test_what_another_thread_calls_behind_an_abandonment_is_of_the_next_round(comm):
+    numbers = torch.ones(LARGE)
+    if comm.rank == 0:
+        abandoning = threading.Thread(target=comm.abandon)
+        abandoning.start()
+        time.sleep(0.1)
+        work = comm.all_reduce(numbers, async_op=True)
+        abandoning.join()
+        work.wait()
+    else:
+        time.sleep(0.3)
+        with pytest.raises(AbandonedError):
+            comm.barrier()
+        comm.all_reduce(numbers)
+    assert (numbers == 2).all()
 
 
 def _abandon_with_buckets_under_way(place):
