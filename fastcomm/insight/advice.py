@@ -12,6 +12,9 @@ from fastcomm.insight.machine import Machine
 from fastcomm.insight.step_model import LocalStep, Plan, Prediction, predict_on, seconds_every
 
 DEFAULT_CAP_MB = 25.0
+# The default where the CPU moves data between hosts: what is left when backward ends waits for the
+# link, and a bucket costs little beside it.
+NETWORK_CAP_MB = 10.0
 CAPS_MB = (1.0, 2.0, 5.0, 10.0, DEFAULT_CAP_MB, 50.0, 100.0, 200.0)
 # A choice must gain this part of the step: what is predicted is not known better.
 WORTHWHILE = 0.02
@@ -34,23 +37,24 @@ class Choice(NamedTuple):
         return 1 - self.seconds / self.default_s if self.default_s else 0.0
 
 
-def distinct_caps(plan: Planner, caps: Iterable[float] = CAPS_MB) -> list[float]:
+def distinct_caps(
+    plan: Planner, caps: Iterable[float] = CAPS_MB, default: float = DEFAULT_CAP_MB
+) -> list[float]:
     """Drops caps that give an identical plan. Keeps of these the default, else the smallest."""
     found: dict[tuple[tuple[int, ...], ...], float] = {}
-    for cap in (DEFAULT_CAP_MB, *caps):
+    for cap in (default, *caps):
         found.setdefault(tuple(tuple(bucket) for bucket in plan(cap)), cap)
     return sorted(found.values())
 
 
-def choose_cap(predicted: dict[float, float]) -> Choice:
+def choose_cap(predicted: dict[float, float], default: float = DEFAULT_CAP_MB) -> Choice:
     """predicted: seconds of a step by size, the default's among them. Keeps the default unless
     another one saves more than the model's own error.
     """
-    default = predicted[DEFAULT_CAP_MB]
-    best = min(predicted, key=lambda cap: (predicted[cap], abs(cap - DEFAULT_CAP_MB)))
-    if predicted[best] > (1 - WORTHWHILE) * default:
-        best = DEFAULT_CAP_MB
-    return Choice(best, predicted[best], default)
+    best = min(predicted, key=lambda cap: (predicted[cap], abs(cap - default)))
+    if predicted[best] > (1 - WORTHWHILE) * predicted[default]:
+        best = default
+    return Choice(best, predicted[best], predicted[default])
 
 
 def sweep(machine: Machine, ranks: int, step: LocalStep, plan: Planner) -> dict[float, Prediction]:

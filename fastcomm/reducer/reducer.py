@@ -15,6 +15,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
@@ -28,6 +29,7 @@ from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, buffers_label, canonical_op
 from fastcomm.comm.communicator import Communicator
 from fastcomm.errors import FastcommError
+from fastcomm.insight.advice import DEFAULT_CAP_MB, NETWORK_CAP_MB
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
 from fastcomm.reducer import statistics, validation
@@ -92,8 +94,9 @@ class Reducer(ReducerFlags):
 
     comm: the communicator; None means fastcomm.init().
     bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one
-        small, so that communication starts early. bucket_cap_mb="auto": the ranks measure the first
-        steps and choose together; 25 stays where another size does not pay.
+        small, so that communication starts early. bucket_cap_mb=None: 25, and 10 where the CPU
+        moves data between hosts. "auto": the ranks measure the first steps and choose together;
+        that default stays where another size does not pay.
     op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds:
         with another op than "mean", clear the gradients before every backward that is reduced, or
         what was reduced before is reduced once more.
@@ -126,7 +129,7 @@ class Reducer(ReducerFlags):
         self,
         comm: Communicator | None = None,
         *,
-        bucket_cap_mb: float | Literal["auto"] = 25,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         first_bucket_cap_mb: float = 1,
         op: Op = "mean",
         wire_dtype: torch.dtype | None = None,
@@ -139,7 +142,7 @@ class Reducer(ReducerFlags):
     ) -> None:
         self.op = canonical_op(op)
         self.options = Options(
-            bucket_cap_mb,
+            DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb,
             first_bucket_cap_mb,
             self.op,
             wire_dtype,
@@ -150,6 +153,9 @@ class Reducer(ReducerFlags):
             tuple(sparse_parameters),
         )
         self.comm = self.options.checked(init() if comm is None else comm)
+        default_cap_mb = NETWORK_CAP_MB if self.comm.crosses_network else DEFAULT_CAP_MB
+        if bucket_cap_mb is None:
+            self.options = replace(self.options, bucket_cap_mb=default_cap_mb)
         self.overlap = overlap
         self.n_rounds = 0
         self.data_exhausted = False
@@ -160,7 +166,8 @@ class Reducer(ReducerFlags):
         self.number = 0  # among the reducers of the communicator
         self.steps = StepRecord()
         self.extensions: list[RoundExtension] = []
-        self.tuning = Tuning(self.options) if self.options.bucket_cap_mb == AUTO else None
+        is_auto = bucket_cap_mb == AUTO
+        self.tuning = Tuning(self.options, default_cap_mb) if is_auto else None
         self.ordering = Ordering() if self.comm.crosses_network else None
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]

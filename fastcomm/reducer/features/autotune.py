@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fastcomm.comm.objects import gather_objects
-from fastcomm.insight.advice import DEFAULT_CAP_MB, WORTHWHILE, choose_cap, distinct_caps
+from fastcomm.insight.advice import WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
 from fastcomm.insight.steps import Step
@@ -62,14 +62,14 @@ class Tuning:
     is_over: nothing is left to be found.
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, default_cap_mb: float) -> None:
+        self.options, self._default_cap_mb = options, default_cap_mb
         self._trace = Trace()
         self.begin(0, 1)
 
     def begin(self, n_rounds: int, world_size: int) -> None:
         """A model is attached, when so many rounds have ended."""
-        self.options = replace(self.options, bucket_cap_mb=DEFAULT_CAP_MB)
+        self.options = replace(self.options, bucket_cap_mb=self._default_cap_mb)
         self.is_over = world_size == 1
         self._began_at = n_rounds  # when the buckets of now were made
         self._ended_s = 0.0  # when the last round ended
@@ -163,8 +163,10 @@ class Tuning:
             not reducer.comm.progresses_itself or local_ranks >= min(one.cores for one in seen)
         )
         step, overlap = _median_step(steps), all(one.overlap for one in seen)
-        choice = choose_cap(predict_caps(step, planner, costs, delays, overlap))
-        if choice.cap_mb == DEFAULT_CAP_MB:
+        default = self._default_cap_mb
+        caps = distinct_caps(planner, default=default)
+        choice = choose_cap(predict_caps(step, planner, costs, delays, overlap, caps), default)
+        if choice.cap_mb == default:
             self._stop(reducer)
         else:
             self._replan(reducer, choice.cap_mb)
@@ -173,7 +175,7 @@ class Tuning:
     def _judge(self, reducer: Reducer, seen: Sequence[_Seen]) -> None:
         """Goes back to the default unless the steps take less than with it."""
         if self._default_s is not None and not pays([s.period_s for s in seen], self._default_s):
-            self._replan(reducer, DEFAULT_CAP_MB)
+            self._replan(reducer, self._default_cap_mb)
         self._stop(reducer)
 
     def _replan(self, reducer: Reducer, cap_mb: float) -> None:
@@ -232,11 +234,12 @@ def predict_caps(
     costs: MeasuredCosts,
     delays: bool,
     overlap: bool,
+    caps: Iterable[float],
 ) -> dict[float, float]:
-    """Seconds of a step by size. delays, overlap: see step_model.predict."""
+    """Seconds of a step by size, of these. delays, overlap: see step_model.predict."""
     return {
         cap: predict(step, planner(cap), costs, delays_compute=delays, overlap=overlap).seconds
-        for cap in distinct_caps(planner)
+        for cap in caps
     }
 
 

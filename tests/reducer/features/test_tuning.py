@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm.insight.advice import DEFAULT_CAP_MB
+from fastcomm.insight.advice import CAPS_MB, DEFAULT_CAP_MB, NETWORK_CAP_MB
 from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.step_model import Gradient, LocalStep
 from fastcomm.reducer.features import autotune
@@ -26,6 +26,11 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 ROUNDS = 2 * (autotune.WARM_UP_ROUNDS + autotune.MEASURED_ROUNDS)
 TINY_MB = 0.0002
+
+
+def default_of(comm):
+    """As repr() has it."""
+    return f"{NETWORK_CAP_MB if comm.crosses_network else DEFAULT_CAP_MB:g}"
 
 
 def _models(comm, **options):
@@ -42,7 +47,7 @@ def _models(comm, **options):
 @contextlib.contextmanager
 def _choosing(cap_mb, pays=True):
     """The model promises much of this size, and its steps keep the promise or not."""
-    promise = {DEFAULT_CAP_MB: 1.0, cap_mb: 0.5}
+    promise = {DEFAULT_CAP_MB: 1.0, NETWORK_CAP_MB: 1.0, cap_mb: 0.5}
     with (
         mock.patch.object(autotune, "predict_caps", lambda *_: promise),
         mock.patch.object(autotune, "pays", lambda *_: pays),
@@ -84,7 +89,8 @@ def test_buckets_that_do_not_pay_are_given_up(comm):
             said.append(repr(reducer).partition("auto: ")[2].partition(";")[0])
     before, trial = ROUNDS // 2 - 1, ROUNDS // 2
     tried = [f"{TINY_MB:g} so far"] * trial
-    assert said == ["25 so far"] * before + tried + ["25"]
+    default = default_of(comm)
+    assert said == [f"{default} so far"] * before + tried + [default]
 
 
 @on_ranks(2)
@@ -108,7 +114,7 @@ def test_a_new_model_is_measured_anew(comm):
         for step in range(ROUNDS):
             backward(model, comm.rank, step)
         reducer.refresh()
-        assert "auto: 25 so far" in repr(reducer)
+        assert f"auto: {default_of(comm)} so far" in repr(reducer)
         backward(model, comm.rank)
 
 
@@ -152,10 +158,10 @@ def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
         _, (model, reducer) = _models(comm, skip_nonfinite=True)
         with mock.patch.object(autotune, "_PATIENCE_ROUNDS", 1):
             for step in range(ROUNDS // 2 + 1):
-                assert "auto: 25 so far" in repr(reducer)
+                assert f"auto: {default_of(comm)} so far" in repr(reducer)
                 reducer.skip_step()
                 backward(model, comm.rank, step)
-    assert "auto: 25;" in repr(reducer)
+    assert f"auto: {default_of(comm)};" in repr(reducer)
 
 
 class Interrupted(Exception):
@@ -218,21 +224,22 @@ def test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none(comm, times
             optimizer.step()
     victim = None if times == 1 else fastcomm.AbandonedError
     assert raised is (Interrupted if comm.rank == 1 else victim)
-    assert f"auto: {TINY_MB if times == 1 else 25:g};" in repr(reducer)
+    chosen = f"{TINY_MB:g}" if times == 1 else default_of(comm)
+    assert f"auto: {chosen};" in repr(reducer)
     reducer.check_in_sync(optimizer)
 
 
 @on_ranks(2)
 def test_ranks_with_another_overlap_come_to_one_choice(comm):
-    def promise(step, planner, costs, delays, overlap):
-        return {DEFAULT_CAP_MB: 1.0, TINY_MB: 0.5 if overlap else 1.5}
+    def promise(step, planner, costs, delays, overlap, caps):
+        return {float(default_of(comm)): 1.0, TINY_MB: 0.5 if overlap else 1.5}
 
     model = mlp()
     reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", overlap=comm.rank == 0).attach(model)
     with mock.patch.object(autotune, "predict_caps", promise):
         for step in range(ROUNDS // 2 + 1):
             backward(model, comm.rank, step)
-    assert "auto: 25;" in repr(reducer)
+    assert f"auto: {default_of(comm)};" in repr(reducer)
 
 
 def _attach_with_different_sizes(comm):
@@ -253,7 +260,7 @@ def test_ranks_that_do_not_all_say_auto_are_told(ranks):
 @on_ranks(1)
 def test_one_rank_has_nothing_to_choose(comm):
     reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(mlp())
-    assert "bucket_cap_mb auto: 25;" in repr(reducer)
+    assert f"bucket_cap_mb auto: {default_of(comm)};" in repr(reducer)
 
 
 @on_ranks(1)
@@ -276,7 +283,9 @@ def _predicted(latency_s, bytes_per_s, delays):
     points = [(n, Cost(latency_s + n / bytes_per_s, n / bytes_per_s)) for n in (1, 1 << 30)]
     planner = autotune.planner_of(kinds, Options(25, 1, "mean", None, 1, ()))
     step = LocalStep(gradients, 1.0)
-    return autotune.predict_caps(step, planner, MeasuredCosts(points), delays, overlap=True)
+    return autotune.predict_caps(
+        step, planner, MeasuredCosts(points), delays, overlap=True, caps=CAPS_MB
+    )
 
 
 def test_a_long_latency_asks_for_large_buckets():
