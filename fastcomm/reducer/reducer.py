@@ -588,7 +588,8 @@ class Reducer(ReducerFlags):
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
-        self._plan_anew(can_replan=is_between_steps and not self.skipped)
+        if self._planners:
+            self._plan_anew(can_replan=is_between_steps and not self.skipped)
 
     def _plan_anew(self, *, can_replan: bool) -> None:
         """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""
