@@ -91,8 +91,8 @@ def _steps_of(path: Path) -> Iterator[str]:
         for wire in ("", "_bf16"):
             share = result[f"fastcomm{wire}_share_of_ddp{wire}_overhead"]
             is_met = "met" if share <= SHARE_OF_DDP else "NOT met"
-            words = "in bfloat16, " if wire else ""
-            yield f"| {name}: a step's overhead, {words}of DDP's over NCCL | {share:.2f} | {is_met} |"
+            what = f"{name}: a step's overhead, {'in bfloat16, ' if wire else ''}of DDP's over NCCL"
+            yield f"| {what} | {share:.2f} | {is_met} |"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -130,7 +130,7 @@ cdef class Link:
             raise deferred
 
     cdef object _poll(self, InFlight in_flight):
-        """Until it is over, or will never be. Returns what a signal handler has raised meanwhile."""
+        """Until it is over, or will never be. Returns what a signal handler has raised."""
         deferred = None
         while not in_flight.done.is_over():
             try:
