@@ -4,11 +4,13 @@ the other ranks and to the test.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,25 @@ def hear_of_it(comm: Any) -> None:
     deadline = time.monotonic() + 60
     while comm.backend == "nccl" and time.monotonic() < deadline:
         comm.check()
+
+
+@contextlib.contextmanager
+def raises_on_each(comm: Any, kind: type[Exception], words: str) -> Iterator[None]:
+    """For bodies, around what fails on every rank by itself. Over NCCL a late rank may hear of
+    another's error before it comes to its own: one rank at least says the words.
+    """
+    import torch
+
+    from fastcomm import FastcommError
+
+    is_nccl = comm.backend == "nccl"
+    heard = rf"{words}|^rank \d abandoned" if is_nccl else words
+    with pytest.raises(FastcommError if is_nccl else kind, match=heard) as caught:
+        yield
+    has_own = isinstance(caught.value, kind) and re.search(words, str(caught.value)) is not None
+    n_own = torch.tensor([int(has_own)], device=comm.device)
+    comm.all_reduce(n_own)
+    assert n_own.item() >= 1
 
 
 _of_script: list[Any] = []  # a script's variables, which live until its process has ended
