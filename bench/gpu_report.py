@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from lib import machine
+from lib.step_table import SHARE_OF_DDP
 
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = "gpu-summary.json"
-SHARE_OF_DDP = 0.5  # as in step.py, which needs torch
 NOT_YET = "**Nothing here has run on a GPU yet.**"
 
 

@@ -52,14 +52,13 @@ import torch.distributed as dist
 from lib import cuda_clock, launch, machine, report, tables, turns
 from lib.counters import Counters
 from lib.models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
-from lib.step_table import steps_table
+from lib.step_table import SHARE_OF_DDP, steps_table
 from lib.tables import Bar, Times
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 
-SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
 TINY_PARAMETERS = 2000
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-4}),

@@ -7,6 +7,8 @@ from typing import Any
 
 from lib.tables import RATIO, Column, Spread, Table, ratio_cells, time_cell
 
+SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
+
 
 def steps_table(model: Mapping[str, Any], title: str) -> Table:
     """A row for each way to make a step. Its ratio is to fastcomm's time with the same dtype on the

@@ -446,8 +446,8 @@ MUTATIONS = (
         name="group: calls that differ have one tag",
         file=SHARDS,
         within="tag_of",
-        old="{call.numel}",
-        new="",
+        old="call.shards",
+        new="call.label",
         tests=(AHEAD_TESTS,),
     ),
 )

@@ -80,6 +80,11 @@ class Call:
         return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], src, label, step, weight, scale)
 
     @property
+    def shards(self) -> tuple[object, ...]:
+        """What is equal where two ranks' shards of the call meet."""
+        return self.kind, self.numel, self.dtype, self.wire, self.label
+
+    @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 

@@ -29,14 +29,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastcomm.comm.collective import as_pairs
 from fastcomm.errors import InitError
 from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.call import (
-    Announced,
-    Call,
-    as_bytes,
-    cast,
-    reduce_rows,
-    with_one_nan,
-)
+from fastcomm.transports.group.call import Announced, as_bytes, cast, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
     Announcements,
@@ -180,7 +173,7 @@ class Exchange:
         calls, own = announced.calls, announced.begun
         tags = [tag_of(announced.place, call) for call in calls]
         for rank, (call, is_sent) in enumerate(zip(calls, announced.are_sent, strict=True)):
-            is_met = own is not None and _shards_of(call) == _shards_of(calls[self._rank])
+            is_met = own is not None and call.shards == calls[self._rank].shards
             if rank != self._rank and is_sent and not is_met:
                 nothing = self._shards(torch.zeros(call.numel, dtype=call.wire, device="cpu"))
                 nothing.send(tags[rank], [rank])
@@ -314,11 +307,6 @@ class Exchange:
     def _wait(self, work: Any) -> None:
         work.wait()
         self.moved_at = time.monotonic()
-
-
-def _shards_of(call: Call) -> tuple[object, ...]:
-    """What must be equal for two ranks' shards of a call to meet: see tag_of."""
-    return call.kind, call.numel, call.dtype, call.wire, call.label
 
 
 def _keep_groups() -> None:
