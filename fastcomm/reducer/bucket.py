@@ -352,7 +352,7 @@ class Bucket(Counter):
             work.wait()
         except FastcommError as error:
             raise self._explained(error) from error.__cause__
-        self._sample.take()
+        self._sample.take((self._held or {}).values())
         return work
 
     def is_skipped(self) -> bool:
@@ -462,18 +462,32 @@ class Bucket(Counter):
         if self._has_streams:
             return True  # it reads them
         self._bound.count_results(True)
-        return self._sample.is_unchanged()
+        return self._sample.is_unchanged((self._held or {}).values())
 
     def _holds_all(self) -> bool:
-        return self._counts_nonfinite and all(
-            p is None or p.grad is view for p, view in zip(self.parameters, self.views, strict=True)
-        )
+        """Whether the flat buffer has the values of all gradients. Those that the user also holds
+        are brought there: norms have the same bits on all ranks only if all take them in one way,
+        and the other ranks' users may hold none.
+        """
+        if not self._counts_nonfinite:
+            return False
+        for i, gradient in self._outside():
+            if gradient is None or gradient is not (self._held or {}).get(i):
+                return False
+            self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
+        return True
+
+    def _outside(self) -> list[tuple[int, Tensor | None]]:
+        """The slots whose gradient is another tensor than the view, or missing."""
+        pairs = enumerate(zip(self.parameters, self.views, strict=True))
+        return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients, which must lie in the flat buffer, by a scalar on the
-        device.
-        """
+        """Multiplies all gradients, whose values the flat buffer has, by a scalar on the device."""
         self.flat[: -len(self.views)].mul_(factor)
+        for i, gradient in self._outside():
+            if gradient is not None:
+                gradient.detach().copy_(self.views[i])
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""

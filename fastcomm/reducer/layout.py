@@ -158,6 +158,14 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def laid_out_as(view: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, or a copy of it that has the strides of its view, and no less alignment."""
+    if gradient is view or view.is_sparse:
+        return gradient
+    is_alike = gradient.stride() == view.stride() and gradient.data_ptr() % ALIGNMENT == 0
+    return gradient if is_alike else torch.empty_like(view).copy_(gradient)
+
+
 def values_of(gradient: Tensor) -> Tensor:
     """What norms and counts look at: of a sparse gradient its values, one for each row."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient

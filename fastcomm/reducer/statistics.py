@@ -17,7 +17,7 @@ from fastcomm.comm.collective import as_pairs
 from fastcomm.comm.objects import called_by
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.layout import scale_, values_of
+from fastcomm.reducer.layout import laid_out_as, scale_, values_of
 
 
 def norm(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
@@ -166,5 +166,12 @@ def _with_gradient(buckets: Sequence[Bucket]) -> list[Parameter]:
 
 
 def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """The gradients there are; of sparse ones their values."""
-    return [values_of(p.grad) for p in _with_gradient(buckets) if p.grad is not None]
+    """The gradients there are; of sparse ones their values. All ranks have them in the same layout,
+    so that they add in the same order.
+    """
+    return [
+        values_of(p.grad if p.grad.is_sparse else laid_out_as(view, p.grad))
+        for bucket in buckets
+        for p, view in zip(bucket.parameters, bucket.views, strict=True)
+        if p is not None and p.grad is not None
+    ]

@@ -25,6 +25,7 @@ RECORD_TESTS = "tests/reducer/test_steps.py"
 
 DEFECTS = "tests/reducer/test_defects.py"
 ROUNDS = "tests/reducer/test_rounds.py"
+HELD_ALIKE = f"{DEFECTS}::test_ranks_clip_alike_where_one_holds_its_gradients"
 HELD_TESTS = f"{DEFECTS}::test_gradients_that_the_user_holds_too_stay_his"
 
 MUTATIONS = (
@@ -531,5 +532,37 @@ MUTATIONS = (
         tests=(
             f"{UNREDUCED}::test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error",
         ),
+    ),
+    Mutation(
+        name="norms: gradients that the user holds are added where they lie",
+        file=LAYOUT,
+        within="laid_out_as",
+        old="gradient is view or view.is_sparse",
+        new="True",
+        tests=(HELD_ALIKE,),
+    ),
+    Mutation(
+        name="norms: what the user holds is not brought to the flat buffer",
+        file=BUCKET,
+        within="Bucket._holds_all",
+        old="self.views[i].data.copy_(gradient)",
+        new="pass",
+        tests=(HELD_ALIKE,),
+    ),
+    Mutation(
+        name="norms: writes to a gradient that the user holds are not counted",
+        file="fastcomm/reducer/sample.py",
+        within="Sample._count_writes",
+        old="(self._flat, *self._views, *held)",
+        new="(self._flat, *self._views)",
+        tests=(HELD_ALIKE,),
+    ),
+    Mutation(
+        name="norms: clipping leaves out gradients that the user holds",
+        file=BUCKET,
+        within="Bucket.scale_",
+        old="gradient.detach().copy_(self.views[i])",
+        new="pass",
+        tests=(HELD_ALIKE,),
     ),
 )

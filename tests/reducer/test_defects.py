@@ -20,6 +20,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError
+from fastcomm.comm.objects import gather_objects
 from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
@@ -214,6 +215,40 @@ def test_gradients_that_the_user_holds_too_stay_his(comm, gradients, when):
     backward(model, comm.rank)
     assert_gradients(model, expected)
     assert not {p.grad.data_ptr() for p in model.parameters()} & {*before}
+
+
+def _written_in_place(p):
+    p.grad.mul_(1)
+
+
+def _written_past_torch(p):
+    p.grad.data.mul_(3)
+
+
+@pytest.mark.parametrize("write", [None, _written_in_place, _written_past_torch])
+@on_ranks(2)
+def test_ranks_clip_alike_where_one_holds_its_gradients(comm, write):
+    """In tensors with strides of its own, in which torch adds squares in another order."""
+    model = nn.Sequential(*[nn.Linear(65, 65) for _ in range(4)])
+    reducer = fastcomm.Reducer(comm).attach(model)
+    held = []
+    if comm.rank == 1:
+        held = [torch.zeros_like(p).T.contiguous().T for p in model.parameters()]
+        for p, gradient in zip(model.parameters(), held, strict=True):
+            p.grad = gradient
+    for step in range(8):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        model(torch.randn(8, 65) + comm.rank).square().sum().backward()
+        if step and write is not None:
+            write(model[1].weight)
+        norms = [reducer.clip_grad_norm_(share) for share in (0.7, 0.3)]
+        norms += [reducer.grad_norm(), *gradients(model)]
+        told = gather_objects(comm, [tensor.tolist() for tensor in norms], "the test")
+        assert told[0] == told[1]
+        assert norms[1].item() == pytest.approx(0.7, rel=1e-5)
+    assert all(p.grad is one for p, one in zip(model.parameters(), held, strict=False))
 
 
 @on_ranks(2)
