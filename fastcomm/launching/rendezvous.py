@@ -75,7 +75,7 @@ def init(
     max_ctas: for NCCL, how many thread blocks a collective may take at most, so that the rest of
         the GPU computes meanwhile. None leaves it to NCCL.
     cta_policy: for NCCL 2.27 or newer, how it chooses that number: "default", "efficiency" (as few
-        as will do) or "zero" (none, where copy engines can do it).
+        as will do) or, from NCCL 2.28 on, "zero" (none, where copy engines can do it).
 
     Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
     and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or

@@ -1,5 +1,5 @@
 OLDEST: int
-CTA_POLICIES: tuple[str, ...]
+CTA_POLICIES: dict[str, int]
 
 def load() -> tuple[int, str]: ...
 def nccl_wheel() -> str | None: ...

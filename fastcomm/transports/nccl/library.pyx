@@ -189,20 +189,21 @@ cdef object error_of(int code, const char *call):
                      f"{text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
 
 
-# in the order of NCCL's numbers
-CTA_POLICIES = ("default", "efficiency", "zero")
-FIRST_WITH_CTA_POLICY = 22700
+# in the order of NCCL's numbers, each with the first version that has it
+CTA_POLICIES = {"default": 22700, "efficiency": 22700, "zero": 22800}
 
 
 cdef Ctas ctas_of(max_ctas, cta_policy) except *:
-    """What init() was given, as NCCL has it. Raises InitError if this NCCL has no policies."""
+    """What init() was given, as NCCL has it. Raises InitError if this NCCL lacks the policy."""
     cdef Ctas ctas
-    if cta_policy is not None and version < FIRST_WITH_CTA_POLICY:
-        raise InitError(f"cta_policy needs NCCL 2.27 or newer; this is {version_text(version)}")
     ctas.most = NCCL_CONFIG_UNDEF_INT if max_ctas is None else max_ctas
-    ctas.policy = (
-        NCCL_CONFIG_UNDEF_INT if cta_policy is None else CTA_POLICIES.index(cta_policy)
-    )
+    ctas.policy = NCCL_CONFIG_UNDEF_INT
+    if cta_policy is not None:
+        first = CTA_POLICIES[cta_policy]
+        if version < first:
+            raise InitError(f"cta_policy={cta_policy!r} needs NCCL {version_text(first)} or newer; "
+                            f"this is {version_text(version)}")
+        ctas.policy = list(CTA_POLICIES).index(cta_policy)
     return ctas
 
 

@@ -171,14 +171,19 @@ def test_ranks_that_were_given_different_options_all_hear_which():
         assert "rank 0: max_ctas=4, cta_policy=None; rank 1: max_ctas=5" in message
 
 
-def _ask_for_a_policy(place):
-    return raised(InitError, lambda: communicator(place, cta_policy="zero"))[0]
+def _ask_for_a_policy(place, policy):
+    return raised(InitError, lambda: communicator(place, cta_policy=policy))[0]
 
 
-def test_a_policy_that_nccl_does_not_have_is_an_error():
-    env = {"FASTCOMM_STAND_IN_NCCL_VERSION": "22605"}
-    (message,) = values_of(outcomes_of(1, _ask_for_a_policy, env=env))
-    assert "cta_policy needs NCCL 2.27 or newer; this is 2.26.5" in message
+@pytest.mark.parametrize(
+    "policy, first, version",
+    [("default", "2.27", "2.26.5"), ("efficiency", "2.27", "2.26.5"), ("zero", "2.28", "2.27.7")],
+)
+def test_a_policy_that_nccl_does_not_have_is_an_error(policy, first, version):
+    major, minor, patch = map(int, version.split("."))
+    env = {"FASTCOMM_STAND_IN_NCCL_VERSION": f"{major}{minor:02}{patch:02}"}
+    (message,) = values_of(outcomes_of(1, _ask_for_a_policy, policy, env=env))
+    assert f"cta_policy='{policy}' needs NCCL {first}.0 or newer; this is {version}" in message
 
 
 @pytest.mark.parametrize(
