@@ -5,10 +5,12 @@
 # last; exits with 1 if a step has failed, 2 without a GPU.
 #
 #     bash ci/gpu.sh [folder]
+#     PYTHON=python3.12 bash ci/gpu.sh     another interpreter than that of .venv
 #
-# Writes JSON, and the logs of failed steps, into the folder (bench/results/). gpu-summary.json
-# there says what ran on which GPU; `python bench/gpu_report.py bench/results` makes rows for the
-# documents of it.
+# Writes at most six files into the folder (bench/results/): JSON, as far as each benchmark has
+# come, and the ends of the logs of failed steps in gpu-failures.log. gpu-summary.json says what ran
+# on which GPU; `python bench/gpu_report.py bench/results` makes rows for the documents of it.
+# Prints at most 10,000 characters.
 set -euo pipefail
 folder=$(realpath -m "${1:-"$(dirname "$0")/../bench/results"}")
 cd "$(dirname "$0")/.."
@@ -22,7 +24,7 @@ end() { # kills the running step and all its processes
 finish() { # also of a run that is cut short
     end
     if [[ -e $logs/steps ]]; then
-        python3 bench/gpu_report.py "$folder" --steps "$logs/steps" >/dev/null || true
+        "$python" bench/gpu_report.py "$folder" --steps "$logs/steps" >/dev/null || true
     fi
     rm -rf "$logs"
 }
@@ -31,9 +33,11 @@ trap 'exit 130' INT TERM
 # Tests this tree, even if fastcomm is installed.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-# The tree's own virtual environment where there is one, else what the machine offers.
-if [ -x .venv/bin/python3 ]; then PATH=$PWD/.venv/bin:$PATH; fi
-if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$logs/torch"; then
+# Without PYTHON, the tree's own virtual environment where there is one.
+python=python3
+if [ -x .venv/bin/python3 ]; then python=$PWD/.venv/bin/python3; fi
+export python=${PYTHON:-$python}
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$logs/torch"; then
     echo "ci/gpu.sh needs a GPU, and torch finds none here. $(tail -n 1 "$logs/torch")" >&2
     exit 2
 fi
@@ -41,15 +45,17 @@ fi
 deadline=$((SECONDS + 540))
 # No figure of an earlier run may pass for one of this run.
 rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda,paper-fig12-nccl}.json
+rm -f "$folder"/gpu-*.log
 table=()
 status=0
+room=3200 # characters of failed steps that are printed beside those of any step
 
 # Runs the command in a session of its own, and ends the whole session when the time is up.
 step() { # <name> <seconds> <command ...>
     local name=$1 limit=$2 outcome=passed start=$SECONDS left=$((deadline - SECONDS))
     shift 2
     if ((left < limit)); then limit=$left; fi
-    echo "== $name: $*"
+    cut -c 1-90 <<<"== $name: $*"
     : >"$logs/$name"
     if ((limit > 0)); then
         setsid --wait timeout --kill-after=5 "$limit" "$@" >"$logs/$name" 2>&1 &
@@ -60,20 +66,26 @@ step() { # <name> <seconds> <command ...>
     else
         outcome="no time left"
     fi
-    tail -n 40 "$logs/$name"
+    local shown=400
     if [[ $outcome != passed ]]; then
         status=1
-        cp "$logs/$name" "$folder/gpu-$name.log"
+        shown=$((shown + (room > 1600 ? 1600 : room)))
+        room=$((room > 1600 ? room - 1600 : 0))
+        { echo "== $name: $outcome" && tail -n 150 "$logs/$name"; } >>"$folder/gpu-failures.log"
     fi
+    tail -c "$shown" "$logs/$name"
     local headline
-    headline=$(tail -n 1 "$logs/$name" | tr '\t|' '  ' | cut -c 1-100)
+    headline=$(tail -n 1 "$logs/$name" | sed 's/^=* //; s/ =*$//' | tr '\t|' '  ' | cut -c 1-90)
     table+=("$(printf '%-10s %-14s %4d s  %s' \
         "$name" "$outcome" $((SECONDS - start)) "$headline")")
     printf '%s\t%s\t%d\t%s\n' "$name" "$outcome" $((SECONDS - start)) "$headline" >>"$logs/steps"
 }
 
-# pyproject.toml's options for pytest need plugins that may be missing here.
-pytest=(python3 -m pytest -q -o addopts= -p no:cacheprovider -W ignore::pytest.PytestConfigWarning)
+# pyproject.toml's options for pytest need plugins that may be missing here. A test that hangs
+# inside CUDA runs no Python that could end it: it is named before it starts, and a thread of
+# faulthandler's prints where it is; then the step's limit ends the tests.
+pytest=("$python" -m pytest -v -o addopts= -o faulthandler_timeout=60 -p no:cacheprovider
+    -W ignore::pytest.PytestConfigWarning)
 # Collectives between ranks that share a card take milliseconds each, and new ranks take seconds. So
 # only the reducer's tests with two ranks and one kind of bucket run here; not those with hundreds
 # of steps or thousands of broadcasts, nor those that use up their ranks (test_failed_steps.py).
@@ -85,21 +97,21 @@ reducer='nccl and 2 and not 3 and not 4 and not many and not thousand'
 # setup.py alone builds one extension after the other; with --parallel Cython would run in threads,
 # which it does not support.
 step build 150 bash -e -c '
-    python3 -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*/*.pyx fastcomm/*/*/*.pyx
-    python3 setup.py --quiet build_ext --inplace --parallel 8'
-step kernels 60 python3 tests/gpu/launch_kernels.py
-step flatten 90 python3 bench/flatten.py --rounds 5 --json "$folder/flatten.json"
+    "$python" -m Cython.Build.Cythonize --quiet -j 8 fastcomm/*/*.pyx fastcomm/*/*/*.pyx
+    "$python" setup.py --quiet build_ext --inplace --parallel 8'
+step kernels 60 "$python" tests/gpu/launch_kernels.py
+step flatten 90 "$python" bench/flatten.py --rounds 5 --json "$folder/flatten.json"
 step tests 150 "${pytest[@]}" tests/gpu
-step step 90 python3 bench/step.py --device cuda --rounds 6 --json "$folder/step-cuda.json"
-step allreduce 60 python3 bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
+step step 90 "$python" bench/step.py --device cuda --rounds 6 --json "$folder/step-cuda.json"
+step allreduce 60 "$python" bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
     --json "$folder/allreduce-cuda.json"
-step paper 60 python3 bench/paper.py fig12 --device cuda --rounds 6 \
+step paper 60 "$python" bench/paper.py fig12 --device cuda --rounds 6 \
     --json "$folder/paper-fig12-nccl.json"
 step reducer 150 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
 for tool in memcheck racecheck; do
     if command -v compute-sanitizer >/dev/null; then
         step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-            python3 tests/gpu/launch_kernels.py
+            "$python" tests/gpu/launch_kernels.py
     else
         table+=("$(printf '%-10s not run: there is no compute-sanitizer here' "$tool")")
     fi

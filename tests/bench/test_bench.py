@@ -284,6 +284,74 @@ def test_the_suite_of_the_gpu_says_in_a_sentence_that_there_is_none(tmp_path):
     assert "needs a GPU" in done.stderr and not list(tmp_path.iterdir())
 
 
+# In place of an interpreter that finds a GPU: writes the results it is asked for, prints a lot and
+# fails. The tests are one that hangs with the interpreter's lock held, as inside CUDA, for a while.
+PYTHON_ON_A_GPU = """#!/bin/bash
+case "$*" in
+-c*) exit 0 ;;
+*gpu_report.py*) exec {python} "$@" ;;
+*pytest*tests/gpu)
+    arguments=("${{@//faulthandler_timeout=60/faulthandler_timeout=1}}")
+    exec {python} "${{arguments[@]/#tests?gpu/{hanging}}}" ;;
+esac
+while (($#)); do
+    if [ "$1" = --json ]; then echo '{{}}' >"$2"; fi
+    shift
+done
+for i in {{1..400}}; do printf '%0150d\n' "$i"; done
+exit 1
+"""
+HANGING = """import ctypes, os
+def test_that_hangs():
+    ctypes.PyDLL(None).sleep(2)
+    os._exit(1)
+"""
+STEPS_OF_A_RUN = ("build", "kernels", "flatten", "tests", "step", "allreduce", "paper", "reducer")
+
+
+@pytest.fixture(scope="module")
+def failed_on_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a run of ci/gpu.sh prints whose steps all fail, and the folder of its results."""
+    scratch = tmp_path_factory.mktemp("gpu")
+    folder, stub, hanging = scratch / "results", scratch / "python", scratch / "test_hanging.py"
+    hanging.write_text(HANGING)
+    stub.write_text(PYTHON_ON_A_GPU.format(python=sys.executable, hanging=hanging))
+    sanitizer = scratch / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
+    for script in (stub, sanitizer):
+        script.chmod(0o755)
+    path = os.pathsep.join([str(scratch), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(ROOT / "ci/gpu.sh"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"PATH": path, "PYTHON": str(stub)},
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout, folder
+
+
+def test_a_run_on_a_gpu_returns_at_most_six_files_and_prints_at_most_10000_characters(
+    failed_on_a_gpu,
+):
+    printed, folder = failed_on_a_gpu
+    steps = json.loads((folder / "gpu-summary.json").read_text())["steps"]
+    assert [step["name"] for step in steps] == [*STEPS_OF_A_RUN, "memcheck", "racecheck"]
+    assert {step["outcome"] for step in steps} == {"failed (1)"}
+    assert len(list(folder.iterdir())) <= 6 and len(printed) <= 10000
+    failures = (folder / "gpu-failures.log").read_text()
+    for step in steps:
+        assert f"== {step['name']}: failed (1)" in failures
+    assert len(failures.splitlines()) <= len(steps) * 151
+
+
+def test_a_run_on_a_gpu_names_the_test_that_hangs(failed_on_a_gpu):
+    failures = (failed_on_a_gpu[1] / "gpu-failures.log").read_text()
+    assert "test_hanging.py::test_that_hangs" in failures
+    assert "Timeout (0:00:01)!" in failures and "in test_that_hangs" in failures
+
+
 STEPS = """build\tpassed\t80\tdone
 tests\tfailed (1)\t33\t1 failed, 61 passed
 step\tno time left\t0\t
