@@ -215,10 +215,13 @@ def die_with_parent() -> None:
 
 
 def become_torchrun(ranks: int) -> NoReturn:
-    """Becomes torchrun with this script and these arguments."""
+    """Becomes torchrun with this script and these arguments. Needs no name of this host, which not
+    every machine can resolve.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
-    torchrun = ("-m", "fastcomm.launching.torchrun", "--standalone", f"--nproc-per-node={ranks}")
-    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+    torchrun = ("-m", "fastcomm.launching.torchrun", "--standalone", "--local-addr=127.0.0.1")
+    command = [*torchrun, f"--nproc-per-node={ranks}", *sys.argv]
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def exit_on_sigterm() -> None:

@@ -27,12 +27,19 @@ BENCH = ROOT / "bench"
 
 
 def start(
-    script: str, *arguments: str | Path, on_the_host: Mapping[str, str] | None = None
+    script: str,
+    *arguments: str | Path,
+    on_the_host: Mapping[str, str] | None = None,
+    after: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """How a benchmark ends that has a small model in place of its MLP."""
-    imports = ["tests.support.small_models"]
+    """How a benchmark ends that has a small model in place of its MLP. after: a script that runs
+    first, in the same process.
+    """
+    imports: list[str | Path] = ["tests.support.small_models"]
     if on_the_host is not None:
         imports.append("tests.support.host_clock")
+    if after is not None:
+        imports.append(after)
     return python(BENCH / script, *arguments, env=on_the_host or {}, imports=imports)
 
 
@@ -129,6 +136,14 @@ def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     assert set(result["quartiles_ms"]) == {"local", "fastcomm", "ddp", "ddp_views"}
     assert set(result["overhead_ms"]) == {"fastcomm", "ddp", "ddp_views"}
     assert result["parameters"] == sum(p * q + q for p, q in pairwise(WIDTHS))
+
+
+def test_step_needs_no_name_of_its_host(tmp_path):
+    unknown = tmp_path / "unknown.py"
+    unknown.write_text("import socket; socket.getfqdn = lambda name='': 'unknown.invalid'")
+    size = ["--models", "mlp", "--rounds", "2", "--steps", "1", "--ways", "local", "fastcomm"]
+    done = start("step.py", *size, after=unknown)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_step_tells_what_the_hooks_cost():
