@@ -71,9 +71,9 @@ def main() -> int:
     ):
         rows, launches = measure(comm, options)
     flatten_report.print_launches(launches)
-    bars = [bar for row in rows for bar in row.bars()] + [launch.bar() for launch in launches]
-    flatten_report.write_results(rows, launches, bars, options)
-    flatten_report.print_bars(bars)
+    figures = flatten_report.figures_of(rows, launches)
+    report.write_results("flatten", figures, options, prefix="# ")
+    flatten_report.print_bars(flatten_report.bars_of(rows, launches))
     return 0
 
 
@@ -92,7 +92,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure(comm: Any, options: argparse.Namespace) -> tuple[list[Pass], list[Launch]]:
-    """Prints what it measures of the lists as it goes."""
+    """Prints and writes what it measures of the lists as it goes."""
     print(f"# {machine.summary()}, NCCL {machine.nccl_version()}")
     flatten_report.print_legend()
     table = flatten_report.Table()
@@ -103,6 +103,7 @@ def measure(comm: Any, options: argparse.Namespace) -> tuple[list[Pass], list[La
         for row in measure_mode(name, mode, comm.cuda, options.rounds):
             table.print_pass(row)
             rows.append(row)
+        report.write_so_far("flatten", flatten_report.figures_of(rows, []), options)
     launches = [
         launch_cost(comm, n, wire)
         for n in options.launches

@@ -166,11 +166,15 @@ def parse_options() -> argparse.Namespace:
 def report_steps(comm: Any, options: argparse.Namespace) -> None:
     is_cuda = options.device == "cuda"
     cases = CUDA_CASES if is_cuda else CASES
-    results = {
-        name: measure(comm, (cases | EMBEDDINGS)[name], options) for name in options.models or cases
-    }
+    results: dict[str, Any] = {}
+    figures = {"device": options.device, "ranks": comm.world_size, "models": results}
+    for name in options.models or cases:
+        results[name] = measure(comm, (cases | EMBEDDINGS)[name], options)
+        if comm.rank == 0:
+            report.write_so_far("step", figures, options)
     if comm.rank == 0:
-        write_results(results, comm.world_size, options)
+        print_machine(results, is_cuda)
+        report.write_results("step", figures, options)
         if is_cuda:
             print_bars(results)
 
@@ -359,16 +363,14 @@ def print_bars(results: dict[str, dict[str, Any]]) -> None:
     print(f"{tables.count_bars(bars)} (at most {SHARE_OF_DDP:.0%} of DDP's overhead)")
 
 
-def write_results(results: dict[str, Any], ranks: int, options: argparse.Namespace) -> None:
+def print_machine(results: dict[str, Any], is_cuda: bool) -> None:
     print(f"\n{machine.summary()}")
     if any(
         spread.is_wide for result in results.values() for spread in result["quartiles_ms"].values()
     ):
         print(tables.WIDE_NOTE)
-    if options.device == "cuda":
+    if is_cuda:
         print(f"NCCL {machine.nccl_version()}")
-    figures = {"device": options.device, "ranks": ranks, "models": results}
-    report.write_results("step", figures, options)
 
 
 def report_memory(comm: Any, options: argparse.Namespace) -> None:

@@ -4,12 +4,11 @@ JSON.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lib import report, tables
+from lib import tables
 from lib.tables import Bar, Column, Times
 
 PEERS = ("with norm", "foreach", "dense", "per tensor", "cupy")
@@ -79,6 +78,10 @@ class Launch:
             f"{self.launch:.1f} us",
             self.launch <= LAUNCH_US,
         )
+
+
+def bars_of(rows: Sequence[Pass], launches: Sequence[Launch]) -> list[Bar]:
+    return [bar for row in rows for bar in row.bars()] + [launch.bar() for launch in launches]
 
 
 # ---- the tables ----------------------------------------------------------------------------------
@@ -156,18 +159,12 @@ def print_bars(bars: Sequence[Bar]) -> None:
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def write_results(
-    rows: Sequence[Pass],
-    launches: Sequence[Launch],
-    bars: Sequence[Bar],
-    options: argparse.Namespace,
-) -> None:
-    figures = {
+def figures_of(rows: Sequence[Pass], launches: Sequence[Launch]) -> dict[str, Any]:
+    return {
         "rows": [as_json(row) for row in rows],
         "launches": [asdict(launch) for launch in launches],
-        "bars": [asdict(bar) for bar in bars],
+        "bars": [asdict(bar) for bar in bars_of(rows, launches)],
     }
-    report.write_results("flatten", figures, options, prefix="# ")
 
 
 def as_json(row: Pass) -> dict[str, Any]:

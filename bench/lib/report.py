@@ -259,18 +259,28 @@ def write_results(
     """Writes the machine, the command and the figures where --json says, and shows them with --plot
     and --report. Without these nothing is written.
     """
-    results = {
-        "benchmark": benchmark,
-        "machine": machine.describe(),
-        "command": _command(benchmark, sys.argv[1:]),
-        **figures,
-    }
+    results = _results_of(benchmark, figures)
     if options.json is not None:
         write_json(results, options.json, options, prefix)
     if options.plot is not None:
         _draw(results, options.plot, prefix)
     if options.report is not None:
         write_page([results], options.report, prefix)
+
+
+def write_so_far(benchmark: str, figures: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Writes where --json says, if that is a file, what a run that is cut short is to leave."""
+    if options.json not in (None, STDOUT):
+        options.json.write_text(_text_of(_results_of(benchmark, figures)))
+
+
+def _results_of(benchmark: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "benchmark": benchmark,
+        "machine": machine.describe(),
+        "command": _command(benchmark, sys.argv[1:]),
+        **figures,
+    }
 
 
 def _command(benchmark: str, arguments: Sequence[str]) -> str:
@@ -293,13 +303,17 @@ def write_json(
     options: argparse.Namespace,
     prefix: str = "",
 ) -> None:
-    text = json.dumps(results, indent=1) + "\n"
+    text = _text_of(results)
     if path == STDOUT:
         options.stdout.write(text)
         options.stdout.flush()
     else:
         path.write_text(text)
         print(f"{prefix}Results: {os.path.relpath(path)}")
+
+
+def _text_of(results: Results | Sequence[Results]) -> str:
+    return json.dumps(results, indent=1) + "\n"
 
 
 def write_page(all_results: Sequence[Results], path: Path, prefix: str = "") -> None:

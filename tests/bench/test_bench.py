@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,18 @@ def test_step_needs_no_name_of_its_host(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_step_leaves_what_it_has_measured_when_it_is_cut_short(tmp_path):
+    path, second = tmp_path / "step.json", tmp_path / "second.py"
+    second.write_text(
+        "import os\nfrom lib.models import CASES\n"
+        "CASES['conv'] = CASES['mlp']._replace(make_model=lambda: os._exit(1))"
+    )
+    size = ["--ranks", "1", "--rounds", "2", "--steps", "1", "--ways", "local", "fastcomm"]
+    done = start("step.py", "--models", "mlp", "conv", *size, "--json", path, after=second)
+    assert done.returncode == 1
+    assert list(json.loads(path.read_text())["models"]) == ["mlp"]
+
+
 def test_step_tells_what_the_hooks_cost():
     assert "us per parameter and step" in run("step.py", "--hook-cost", "--ranks", "1")
 
@@ -220,6 +233,37 @@ def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
         printed.splitlines()[-1]
         == f"# bars: {sum(bar['is_met'] for bar in result['bars'])} of {len(result['bars'])} met"
     )
+
+
+def test_flatten_goes_on_without_a_cupy_that_fails_and_leaves_what_it_has_measured(
+    on_the_host, tmp_path
+):
+    path, second = tmp_path / "flatten.json", tmp_path / "second.py"
+    (tmp_path / "cupy.py").write_text("raise RuntimeError('CuPy failed to load libnvrtc')")
+    second.write_text(
+        "import os\nfrom lib.flatten_contenders import LISTS\nLISTS['gpt2'] = lambda: os._exit(1)"
+    )
+    size = ["--lists", "tiny", "gpt2", "--rounds", "2", "--json", path]
+    done = start("flatten.py", *size, on_the_host=on_the_host, after=second)
+    assert done.returncode == 1 and "fastcomm's kernels are wrong" not in done.stderr
+    assert "# cupy is not measured: RuntimeError: CuPy failed to load libnvrtc" in done.stdout
+    assert [row["list"] for row in json.loads(path.read_text())["rows"]] == ["tiny"] * 6
+
+
+def test_flatten_has_no_contender_where_cupy_fails_when_it_is_used(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCH)
+    contenders = importlib.import_module("lib.flatten_contenders")
+
+    def fail(stream: object) -> None:
+        raise RuntimeError("no such stream")
+
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    cuda = SimpleNamespace(ExternalStream=fail)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    one = SimpleNamespace(dtype=torch.float32, is_cuda=True)
+    assert contenders.concatenating([contenders.Place([one], one, [one])]) is None
+    assert "# cupy is not measured: RuntimeError: no such stream" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
