@@ -1,7 +1,8 @@
 """Flatten and unflatten on a GPU: fastcomm's kernels beside the other ways to get many tensors into
 one buffer and back, in one run.
 
-    python -m fastcomm bench flatten            ResNet-50, BERT-large, GPT-2, 2,000 tiny tensors
+    python -m fastcomm bench flatten            a bucket of 25 MiB, ResNet-50, BERT-large, GPT-2,
+                                                and 2,000 tiny tensors
     python -m fastcomm bench flatten --lists tiny --rounds 5
 
 A time is the GPU's alone: the work is captured in a CUDA graph and replayed between two events;

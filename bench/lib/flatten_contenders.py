@@ -56,7 +56,17 @@ def tiny_shapes() -> list[torch.Size]:
     return [torch.Size([1 + 617 * i % 1999]) for i in range(2000)]
 
 
+def bucket_shapes() -> list[torch.Size]:
+    """25 MiB of float32, the usual bucket: weights of 1 MiB, the last of which leaves room for the
+    biases of all.
+    """
+    n, width = 25, 512
+    shapes = [(width, width)] * (n - 1) + [(width - n, width)] + [(width,)] * n
+    return list(map(torch.Size, shapes))
+
+
 LISTS: dict[str, Callable[[], list[torch.Size]]] = {
+    "bucket": bucket_shapes,
     "resnet50": lambda: shapes_of(models.resnet50),
     "bert-large": lambda: shapes_of(lambda: models.Bert(1024, 24, 16)),
     "gpt2": lambda: shapes_of(models.Gpt2),
