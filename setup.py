@@ -3,6 +3,7 @@ Everything else about the package is in pyproject.toml.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -122,10 +123,21 @@ class BuildExtensionsAndKernels(build_ext):
             map(os.path.getmtime, ingredients)
         ):
             return
-        command = [nvcc, "--options-file", "kernels/cuda/nvcc.options", source, "-o", fatbin]
+        command = [nvcc, *kernel_options(nvcc), source, "-o", fatbin]
         self.announce(" ".join(command), level=2)
         if subprocess.run(command).returncode != 0:
             self.warn(f"{nvcc} could not compile {source}: building without")
+
+
+def kernel_options(nvcc: str) -> list[str]:
+    """kernels/cuda/nvcc.options without the architectures that this nvcc does not know. The driver
+    compiles for these from PTX.
+    """
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], stdout=subprocess.PIPE, text=True)
+    known = set(listed.stdout.split())
+    with open("kernels/cuda/nvcc.options") as file:
+        lines = [line for line in file if known.issuperset(re.findall(r"arch=(\w+)", line))]
+    return "".join(lines).split()
 
 
 def find_nvcc() -> str | None:
