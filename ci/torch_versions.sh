@@ -18,8 +18,8 @@ status=0
 for version in "$@"; do
     environment=$folder/$version
     log=$environment.log
-    # NCCL and setuptools are pinned for one torch; the others bring, or limit, their own.
-    constraints=$(grep -vE '^(torch|nvidia-nccl|setuptools)\b' ci/constraints.txt)
+    # These are pinned for one torch; the others bring, or limit, their own.
+    constraints=$(grep -vE '^(torch|nvidia-nccl|nvidia-cuda-nvrtc|setuptools)\b' ci/constraints.txt)
     constraints+=$'\n'torch==$version
     if [ "$constraints" != "$(cat "$environment.txt" 2>/dev/null)" ]; then
         echo "$constraints" >"$environment.txt" # newer than what is installed, which is made anew
