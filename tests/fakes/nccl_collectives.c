@@ -208,16 +208,17 @@ EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
     if (returns_at_once()) {
         return ncclSuccess;
     }
-    int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx", count, dtype,
-                                op, (size_t)stream);
+    int fault = stand_in_called("ncclAllReduce numel=%zu dtype=%d op=%d stream=0x%zx comm=0x%zx",
+                                count, dtype, op, (size_t)stream, (size_t)comm);
     return launch((struct operation){ALL_REDUCE, input, output, count, dtype, op, 0, comm, stream},
                   fault);
 }
 
 EXPORT ncclResult_t ncclReduce(const void *input, void *output, size_t count, ncclDataType_t dtype,
                                ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
-    int fault = stand_in_called("ncclReduce numel=%zu dtype=%d op=%d root=%d stream=0x%zx", count,
-                                dtype, op, root, (size_t)stream);
+    int fault =
+        stand_in_called("ncclReduce numel=%zu dtype=%d op=%d root=%d stream=0x%zx comm=0x%zx",
+                        count, dtype, op, root, (size_t)stream, (size_t)comm);
     return launch((struct operation){REDUCE, input, output, count, dtype, op, root, comm, stream},
                   fault);
 }
@@ -225,16 +226,16 @@ EXPORT ncclResult_t ncclReduce(const void *input, void *output, size_t count, nc
 EXPORT ncclResult_t ncclBroadcast(const void *input, void *output, size_t count,
                                   ncclDataType_t dtype, int root, ncclComm_t comm,
                                   cudaStream_t stream) {
-    int fault = stand_in_called("ncclBroadcast numel=%zu dtype=%d root=%d stream=0x%zx", count,
-                                dtype, root, (size_t)stream);
+    int fault = stand_in_called("ncclBroadcast numel=%zu dtype=%d root=%d stream=0x%zx comm=0x%zx",
+                                count, dtype, root, (size_t)stream, (size_t)comm);
     return launch(
         (struct operation){BROADCAST, input, output, count, dtype, SUM, root, comm, stream}, fault);
 }
 
 EXPORT ncclResult_t ncclAllGather(const void *input, void *output, size_t count,
                                   ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream) {
-    int fault = stand_in_called("ncclAllGather numel=%zu dtype=%d stream=0x%zx", count, dtype,
-                                (size_t)stream);
+    int fault = stand_in_called("ncclAllGather numel=%zu dtype=%d stream=0x%zx comm=0x%zx", count,
+                                dtype, (size_t)stream, (size_t)comm);
     return launch((struct operation){ALL_GATHER, input, output, count, dtype, SUM, 0, comm, stream},
                   fault);
 }
@@ -242,8 +243,9 @@ EXPORT ncclResult_t ncclAllGather(const void *input, void *output, size_t count,
 EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t count,
                                       ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
                                       cudaStream_t stream) {
-    int fault = stand_in_called("ncclReduceScatter numel=%zu dtype=%d op=%d stream=0x%zx", count,
-                                dtype, op, (size_t)stream);
+    int fault =
+        stand_in_called("ncclReduceScatter numel=%zu dtype=%d op=%d stream=0x%zx comm=0x%zx", count,
+                        dtype, op, (size_t)stream, (size_t)comm);
     return launch(
         (struct operation){REDUCE_SCATTER, input, output, count, dtype, op, 0, comm, stream},
         fault);

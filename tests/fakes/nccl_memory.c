@@ -148,7 +148,8 @@ EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t
     const char *function = "ncclCommWindowRegister";
     ncclResult_t result =
         begin_round(comm, function,
-                    stand_in_called("ncclCommWindowRegister nbytes=%zu flags=%d", nbytes, flags));
+                    stand_in_called("ncclCommWindowRegister nbytes=%zu flags=%d comm=0x%zx", nbytes,
+                                    flags, (size_t)comm));
     if (result != ncclSuccess) {
         return result;
     }

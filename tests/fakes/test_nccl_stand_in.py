@@ -129,7 +129,7 @@ def test_memory_is_freed_after_its_registration(nccl: ctypes.CDLL, alone: c_void
     assert nccl.ncclCommWindowDeregister(alone, window) == 0
     assert nccl.ncclMemFree(address) == 0
     assert log_of(nccl)[-4:] == [
-        "ncclCommWindowRegister nbytes=1000 flags=1",
+        f"ncclCommWindowRegister nbytes=1000 flags=1 comm={alone.value:#x}",
         "ncclMemFree",
         "ncclCommWindowDeregister",
         "ncclMemFree",
