@@ -26,6 +26,8 @@ PRODUCERS = f"{ORDERING}::test_a_bucket_is_ordered_after_gradients_of_another_st
 ROUNDS = f"{ORDERING}::test_a_bucket_is_ordered_after_its_last_round_on_whatever_streams"
 TWO_STREAMS = f"{ORDERING}::test_training_on_two_streams_is_ordered"
 FREED = f"{ORDERING}::test_memory_is_freed_when_the_device_is_done_with_it"
+LAUNCHES_TESTS = "tests/transports/nccl/test_launches.py"
+OWN_LANE = f"{LAUNCHES_TESTS}::test_each_bucket_is_reduced_on_its_lane_s_stream_and_communicator"
 
 MUTATIONS = (
     # -- a collective of a tensor --
@@ -209,6 +211,26 @@ MUTATIONS = (
         old="self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)",
         new="self.bucket.link.cuda.current_stream()",
         tests=(TRAINING,),
+    ),
+    Mutation(
+        name="order: a bucket of the second lane is reduced on the first one's stream",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="cdef CUstream stream = self.lane.stream.handle",
+        new="cdef CUstream stream = (<Lane>self.link.lanes[0]).stream.handle",
+        tests=(OWN_LANE,),
+    ),
+    Mutation(
+        name="order: a bucket of the second lane is reduced by the first one's communicator",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="code = call_all(self.calls, self.n_calls, self.lane.comm, stream)",
+        new=(
+            "with gil:\n"
+            "    first = <Lane>self.link.lanes[0]\n"
+            "code = call_all(self.calls, self.n_calls, first.comm, stream)"
+        ),
+        tests=(OWN_LANE,),
     ),
     Mutation(
         name="order: a bucket is gathered before its last round is over",

@@ -184,19 +184,25 @@ def test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it(name):
         assert caller_waits == ("cuStreamWaitEvent", hex(CURRENT), done[2])
 
 
+def _bucket(comm, lane=0):
+    """A bucket, and its parameters, of which there is one."""
+    flat = comm.empty(101, dtype=torch.float32).fill_(1)
+    bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=lane, lane=lane)
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = flat[:100]
+    return bucket, [parameter]
+
+
 def _gather_on_another_stream(place):
     comm = communicator(place)
     current = [1]
     comm.cuda.raw_stream = lambda index: current[0]
-    flat = comm.empty(101, dtype=torch.float32).fill_(1)
-    bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=1)
-    parameter = torch.nn.Parameter(torch.zeros(100))
-    parameter.grad = flat[:100]
+    bucket, parameters = _bucket(comm)
     logs = []
     for stream in (1, 1, CURRENT):
         current[0] = stream
         loaded("cuda").stand_in_clear_log()
-        bucket.gather([parameter])
+        bucket.gather(parameters)
         logs.append([_events(line) for line in log_of(loaded("cuda"))])
         bucket.launch("sum", []).wait()
     *_, (_, _, done) = [_events(line) for line in log_of(loaded("cuda")) if "Record" in line]
@@ -207,6 +213,29 @@ def test_a_bucket_waits_for_its_last_round_where_that_was_awaited_on_another_str
     for (first, same, other), done in stand_in_values(2, _gather_on_another_stream):
         assert first == same == []
         assert other == [("cuStreamWaitEvent", hex(CURRENT), done)]
+
+
+def _handles(kind, function):
+    """Those of a kind, stream or comm, that the calls of a function were made with."""
+    log = log_of(loaded("nccl" if function.startswith("nccl") else "cuda"))
+    return [re.search(rf"{kind}=(\w+)", line)[1] for line in log if line.startswith(function)]
+
+
+def _reduce_on_two_lanes(place):
+    comm = communicator(place)
+    buckets = [_bucket(comm, lane) for lane in range(2)]
+    lanes = _handles("stream", "cuStreamCreate"), _handles("comm", "ncclCommWindowRegister")
+    loaded("nccl").stand_in_clear_log()
+    for bucket, parameters in buckets:
+        bucket.gather(parameters)
+        bucket.launch("sum", []).wait()
+    return lanes, (_handles("stream", "ncclAllReduce"), _handles("comm", "ncclAllReduce"))
+
+
+def test_each_bucket_is_reduced_on_its_lane_s_stream_and_communicator():
+    for lanes, used in stand_in_values(2, _reduce_on_two_lanes):
+        assert used == lanes
+        assert [len(set(handles)) for handles in lanes] == [2, 2]
 
 
 # Capture into a CUDA graph. The stand-in runs what is captured at once.
