@@ -233,6 +233,17 @@ MUTATIONS = (
         tests=(OWN_LANE,),
     ),
     Mutation(
+        name="order: a gather waits for an event that was captured",
+        file=BUCKET,
+        within="NcclBucket._order_after_last",
+        old="and not last.is_captured",
+        new="",
+        tests=(
+            f"{LAUNCHES_TESTS}::"
+            "test_a_gather_after_a_capture_on_another_stream_waits_for_no_captured_event",
+        ),
+    ),
+    Mutation(
         name="order: a bucket is gathered before its last round is over",
         file=BUCKET,
         within="NcclBucket._order_after_last",

@@ -307,6 +307,25 @@ def test_weights_and_skips_are_not_captured():
     stand_in_values(2, _capture_what_differs_by_step)
 
 
+def _gather_after_a_capture(place):
+    comm = communicator(place)
+    current = [LEGACY_STREAM]
+    comm.cuda.raw_stream = lambda index: current[0]
+    bucket, parameters = _bucket(comm)
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    bucket.gather(parameters)
+    bucket.launch("sum", []).wait()
+    assert loaded("cuda").stand_in_capture(END) == 0
+    current[0] = CURRENT
+    bucket.gather(parameters)  # CUDA refuses to wait for what was recorded in a capture
+    bucket.launch("sum", []).wait()
+    loaded("cuda").stand_in_destroy_graphs()
+
+
+def test_a_gather_after_a_capture_on_another_stream_waits_for_no_captured_event():
+    stand_in_values(2, _gather_after_a_capture)
+
+
 def _launch_after_a_work_was_collected(place):
     comm = communicator(place)
     tensor = comm.empty(4, dtype=torch.float32).fill_(1)
