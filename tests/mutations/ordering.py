@@ -268,6 +268,32 @@ MUTATIONS = (
         tests=(PRODUCERS,),
     ),
     Mutation(
+        name="order: a bucket is ordered after its gradients' streams for the last one alone",
+        file=BUCKET,
+        within="NcclBucket.gather",
+        old=(
+            "self._order_gathering()\n"
+            "self.kept = []\n"
+            "# in their slots, as `measuring` knows them, but for what move() finds elsewhere\n"
+            "memcpy(\n"
+            "    self.gathering.addresses, self.measuring.addresses,"
+            " len(self.views) * sizeof(void *)\n"
+            ")\n"
+            "return self.gather_gradients(parameters)"
+        ),
+        new=(
+            "self.kept, n = [], len(parameters) - 1\n"
+            "memcpy(\n"
+            "    self.gathering.addresses, self.measuring.addresses,"
+            " len(self.views) * sizeof(void *)\n"
+            ")\n"
+            "left = self.gather_gradients(parameters[:n])\n"
+            "self._order_gathering()\n"
+            "return left + self.gather_gradients([None] * n + parameters[n:])[n:]"
+        ),
+        tests=(PRODUCERS,),
+    ),
+    Mutation(
         name="order: a bucket does not note its gradients' streams",
         file=BUCKET,
         within="NcclBucket.note_stream",

@@ -80,22 +80,36 @@ def test_training_is_ordered_where_gradients_are_missing_or_accumulated():
 def _gradients_of_another_stream(place, make, wire_dtype):
     comm = communicator(place)
     with TorchStreams(comm, 2) as streams:
-        flat = comm.empty(101, dtype=torch.float32).zero_()
-        view = flat[:100].view(10, 10)
-        bucket = comm.bind_bucket(flat, [view], [0], wire_dtype=wire_dtype, label=1)
-        parameter = torch.nn.Parameter(torch.zeros(10, 10))
+        n = len(GRADIENTS[make])
+        flat = comm.empty(n * 65, dtype=torch.float32).zero_()
+        views = list(flat[: n * 64].view(n, 8, 8))
+        offsets = [64 * i for i in range(n)]
+        bucket = comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=1)
+        parameters = [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(n)]
         for _ in range(3):
             with streams.on(streams.streams[1]):
-                parameter.grad = GRADIENTS[make]()
+                for parameter, gradient in zip(parameters, GRADIENTS[make], strict=True):
+                    parameter.grad = gradient()
                 bucket.note_stream()
-            bucket.gather([parameter])
+            bucket.gather(parameters)
             bucket.launch("sum", []).wait()
-            assert parameter.grad.sum().item() == 200
+            for parameter in parameters:
+                assert parameter.grad.sum().item() == 128
+
+
+def _fit():
+    return torch.ones(8, 8)
+
+
+def _misfit():
+    """A gradient that torch has to copy."""
+    return torch.ones(8, 8).t()
 
 
 GRADIENTS = {
-    "read where it is": lambda: torch.ones(10, 10),
-    "copied": lambda: torch.ones(10, 10).t(),
+    "read where it is": [_fit],
+    "copied": [_misfit],
+    "copied between others": [_fit, _misfit, _fit],
 }
 
 
