@@ -138,6 +138,13 @@ def log_of(library: ctypes.CDLL) -> list[str]:
     return _lines(library.stand_in_log)
 
 
+def wait_for_call(function: str) -> None:
+    """In a rank: waits until some thread has begun a call of the driver's or of NCCL's."""
+    library = loaded("nccl" if function.startswith("nccl") else "cuda")
+    while not any(line.startswith(function) for line in log_of(library)):
+        time.sleep(0.001)
+
+
 def races_of(cuda: ctypes.CDLL) -> list[str]:
     """Reads and writes that nothing has ordered since the last look, and forgets all accesses: see
     cuda_order.h.

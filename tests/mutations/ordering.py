@@ -433,6 +433,17 @@ MUTATIONS = (
         tests=(FREED,),
     ),
     Mutation(
+        name="order: memory that is dropped while the device comes to rest is freed, too",
+        file=MEMORY,
+        within="Pool.give_back",
+        old="if address in freed:",
+        new="if True:",
+        tests=(
+            "tests/transports/nccl/test_memory.py::"
+            "test_memory_that_is_dropped_while_the_device_comes_to_rest_is_kept",
+        ),
+    ),
+    Mutation(
         name="order: a busy communicator is split",
         file=LINK,
         within="Link.lane",

@@ -25,6 +25,7 @@ from tests.fakes.stand_ins import (
     hanging,
     loaded,
     log_of,
+    wait_for_call,
 )
 from tests.support.bodies import finish_together, raised
 from tests.support.models import SMALL_BUCKETS, mlp
@@ -91,8 +92,7 @@ def test_a_rank_that_is_not_there_at_the_beginning_is_missed_at_the_deadline(how
 
 
 def _die_while_nccl_connects():
-    while not any("ncclCommInitRankConfig" in line for line in log_of(loaded("nccl"))):
-        time.sleep(0.01)
+    wait_for_call("ncclCommInitRankConfig")
     time.sleep(0.2)  # the other rank comes as far, too
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.fakes.stand_ins import (
     loaded,
     log_of,
     nccl_without,
+    wait_for_call,
 )
 from tests.support.bodies import finish_together, raised
 from tests.support.models import (
@@ -119,6 +121,26 @@ def _drop_a_tensor(place):
 
 def test_memory_is_freed_when_the_device_has_come_to_rest():
     assert "cuCtxSynchronize" in stand_in_values(1, _drop_a_tensor)[0]
+
+
+def _drop_while_the_device_comes_to_rest(place):
+    comm = communicator(place)
+    first = comm.empty(1000, dtype=torch.float32)
+    second = comm.empty(500, dtype=torch.float32)
+    loaded("cuda").stand_in_hold_events(1)
+    del first
+    allocating = threading.Thread(target=comm.empty, args=(1,), kwargs={"dtype": torch.float32})
+    allocating.start()
+    wait_for_call("cuCtxSynchronize")
+    del second
+    loaded("cuda").stand_in_hold_events(0)
+    allocating.join()
+    return loaded("nccl").stand_in_live_bytes()
+
+
+def test_memory_that_is_dropped_while_the_device_comes_to_rest_is_kept():
+    # the device may be at it again: it comes to rest for the next allocation
+    assert stand_in_values(1, _drop_while_the_device_comes_to_rest) == [2000 + 4]
 
 
 def _windows(place, streams):
