@@ -459,6 +459,17 @@ MUTATIONS = (
         new="0",
         tests=("tests/transports/nccl/test_ending.py",),
     ),
+    Mutation(
+        name="order: close() lets go of tensors before it waits for the device",
+        file=LINK,
+        within="Link.close",
+        old="errors, freeing = [], []",
+        new="errors, freeing = [], []\nself.launches.forget_tensors()",
+        tests=(
+            "tests/transports/nccl/test_works.py::"
+            "test_a_close_keeps_tensors_nobody_waits_for_until_the_collective_is_over",
+        ),
+    ),
     # -- what the watchdog tells --
     Mutation(
         name="order: the watchdog lets go of tensors before their collective is over",

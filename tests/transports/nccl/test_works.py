@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 
@@ -12,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastcomm import NcclError
-from tests.fakes.stand_ins import loaded, log_of
+from tests.fakes.stand_ins import loaded, log_of, wait_for_call
 from tests.transports.nccl import SOON, communicator, stand_in_values
 
 LAUNCHED_ON, OTHER = 1, 2  # streams that the stand-in has from the start
@@ -65,6 +66,25 @@ def _wait_for_nothing(place):
 
 def test_tensors_nobody_waits_for_are_kept_until_the_collective_is_over():
     assert stand_in_values(1, _wait_for_nothing) == [(True, True)]
+
+
+def _close_with_a_work_under_way(place):
+    comm = communicator(place)
+    loaded("cuda").stand_in_hold_events(1)
+    tensor, memory = _watched_tensor("float32")
+    comm.all_reduce(tensor, async_op=True)
+    del tensor
+    closing = threading.Thread(target=comm.close)
+    closing.start()
+    wait_for_call("cuStreamSynchronize")
+    is_kept = memory() is not None
+    loaded("cuda").stand_in_hold_events(0)
+    closing.join()
+    return is_kept, memory() is None
+
+
+def test_a_close_keeps_tensors_nobody_waits_for_until_the_collective_is_over():
+    assert stand_in_values(1, _close_with_a_work_under_way) == [(True, True)]
 
 
 def _launch_many(place, waits):
