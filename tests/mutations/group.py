@@ -286,7 +286,7 @@ MUTATIONS = (
     Mutation(
         name="wire: the used mask is rounded beside the gradients",
         file=EXCHANGE,
-        within="Exchange.coded_reduction_of",
+        within="Exchange.coded_transfer_of",
         old="flat[:end], flat[end:], _gaps(end, views, offsets)",
         new="flat, flat[end:].clone(), _gaps(end, views, offsets)",
         tests=(f"{WIRE_TESTS}the_used_mask_is_exact_beside_great_gradients",),
@@ -317,7 +317,7 @@ MUTATIONS = (
     Mutation(
         name="wire: a NaN stays in the gaps between gradients",
         file=EXCHANGE,
-        within="Exchange.coded_reduction_of.reduce",
+        within="Exchange.coded_transfer_of.reduce",
         old="gradients.index_fill_(0, gaps, 0)",
         new="",
         tests=("tests/reducer/test_wires.py",),

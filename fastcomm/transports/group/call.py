@@ -31,7 +31,7 @@ from fastcomm.comm.collective import (
 )
 
 if TYPE_CHECKING:
-    from fastcomm.transports.group.shards import Reduction
+    from fastcomm.transports.group.shards import Transfer
 
 CARRIED_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
 KINDS = (
@@ -116,7 +116,7 @@ class Announced(NamedTuple):
     n_joined: of the calls behind, from the first on, all ranks have so many.
     are_sent: whether its data is on its way.
     place: counts announcements.
-    begun: the reduction of this rank whose data is on its way, or None.
+    begun: the transfer of this rank whose data is on its way, or None.
     """
 
     calls: list[Call]
@@ -124,7 +124,7 @@ class Announced(NamedTuple):
     n_joined: int
     are_sent: list[bool]
     place: int
-    begun: Reduction | None
+    begun: Transfer | None
 
 
 ABANDON = Call("abandon")

@@ -47,6 +47,7 @@ from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes
 from fastcomm.transports.group.exchange import Exchange
+from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.wire import Wire
 from fastcomm.transports.group.work import GroupBucket, GroupWork
 from fastcomm.transports.group.work_queue import WorkQueue
@@ -125,9 +126,8 @@ class GroupCommunicator(Transport):
         op = canonical_op(op)
         flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
-        reduction = self._exchange.reduction_of(flat, None)
-        work = GroupWork(self._queue, call, None, flat, plain=flat, reduction=reduction)
-        return self._begin(work, async_op)
+        transfer = self._exchange.transfer_of(flat, None)
+        return self._begin(GroupWork(self._queue, call, transfer, flat, plain=flat), async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -135,20 +135,20 @@ class GroupCommunicator(Transport):
         flat = self._check(tensor)
         check_src(src, self.world_size)
         call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
-        move = functools.partial(self._exchange.broadcast, flat, src)
-        return self._begin(GroupWork(self._queue, call, move, flat), async_op)
+        transfer = Transfer(lambda _, rows, __: self._exchange.broadcast(flat, src, rows))
+        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
         """One collective, so that no exception can split it."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
         check_src(src, self.world_size)
 
-        def move(rows: Tensor | None) -> None:
+        def move(*_: object) -> None:
             for flat in flats:
                 self._exchange.broadcast(flat, src)
 
         call = Call("broadcast", sum(map(len, flats)), src=src, label=label)
-        self._begin(GroupWork(self._queue, call, move), False)
+        self._begin(GroupWork(self._queue, call, Transfer(move)), False)
 
     def all_gather_single(
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
@@ -156,8 +156,8 @@ class GroupCommunicator(Transport):
         flat = self._check(inp)
         whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
-        move = functools.partial(self._exchange.all_gather, whole, flat)
-        return self._begin(GroupWork(self._queue, call, move, flat), async_op)
+        transfer = Transfer(lambda _, rows, __: self._exchange.all_gather(whole, flat, rows))
+        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
 
     def reduce_scatter_single(
         self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
@@ -167,13 +167,13 @@ class GroupCommunicator(Transport):
         numel = shard_of("reduce_scatter_single", inp, self.world_size)
         part = self._check_out("reduce_scatter_single", out, inp, numel)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
-        move = functools.partial(self._exchange.reduce_scatter, part, flat, op)
-        return self._begin(GroupWork(self._queue, call, move, flat), async_op)
+        transfer = Transfer(functools.partial(self._exchange.reduce_scatter, part, flat))
+        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
         """The announcement is the whole barrier."""
         self._queue.check_usable()
-        return self._begin(GroupWork(self._queue, Call("barrier"), None), async_op)
+        return self._begin(GroupWork(self._queue, Call("barrier")), async_op)
 
     def bind_bucket(
         self,
@@ -193,9 +193,9 @@ class GroupCommunicator(Transport):
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
             way = Wire(wire_dtype, error_feedback=error_feedback)
-            reduction = self._exchange.coded_reduction_of(flat, views, offsets, way)
+            transfer = self._exchange.coded_transfer_of(flat, views, offsets, way)
         else:
-            reduction = self._exchange.reduction_of(flat, wire_dtype)
+            transfer = self._exchange.transfer_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
         is_plain = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
 
@@ -206,20 +206,19 @@ class GroupCommunicator(Transport):
             return GroupWork(
                 self._queue,
                 call,
-                None,
+                transfer,
                 payload=used_mask if is_coded else None,
                 used_mask=used_mask,
                 plain=flat if is_plain and op in OPS else None,
-                reduction=reduction,
             )
 
-        bucket = GroupBucket(flat, views, work_of, reduction, is_coded)
+        bucket = GroupBucket(flat, views, work_of, transfer, is_coded)
         self._queue.buckets[label] = bucket
         return bucket
 
     def shadow(self) -> bool:
         self._queue.check_usable()
-        work = GroupWork(self._queue, WITHOUT_DATA, None)
+        work = GroupWork(self._queue, WITHOUT_DATA)
         work.run()
         return not work.has_followed
 

@@ -33,11 +33,11 @@ from fastcomm.transports.group.call import Announced, as_bytes, cast, reduce_row
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
     Announcements,
-    Cast,
-    Joint,
+    CastTransfer,
+    JointTransfer,
     Links,
-    Reduction,
-    Shards,
+    ShardTransfer,
+    Transfer,
     tag_of,
 )
 from fastcomm.transports.group.wire import Wire
@@ -133,26 +133,26 @@ class Exchange:
         """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
         return wire_dtype or dtype
 
-    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Reduction:
-        """What reduces a bucket. wire_dtype: None if none was chosen."""
+    def transfer_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Transfer:
+        """Returns the transfer of an all-reduce. wire_dtype: None if none was chosen."""
         if wire_dtype is None or wire_dtype == flat.dtype:
-            return self._reduction(flat)
+            return self._transfer(flat)
         with torch.inference_mode(False):  # buckets may be made under it
             wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
-        return Cast(flat, wire, self._reduction(wire), self._rank)
+        return CastTransfer(flat, wire, self._transfer(wire), self._rank)
 
-    def _reduction(self, flat: Tensor) -> Reduction:
+    def _transfer(self, flat: Tensor) -> Transfer:
         if flat.nbytes <= SMALL_NBYTES or not self._owns_group:
-            return Reduction(functools.partial(self.all_reduce, flat))
+            return Transfer(functools.partial(self.all_reduce, flat))
         return self._shards(flat)
 
-    def _shards(self, flat: Tensor) -> Shards:
-        return Shards(self._rank, self._world_size, flat, self.group, self._wait)
+    def _shards(self, flat: Tensor) -> ShardTransfer:
+        return ShardTransfer(self._rank, self._world_size, flat, self.group, self._wait)
 
-    def coded_reduction_of(
+    def coded_transfer_of(
         self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
-    ) -> Reduction:
-        """Returns the reduction of a bucket whose gradients a wire carries. The used mask is
+    ) -> Transfer:
+        """Returns the transfer of a bucket whose gradients a wire carries. The used mask is
         reduced by itself, as no rounding may change it: the rows are of that.
         """
         end = flat.numel() - len(views)
@@ -164,7 +164,7 @@ class Exchange:
             # A NaN of their block's would spoil its scale in every later round.
             gradients.index_fill_(0, gaps, 0)
 
-        return Reduction(reduce)
+        return Transfer(reduce)
 
     def end_what_was_sent(self, announced: Announced) -> None:
         """After calls that do not go together: ranks may have sent what nobody reduces. Each gets
@@ -181,11 +181,11 @@ class Exchange:
         if own is not None:
             own.drain()
 
-    def joint_reduction_of(self, flats: Sequence[Tensor]) -> Reduction:
-        """What reduces several tensors as one."""
+    def joint_transfer_of(self, flats: Sequence[Tensor]) -> Transfer:
+        """Returns the transfer that reduces several tensors as one."""
         together = self.empty(sum(flat.numel() for flat in flats), flats[0].dtype)
         torch.cat(list(flats), out=together)
-        return Joint(flats, together, self.reduction_of(together, None))
+        return JointTransfer(flats, together, self.transfer_of(together, None))
 
     # rows, in each of these: the payloads that came with the announcement, or None. factors: of the
     # ranks' tensors, where they have weights.

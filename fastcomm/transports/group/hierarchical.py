@@ -34,7 +34,7 @@ from fastcomm.transports.group.blocks import BLOCK
 from fastcomm.transports.group.call import cast, reduce_rows
 from fastcomm.transports.group.communicator import Bootstrap, GroupCommunicator
 from fastcomm.transports.group.exchange import GRACE, Exchange
-from fastcomm.transports.group.shards import Reduction
+from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.wire import Wire
 from fastcomm.transports.shm.communicator import ShmCommunicator
 
@@ -149,10 +149,10 @@ class HierarchicalExchange(Exchange):
         """Returns the dtype in which a tensor travels. Halves are added in float32."""
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
-    def reduction_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Reduction:
+    def transfer_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Transfer:
         if wire_dtype is None:
-            return Reduction(functools.partial(self.all_reduce, flat))
-        return Reduction(lambda op, _, factors: self._reduce(flat, op, wire_dtype, factors))
+            return Transfer(functools.partial(self.all_reduce, flat))
+        return Transfer(lambda op, _, factors: self._reduce(flat, op, wire_dtype, factors))
 
     def all_reduce(
         self,

@@ -70,12 +70,12 @@ class Links:
         return self._up.broadcast(tensors, options)
 
     def close(self):
-        """Drops the groups: reductions outlive them."""
+        """Drops the groups: transfers outlive them."""
         self._up = self._down = None
 
 
 class Announcement:
-    """One of Announcements. begun: the reduction whose data was sent with it, or None. trouble:
+    """One of Announcements. begun: the transfer whose data was sent with it, or None. trouble:
     why that was not sent whole.
     """
 
@@ -135,7 +135,7 @@ class Announcements:
 
     def add(self, work, behind=(), begun=None):
         """Tells the other ranks this one's call, and sends them its data if it is `begun`, a
-        reduction. Waits for nobody.
+        transfer. Waits for nobody.
 
         behind: in place of a payload, calls that could be reduced together with this. They differ
             from it in nothing but numel, label and step.
@@ -161,14 +161,14 @@ class Announcements:
                 announcement.trouble = trouble
 
 
-class Reduction:
-    """How a tensor is reduced between ranks, again and again. This one can do nothing before all
-    ranks have announced it. reduce: gets the op, the payloads or None and, where ranks do not count
-    alike, the factors of their tensors.
+class Transfer:
+    """How the data of a collective travels between ranks, again and again. This one can do nothing
+    before all ranks have announced it. move: gets the op, the payloads or None and, where ranks do
+    not count alike, the factors of their tensors.
     """
 
-    def __init__(self, reduce):
-        self._reduce = reduce
+    def __init__(self, move):
+        self._move = move
 
     def can_begin(self, op):
         """Whether begin() may come before the ranks have announced it."""
@@ -179,16 +179,16 @@ class Reduction:
 
     def steps(self, op, payloads, factors):
         """Goes on after begin(), once all ranks have announced the same. Between two steps data is
-        on its way, and other reductions may take steps of theirs.
+        on its way, and other transfers may take steps of theirs.
         """
-        self._reduce(op, payloads, factors)
+        self._move(op, payloads, factors)
         return iter(())
 
     def drain(self):
         """In place of steps(): waits for what begin() has begun, so that nothing is left behind."""
 
 
-class Cast(Reduction):
+class CastTransfer(Transfer):
     """Reduces a copy in another dtype. rank: whose factor is applied before the copy, if the ranks
     have weights: the range of its dtype may be small.
     """
@@ -216,7 +216,7 @@ class Cast(Reduction):
         self._inner.drain()
 
 
-class Joint(Reduction):
+class JointTransfer(Transfer):
     """Reduces tensors by their copies, which lie one behind the other in `together`."""
 
     def __init__(self, flats, together, inner):
@@ -232,7 +232,7 @@ class Joint(Reduction):
             flat.copy_(part)
 
 
-class Shards(Reduction):
+class ShardTransfer(Transfer):
     """flat: the tensor. group, wait: of the Exchange. Keeps memory for the other ranks' shards."""
 
     def __init__(self, rank, world_size, flat, group, wait):

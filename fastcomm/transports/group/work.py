@@ -23,16 +23,13 @@ from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradie
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
 from fastcomm.transports.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES
-from fastcomm.transports.group.shards import CARRIED_NBYTES, MOST_JOINED, Reduction
+from fastcomm.transports.group.shards import CARRIED_NBYTES, MOST_JOINED, Transfer
 
 if TYPE_CHECKING:
     from fastcomm.transports.group.work_queue import WorkQueue
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
-
-# Moves the data of a collective once all ranks have come to it. Gets all ranks' payloads, or None.
-Move = Callable[[Tensor | None], None]
 
 
 def see_through(
@@ -71,17 +68,16 @@ class GroupWork(BucketWork):
         self,
         work_queue: WorkQueue,
         call: Call,
-        move: Move | None,
+        transfer: Transfer | None = None,
         payload: Tensor | None = None,
         used_mask: Tensor | None = None,
         plain: Tensor | None = None,
-        reduction: Reduction | None = None,
     ) -> None:
-        """move: moves the data; or reduction: reduces it."""
+        """transfer: None if the announcement is all there is to the collective."""
         self.call = call
         # These hold the tensors. A small payload goes with the announcement.
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
-        self.move, self.reduction = move, reduction
+        self.transfer = transfer
         self.payload = payload if is_small else None
         # The tensor, if others can be reduced together with it: nothing but its length, label and
         # step tells it from theirs, and it does not travel with its announcement.
@@ -101,8 +97,12 @@ class GroupWork(BucketWork):
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def joinable(self, works: list[GroupWork]) -> list[GroupWork]:
-        """Those right behind this one, which is plain, that can be reduced together with it."""
+        """Those right behind this one that can be reduced together with it: none once this one is
+        announced, as its announcement names them.
+        """
         found: list[GroupWork] = []
+        if self.is_announced or self.plain is None:
+            return found
         alike = replace(self.call, numel=0, label=0, step=0)
         nbytes = self.call.nbytes
         first = works.index(self) + 1
@@ -198,8 +198,8 @@ class GroupWork(BucketWork):
     def resolve(self, error: FastcommError | None) -> None:
         """Sets the outcome. The first one counts."""
         if not self._is_over:
-            self.error, self.payload, self.plain = error, None, None
-            self.move = self.reduction = None
+            self.error = error
+            self.transfer = self.payload = self.plain = None
             self._is_over = True
             self._bell.put(None)
 
@@ -208,7 +208,7 @@ class GroupBucket(BoundBucket):
     """A flat buffer into which gradients are copied.
 
     work_of(op, used_mask, step, weight): makes the work that reduces it.
-    reduction: reduces it on the thread.
+    transfer: reduces it on the thread.
     is_coded: whether it travels in blocks, and its used mask apart.
     """
 
@@ -217,11 +217,11 @@ class GroupBucket(BoundBucket):
         flat: Tensor,
         views: list[Tensor],
         work_of: Callable[[str, Tensor, int, Weight | None], GroupWork],
-        reduction: Reduction,
+        transfer: Transfer,
         is_coded: bool,
     ) -> None:
         self._known = FlatBuffer(flat)
-        self._flat, self.reduction, self._is_coded = flat, reduction, is_coded
+        self._flat, self.transfer, self._is_coded = flat, transfer, is_coded
         self._views, self._work_of = views, work_of
         self._used_mask = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None
@@ -250,7 +250,7 @@ class GroupBucket(BoundBucket):
 
     def prepare_shadow(self, n_ranks: int) -> Tensor | None:
         """Lets a shadow take part with zeros, while no work of this bucket is under way. Returns
-        what its reduction gets as payloads.
+        what its transfer gets as payloads.
         """
         used_mask = self._used_mask
         is_carried = self._is_coded and used_mask.nbytes <= CARRIED_NBYTES

@@ -53,8 +53,8 @@ from fastcomm.transports.group.call import (
     with_votes,
 )
 from fastcomm.transports.group.exchange import Exchange
-from fastcomm.transports.group.shards import Reduction, tag_of
-from fastcomm.transports.group.work import GroupBucket, GroupWork, Move, see_through
+from fastcomm.transports.group.shards import Transfer, tag_of
+from fastcomm.transports.group.work import GroupBucket, GroupWork, see_through
 
 # how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
 # ask around
@@ -88,17 +88,6 @@ class UnderWay(NamedTuple):
     works: list[GroupWork]
     steps: Iterator[None]
     began_ns: int
-
-
-class Tensors(NamedTuple):
-    """What a work needs to be carried out. flats: its own, and those of the works behind it with
-    which it may be reduced.
-    """
-
-    move: Move | None
-    reduction: Reduction | None
-    behind: list[GroupWork]
-    flats: list[Tensor]
 
 
 class WorkQueue:
@@ -194,7 +183,7 @@ class WorkQueue:
         def meet(_: BaseException | None) -> None:
             nonlocal own, theirs
             if own is None:
-                own = GroupWork(self, ABANDON, None)
+                own = GroupWork(self, ABANDON)
             if not own.is_posted and theirs is None:
                 theirs = self._post_abandonment(own)
             if theirs is None:
@@ -299,7 +288,7 @@ class WorkQueue:
         """Announces the work, and sends its data where that can be: not where it may be reduced
         together with others.
         """
-        begun = None if behind else work.reduction
+        begun = None if behind else work.transfer
         if begun is not None and not begun.can_begin(work.call.op):
             begun = None
         self._announcements.add(work, behind, begun)
@@ -415,7 +404,11 @@ class WorkQueue:
         collective, or begins to.
         """
         self._wait_for(work, self.number + 1)
-        tensors = self._announce_now(work)
+        with self._lock:  # now, as a failure may make works forget their tensors at any time
+            transfer, behind = work.transfer, work.joinable(self._works)
+            flats = [one.plain for one in (work, *behind) if one.plain is not None]
+        if not work.is_announced:  # and callers announce none that come behind it
+            self._announce(work, [one.call for one in behind])
         announced = self._take_up()
         if ABANDON in announced.calls:
             self._end_all_under_way()
@@ -427,32 +420,26 @@ class WorkQueue:
             self._exchange.end_what_was_sent(announced)
             self._conclude([work], mismatch)
             return
-        joined = tensors.behind[: announced.n_joined]
+        joined = behind[: announced.n_joined]
         began_ns = time.monotonic_ns()
         self.number += len(joined)
-        steps = self._steps_of(work, tensors, wanted, announced)
+        steps = self._steps_of(work, transfer, flats, wanted, announced)
         under_way = UnderWay(self.number, [work, *joined], steps, began_ns)
         self._under_way.append(under_way)
         self._go_on(under_way)
 
-    def _announce_now(self, work: GroupWork) -> Tensors:
-        """Announces the work, if it is not announced yet, together with what waits behind it.
-        Returns what it needs: now, as a failure may make works forget theirs at any time.
-        """
-        with self._lock:
-            is_late = not work.is_announced
-            behind = work.joinable(self._works) if is_late and work.plain is not None else []
-            flats = [one.plain for one in (work, *behind) if one.plain is not None]
-            tensors = Tensors(work.move, work.reduction, behind, flats)
-        if is_late:  # and callers announce none that come behind it
-            self._announce(work, [one.call for one in behind])
-        return tensors
-
     def _steps_of(
-        self, work: GroupWork, tensors: Tensors, wanted: Call | None, announced: Announced
+        self,
+        work: GroupWork,
+        transfer: Transfer | None,
+        flats: list[Tensor],
+        wanted: Call | None,
+        announced: Announced,
     ) -> Iterator[None]:
-        """What there is to do, once all ranks have announced the same."""
-        payloads, reduction = announced.payloads, tensors.reduction
+        """What there is to do, once all ranks have announced the same. flats: of the work, and of
+        those behind it with which it may be reduced.
+        """
+        payloads = announced.payloads
         nothing: Iterator[None] = iter(())
         is_shadow = work.call == WITHOUT_DATA
         work.has_followed = is_shadow and wanted is not None
@@ -462,18 +449,16 @@ class WorkQueue:
                 work.note_skipped()
             return nothing
         if announced.n_joined:
-            reduction = self._exchange.joint_reduction_of(tensors.flats[: 1 + announced.n_joined])
+            transfer = self._exchange.joint_transfer_of(flats[: 1 + announced.n_joined])
         if is_shadow:
             bucket = self.buckets[wanted.label]
-            reduction, payloads = bucket.reduction, bucket.prepare_shadow(self.world_size)
-        if tensors.move is not None:
-            tensors.move(payloads)
-        if reduction is None:
+            transfer, payloads = bucket.transfer, bucket.prepare_shadow(self.world_size)
+        if transfer is None:
             return nothing
         factors = factors_of(announced.calls)
         if announced.begun is None:
-            reduction.begin(tag_of(announced.place, wanted), wanted.op, factors)
-        return reduction.steps(wanted.op, payloads, factors)
+            transfer.begin(tag_of(announced.place, wanted), wanted.op, factors)
+        return transfer.steps(wanted.op, payloads, factors)
 
     def _go_on(self, one: UnderWay) -> None:
         """Takes the next step of what is under way, or finds that there is none left."""
@@ -531,7 +516,7 @@ class WorkQueue:
             self._is_meeting = True
             self._n_met += 1
             own = self._own_abandonment()
-            meeting = self._current = own or GroupWork(self, ABANDON, None)
+            meeting = self._current = own or GroupWork(self, ABANDON)
             if own is None:
                 calls = announced.calls
                 abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
@@ -545,7 +530,7 @@ class WorkQueue:
             if all(call == ABANDON for call in announced.calls):
                 break
             if not self._announcements:
-                self._announcements.add(GroupWork(self, ABANDON, None))
+                self._announcements.add(GroupWork(self, ABANDON))
             announced = self._take_up()
         with self._lock:
             self._is_meeting = False

@@ -106,7 +106,7 @@ def _keep_a_bucket(place):
     groups = [weakref.ref(group) for group in comm._exchange._own]
     comm.close()
     gc.collect()
-    assert bucket.reduction is not None
+    assert bucket.transfer is not None
     assert [group() for group in groups] == [None] * 3
 
 

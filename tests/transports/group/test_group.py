@@ -226,7 +226,7 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
     """Rank 1 does, while the second to fourth of its calls are announced, or reduced."""
     exchange, posted, may_abandon = comm._exchange, threading.Event(), threading.Event()
     announcements = exchange.announcements
-    announce, together = announcements.add, exchange.joint_reduction_of
+    announce, together = announcements.add, exchange.joint_transfer_of
 
     def see_it_abandon():
         may_abandon.set()
@@ -246,7 +246,7 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
 
     comm.barrier()
     before = comm.number
-    announcements.add, exchange.joint_reduction_of = announce_late, reduce_late
+    announcements.add, exchange.joint_transfer_of = announce_late, reduce_late
     try:
         ops = ["max", "sum", "sum", "sum", "max", "max"]
         tensors = [torch.full((1000,), comm.rank + 1.0) for _ in ops]
@@ -264,7 +264,7 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
                 work.wait()
         comm.barrier()  # they have met
     finally:
-        announcements.add, exchange.joint_reduction_of = announce, together
+        announcements.add, exchange.joint_transfer_of = announce, together
     assert [tensor.unique().item() for tensor in tensors[:4]] == [3, 6, 6, 6]
     numbers = torch.empty(3, dtype=torch.int64)
     comm.all_gather_single(numbers, torch.tensor([comm.number]))
