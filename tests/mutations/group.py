@@ -112,8 +112,8 @@ MUTATIONS = (
         name="group: an abandonment ends when one rank has joined it",
         file=QUEUE,
         within="WorkQueue._meet_anew",
-        old="all(call == ABANDON for call in announced.calls)",
-        new="any(call == ABANDON for call in announced.calls)",
+        old="all(call == ABANDON for call in gathered.calls)",
+        new="any(call == ABANDON for call in gathered.calls)",
         equivalent="All ranks see the same calls, so they stop together, one exchange earlier.",
     ),
     Mutation(
@@ -325,7 +325,7 @@ MUTATIONS = (
     Mutation(
         name="group: what is reduced together goes on behind what the ranks do not share",
         file=SHARDS,
-        within="Announcement.wait",
+        within="_Announcement.wait",
         old="is_same.cumprod(0)",
         new="is_same",
         tests=(TOGETHER_TESTS,),
@@ -365,7 +365,7 @@ MUTATIONS = (
     Mutation(
         name="group: buckets are reduced together whichever they are",
         file=SHARDS,
-        within="Announcements.add",
+        within="Announcer.announce",
         old="one.label",
         new="0",
         tests=(TOGETHER_TESTS,),
@@ -373,7 +373,7 @@ MUTATIONS = (
     Mutation(
         name="group: buckets are reduced together after whatever steps",
         file=SHARDS,
-        within="Announcements.add",
+        within="Announcer.announce",
         old="one.step",
         new="0",
         tests=(TOGETHER_TESTS,),

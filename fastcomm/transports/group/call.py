@@ -11,7 +11,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -109,21 +109,23 @@ class Call:
         )
 
 
-class Announced(NamedTuple):
-    """What all ranks have announced, by rank.
+@dataclass(frozen=True)
+class GatheredCalls:
+    """The calls that all ranks have announced under one index.
 
-    payloads: a row each, or None.
+    calls: by rank.
+    payloads: a row for each rank, or None.
     n_joined: of the calls behind, from the first on, all ranks have so many.
-    are_sent: whether its data is on its way.
-    place: counts announcements.
-    begun: the transfer of this rank whose data is on its way, or None.
+    have_begun: by rank, whether it has begun to send its data.
+    index: of the announcement, from 1.
+    begun: this rank's transfer, if it has begun to send its data, else None.
     """
 
     calls: list[Call]
     payloads: Tensor | None
     n_joined: int
-    are_sent: list[bool]
-    place: int
+    have_begun: list[bool]
+    index: int
     begun: Transfer | None
 
 

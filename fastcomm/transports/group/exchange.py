@@ -29,10 +29,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastcomm.comm.collective import as_pairs
 from fastcomm.errors import InitError
 from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.call import Announced, as_bytes, cast, reduce_rows, with_one_nan
+from fastcomm.transports.group.call import GatheredCalls, as_bytes, cast, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
-    Announcements,
+    Announcer,
     CastTransfer,
     JointTransfer,
     Links,
@@ -68,8 +68,8 @@ class Exchange:
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         """group: None means a group of its own, which `connect` makes."""
         self.group: Any = group
-        self.announcements = Announcements(world_size)
-        self.announcements.group = group
+        self.announcer = Announcer(world_size)
+        self.announcer.group = group
         self._owns_group = group is None
         self._own: list[Any] = []
         self._rank, self._world_size = rank, world_size
@@ -97,7 +97,7 @@ class Exchange:
                 "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
                 "to use"
             ) from error
-        self.announcements.group, up, down = self._own
+        self.announcer.group, up, down = self._own
         self.group = Links(self._rank, up, down)
 
     def interrupt(self) -> None:
@@ -115,7 +115,7 @@ class Exchange:
         """Drops the groups."""
         if self._own:
             self.group.close()
-        self.group = self.announcements.group = None
+        self.group = self.announcer.group = None
         self._own = []
 
     @property
@@ -166,15 +166,15 @@ class Exchange:
 
         return Transfer(reduce)
 
-    def end_what_was_sent(self, announced: Announced) -> None:
+    def end_what_was_sent(self, gathered: GatheredCalls) -> None:
         """After calls that do not go together: ranks may have sent what nobody reduces. Each gets
         what it waits for, of no meaning, so that nothing is left under way.
         """
-        calls, own = announced.calls, announced.begun
-        tags = [tag_of(announced.place, call) for call in calls]
-        for rank, (call, is_sent) in enumerate(zip(calls, announced.are_sent, strict=True)):
+        calls, own = gathered.calls, gathered.begun
+        tags = [tag_of(gathered.index, call) for call in calls]
+        for rank, (call, has_begun) in enumerate(zip(calls, gathered.have_begun, strict=True)):
             is_met = own is not None and call.shards == calls[self._rank].shards
-            if rank != self._rank and is_sent and not is_met:
+            if rank != self._rank and has_begun and not is_met:
                 nothing = self._shards(torch.zeros(call.numel, dtype=call.wire, device="cpu"))
                 nothing.send(tags[rank], [rank])
                 nothing.drain()
@@ -312,7 +312,7 @@ class Exchange:
 def _keep_groups() -> None:
     """In a forked child: a Gloo group waits for its threads when it is freed. Here it has none."""
     for exchange in _exchanges:
-        _kept.extend((exchange.group, exchange.announcements.group, *exchange._own))
+        _kept.extend((exchange.group, exchange.announcer.group, *exchange._own))
 
 
 os.register_at_fork(after_in_child=_keep_groups)

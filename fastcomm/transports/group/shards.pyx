@@ -16,7 +16,7 @@ import zlib
 import torch
 
 from fastcomm.comm.collective import CPU_DTYPES, OPS, WEIGHTED_OPS
-from fastcomm.transports.group.call import Announced, Call, cast, reduce_rows
+from fastcomm.transports.group.call import Call, GatheredCalls, cast, reduce_rows
 
 # Includes the sources themselves: the extensions may be built at the same time, and would write
 # each other's object files.
@@ -35,20 +35,21 @@ cdef extern from "shm/reduce.c":
 CHUNK_NBYTES = 4 * 2**20  # of all ranks' shards
 # largest payload that travels with the announcement: delays its packet hardly at all
 CARRIED_NBYTES = 1024
-# A frame: the call's numbers, how many calls wait behind it, whether its data is on its way, then
-# what tells these from it (numel, label and step), or the payload.
+# A frame: the call's numbers, how many calls wait behind it, whether this rank has begun to send
+# its data, then what tells the calls behind from it (numel, label and step), or the payload.
 _HEAD = len(Call("barrier").numbers()) + 2
 _HEAD_NBYTES = 8 * _HEAD
 MOST_JOINED = CARRIED_NBYTES // 24
 
 
-def tag_of(place, call):
+def tag_of(index, call):
     """The tag of what moves for a call; the next one is that of its results. At least 2**21.
 
-    place: counts announcements. Calls whose shards differ in size, dtype or bucket have different
-    tags, but for one pair in 2**20, so that nobody receives into a shard what was not meant for it.
+    index: of the announcement, from 1. Calls whose shards differ in size, dtype or bucket have
+    different tags, but for one pair in 2**20, so that nobody receives into a shard what was not
+    meant for it.
     """
-    return (1 + place % 511) << 21 | (zlib.crc32(repr(call.shards).encode()) & 0xFFFFF) << 1
+    return (1 + index % 511) << 21 | (zlib.crc32(repr(call.shards).encode()) & 0xFFFFF) << 1
 
 
 class Links:
@@ -74,66 +75,69 @@ class Links:
         self._up = self._down = None
 
 
-class Announcement:
-    """One of Announcements. begun: the transfer whose data was sent with it, or None. trouble:
-    why that was not sent whole.
+class _Announcement:
+    """One of this rank's. gathering: Gloo's work, which puts those of all ranks into frames. begun:
+    the transfer whose data was sent with it, or None. trouble: why that was not sent whole.
     """
 
-    def __init__(self, place, work, frames, payload, begun):
+    def __init__(self, index, gathering, frames, payload, begun):
         self.trouble = None
-        self._place, self._begun = place, begun
-        self._work, self._frames, self._payload = work, frames, payload
+        self._index, self._begun = index, begun
+        self._gathering, self._frames, self._payload = gathering, frames, payload
 
     def has_come(self):
         """Whether all ranks have announced theirs."""
-        return self._work.is_completed()
+        return self._gathering.is_completed()
 
     def wait(self):
         """Waits until all ranks have come. Equal calls have payloads of one size and dtype."""
-        self._work.wait()
+        self._gathering.wait()
         if self.trouble is not None:
             raise self.trouble
         payload, rows = self._payload, self._frames.view(torch.int64)
         heads = rows[:, :_HEAD].tolist()
         calls = [Call.of(head[:-2]) for head in heads]
-        are_sent = [bool(head[-1]) for head in heads]
-        rest = are_sent, self._place, self._begun
+        have_begun = [bool(head[-1]) for head in heads]
+        rest = have_begun, self._index, self._begun
         if payload is not None:
             carried = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
-            return Announced(calls, carried.view(payload.dtype), 0, *rest)
+            return GatheredCalls(calls, carried.view(payload.dtype), 0, *rest)
         n = min([head[-2] for head in heads])
         if n == 0 or any([theirs != calls[0] for theirs in calls]):
-            return Announced(calls, None, 0, *rest)
+            return GatheredCalls(calls, None, 0, *rest)
         following = rows[:, _HEAD:_HEAD + 3 * n].view(-1, n, 3)
         is_same = (following == following[0]).all(dim=2).all(dim=0)
-        return Announced(calls, None, int(is_same.cumprod(0).sum()), *rest)
+        return GatheredCalls(calls, None, int(is_same.cumprod(0).sum()), *rest)
 
 
-class Announcements:
-    """Those of this rank that are under way, oldest first. group: over which the ranks announce,
-    and nothing else travels. place: counts them.
+class Announcer:
+    """Announces this rank's calls to the others, and hears theirs. Its length is the number of its
+    announcements that nobody has taken. group: over which the ranks announce, and nothing else
+    travels.
     """
 
     def __init__(self, world_size):
         self.group = None
         self._world_size = world_size
-        self._place = 0
-        self._under_way = collections.deque()
+        self._index = 0  # of the newest announcement
+        self._untaken = collections.deque()  # oldest first
 
     def __len__(self):
-        return len(self._under_way)
+        return len(self._untaken)
 
     def has_come(self):
-        """Whether all ranks have announced theirs at the oldest one's place."""
-        return self._under_way[0].has_come()
+        """Whether all ranks have announced the call with the index of the oldest one."""
+        return self._untaken[0].has_come()
 
     def take(self):
-        """Waits for the oldest one: all that the ranks have announced at its place."""
-        announced = self._under_way[0].wait()
-        self._under_way.popleft()
-        return announced
+        """Waits until all ranks have announced the call with the index of the oldest one. Returns
+        their calls.
+        """
+        gathered = self._untaken[0].wait()
+        self._untaken.popleft()
+        return gathered
 
-    def add(self, work, behind=(), begun=None):
+    def announce(self, work, behind=(), begun=None):
         """Tells the other ranks this one's call, and sends them its data if it is `begun`, a
         transfer. Waits for nobody.
 
@@ -149,14 +153,14 @@ class Announcements:
         if payload is not None:
             frame[_HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes] = payload.view(-1).view(torch.uint8)
         frames = torch.empty(self._world_size, frame.numel(), dtype=torch.uint8, device="cpu")
-        under_way = self.group._allgather_base(frames.view(-1), frame)
-        self._place += 1
-        announcement = Announcement(self._place, under_way, frames, payload, begun)
-        self._under_way.append(announcement)
+        gathering = self.group._allgather_base(frames.view(-1), frame)
+        self._index += 1
+        announcement = _Announcement(self._index, gathering, frames, payload, begun)
+        self._untaken.append(announcement)
         work.is_announced = True
         if begun is not None:
             try:
-                begun.begin(tag_of(self._place, call), call.op)
+                begun.begin(tag_of(self._index, call), call.op)
             except RuntimeError as trouble:  # a broken connection
                 announcement.trouble = trouble
 

@@ -47,8 +47,8 @@ from fastcomm.errors import (
 from fastcomm.transports.group.call import (
     ABANDON,
     WITHOUT_DATA,
-    Announced,
     Call,
+    GatheredCalls,
     factors_of,
     with_votes,
 )
@@ -126,8 +126,8 @@ class WorkQueue:
         # caller holds it, so only the thread changes what must change together.
         self._lock = threading.RLock()
         self._works: list[GroupWork] = []  # oldest first; a work in this list is posted
-        # Those that the thread has not taken up. The other ranks count on each.
-        self._announcements = exchange.announcements
+        # Its announcements that the thread has not taken up: the other ranks count on each.
+        self._announcer = exchange.announcer
         self._under_way: deque[UnderWay] = deque()  # oldest first; the thread's
         # what the thread waits for, its number, and since when
         self._current: GroupWork | None = None
@@ -282,7 +282,7 @@ class WorkQueue:
         before = self._works[-2:-1]
         is_next = all(one.is_announced and one.call is not ABANDON for one in before)
         is_alone = work.plain is None or not before
-        return is_next and is_alone and len(self._announcements) < MOST_AHEAD
+        return is_next and is_alone and len(self._announcer) < MOST_AHEAD
 
     def _announce(self, work: GroupWork, behind: Sequence[Call] = ()) -> None:
         """Announces the work, and sends its data where that can be: not where it may be reduced
@@ -291,7 +291,7 @@ class WorkQueue:
         begun = None if behind else work.transfer
         if begun is not None and not begun.can_begin(work.call.op):
             begun = None
-        self._announcements.add(work, behind, begun)
+        self._announcer.announce(work, behind, begun)
 
     def holds(self, work: GroupWork) -> bool:
         """Whether the work is posted and not resolved."""
@@ -391,7 +391,7 @@ class WorkQueue:
     def _is_ready(self, work: GroupWork) -> bool:
         """Whether all ranks have announced the work."""
         has_room = len(self._under_way) < MOST_UNDER_WAY
-        return work.is_announced and has_room and self._announcements.has_come()
+        return work.is_announced and has_room and self._announcer.has_come()
 
     def _wait_for(self, work: GroupWork, number: int) -> None:
         """Notes what the thread waits for from now on."""
@@ -409,21 +409,21 @@ class WorkQueue:
             flats = [one.plain for one in (work, *behind) if one.plain is not None]
         if not work.is_announced:  # and callers announce none that come behind it
             self._announce(work, [one.call for one in behind])
-        announced = self._take_up()
-        if ABANDON in announced.calls:
+        gathered = self._take_up()
+        if ABANDON in gathered.calls:
             self._end_all_under_way()
-            self._meet_anew(announced)
+            self._meet_anew(gathered)
             return
         try:
-            wanted = self._wanted(announced.calls)
+            wanted = self._wanted(gathered.calls)
         except MismatchError as mismatch:
-            self._exchange.end_what_was_sent(announced)
+            self._exchange.end_what_was_sent(gathered)
             self._conclude([work], mismatch)
             return
-        joined = behind[: announced.n_joined]
+        joined = behind[: gathered.n_joined]
         began_ns = time.monotonic_ns()
         self.number += len(joined)
-        steps = self._steps_of(work, transfer, flats, wanted, announced)
+        steps = self._steps_of(work, transfer, flats, wanted, gathered)
         under_way = UnderWay(self.number, [work, *joined], steps, began_ns)
         self._under_way.append(under_way)
         self._go_on(under_way)
@@ -434,30 +434,30 @@ class WorkQueue:
         transfer: Transfer | None,
         flats: list[Tensor],
         wanted: Call | None,
-        announced: Announced,
+        gathered: GatheredCalls,
     ) -> Iterator[None]:
         """What there is to do, once all ranks have announced the same. flats: of the work, and of
         those behind it with which it may be reduced.
         """
-        payloads = announced.payloads
+        payloads = gathered.payloads
         nothing: Iterator[None] = iter(())
         is_shadow = work.call == WITHOUT_DATA
         work.has_followed = is_shadow and wanted is not None
         if wanted is None or wanted.op == SKIP:
-            self._exchange.end_what_was_sent(announced)
+            self._exchange.end_what_was_sent(gathered)
             if wanted is not None:
                 work.note_skipped()
             return nothing
-        if announced.n_joined:
-            transfer = self._exchange.joint_transfer_of(flats[: 1 + announced.n_joined])
+        if gathered.n_joined:
+            transfer = self._exchange.joint_transfer_of(flats[: 1 + gathered.n_joined])
         if is_shadow:
             bucket = self.buckets[wanted.label]
             transfer, payloads = bucket.transfer, bucket.prepare_shadow(self.world_size)
         if transfer is None:
             return nothing
-        factors = factors_of(announced.calls)
-        if announced.begun is None:
-            transfer.begin(tag_of(announced.place, wanted), wanted.op, factors)
+        factors = factors_of(gathered.calls)
+        if gathered.begun is None:
+            transfer.begin(tag_of(gathered.index, wanted), wanted.op, factors)
         return transfer.steps(wanted.op, payloads, factors)
 
     def _go_on(self, one: UnderWay) -> None:
@@ -503,14 +503,14 @@ class WorkQueue:
             raise MismatchError(mismatch(self.number, calls))
         return wanted[0]
 
-    def _take_up(self) -> Announced:
+    def _take_up(self) -> GatheredCalls:
         """Numbers the oldest announcement, and waits until all ranks have come there."""
         self.number += 1
-        return self._announcements.take()
+        return self._announcer.take()
 
-    def _meet_anew(self, announced: Announced) -> None:
-        """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so at one
-        place. Nothing else is announced meanwhile.
+    def _meet_anew(self, gathered: GatheredCalls) -> None:
+        """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
+        one index. Nothing else is announced meanwhile.
         """
         with self._lock:
             self._is_meeting = True
@@ -518,7 +518,7 @@ class WorkQueue:
             own = self._own_abandonment()
             meeting = self._current = own or GroupWork(self, ABANDON)
             if own is None:
-                calls = announced.calls
+                calls = gathered.calls
                 abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
                 error = AbandonedError(abandonment(abandoning))
                 self._interruption = Interruption(self._n_met, error, meeting)
@@ -526,12 +526,12 @@ class WorkQueue:
             else:
                 self._resolve_before(own, self._works)
         while True:
-            self._exchange.end_what_was_sent(announced)
-            if all(call == ABANDON for call in announced.calls):
+            self._exchange.end_what_was_sent(gathered)
+            if all(call == ABANDON for call in gathered.calls):
                 break
-            if not self._announcements:
-                self._announcements.add(GroupWork(self, ABANDON))
-            announced = self._take_up()
+            if not self._announcer:
+                self._announcer.announce(GroupWork(self, ABANDON))
+            gathered = self._take_up()
         with self._lock:
             self._is_meeting = False
             if own is not None:

@@ -96,9 +96,9 @@ def test_a_bucket_is_of_use_after_a_mismatch_though_the_other_rank_is_late(comm)
     flats, buckets = buckets_of(comm, 2)
     end, exchange = comm._exchange.end_what_was_sent, comm._exchange
 
-    def end_late(announced):
+    def end_late(gathered):
         time.sleep(0.3 * comm.rank)
-        end(announced)
+        end(gathered)
 
     with (
         mock.patch.object(exchange, "end_what_was_sent", end_late),

@@ -125,7 +125,7 @@ def _break_a_connection_to_a_peer_that_answers(place):
             time.sleep(0.01)
         raise RuntimeError("reset by peer")
 
-    comm._exchange.announcements.add = break_down
+    comm._exchange.announcer.announce = break_down
     with pytest.raises(PeerLostError) as lost:
         comm.barrier()
     return str(lost.value), lost.value.ranks

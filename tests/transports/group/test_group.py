@@ -98,8 +98,8 @@ def _post_while_the_first_is_announced(comm, calls):
     """calls: functions that return works. Returns these, and how many collectives had been
     announced before each announcement.
     """
-    announcements = comm._exchange.announcements
-    announce, numbers, posted = announcements.add, [], threading.Event()
+    announcer = comm._exchange.announcer
+    announce, numbers, posted = announcer.announce, [], threading.Event()
 
     def announce_late(*arguments):
         posted.wait()
@@ -108,7 +108,7 @@ def _post_while_the_first_is_announced(comm, calls):
 
     comm.barrier()
     before = comm.number
-    announcements.add = announce_late
+    announcer.announce = announce_late
     try:
         with _nothing_ahead():
             works = [call() for call in calls]
@@ -117,7 +117,7 @@ def _post_while_the_first_is_announced(comm, calls):
                 with contextlib.suppress(FastcommError):
                     work.wait()
     finally:
-        announcements.add = announce
+        announcer.announce = announce
     return works, numbers
 
 
@@ -225,8 +225,8 @@ def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
 def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, moment):
     """Rank 1 does, while the second to fourth of its calls are announced, or reduced."""
     exchange, posted, may_abandon = comm._exchange, threading.Event(), threading.Event()
-    announcements = exchange.announcements
-    announce, together = announcements.add, exchange.joint_transfer_of
+    announcer = exchange.announcer
+    announce, together = announcer.announce, exchange.joint_transfer_of
 
     def see_it_abandon():
         may_abandon.set()
@@ -246,7 +246,7 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
 
     comm.barrier()
     before = comm.number
-    announcements.add, exchange.joint_transfer_of = announce_late, reduce_late
+    announcer.announce, exchange.joint_transfer_of = announce_late, reduce_late
     try:
         ops = ["max", "sum", "sum", "sum", "max", "max"]
         tensors = [torch.full((1000,), comm.rank + 1.0) for _ in ops]
@@ -264,7 +264,7 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
                 work.wait()
         comm.barrier()  # they have met
     finally:
-        announcements.add, exchange.joint_transfer_of = announce, together
+        announcer.announce, exchange.joint_transfer_of = announce, together
     assert [tensor.unique().item() for tensor in tensors[:4]] == [3, 6, 6, 6]
     numbers = torch.empty(3, dtype=torch.int64)
     comm.all_gather_single(numbers, torch.tensor([comm.number]))
@@ -330,8 +330,8 @@ def _lose_a_peer_while_ranks_meet(place):
             time.sleep(0.01)
         note(place, joins=True)
     elif place.rank == 2:
-        announcements = comm._exchange.announcements
-        announce, announced = announcements.add, []
+        announcer = comm._exchange.announcer
+        announce, announced = announcer.announce, []
 
         def announce_once(*arguments):
             if announced:  # that this rank abandons, too: what the others wait for
@@ -339,7 +339,7 @@ def _lose_a_peer_while_ranks_meet(place):
             announced.append(True)
             return announce(*arguments)
 
-        announcements.add = announce_once
+        announcer.announce = announce_once
         comm.all_reduce(torch.ones(3), async_op=True)
         while not Path(place.directory, "joins").exists():
             time.sleep(0.01)
