@@ -47,7 +47,7 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        name="group: a work under way counts as carried out at close()",
+        name="group: an unfinished work counts as finished at close()",
         file=QUEUE,
         within="WorkQueue._n_finished",
         old="self.number - bool(self._works)",
@@ -135,7 +135,7 @@ MUTATIONS = (
     Mutation(
         name="group: a mean is scaled in the wire's dtype",
         file=HIERARCHICAL,
-        within="HierarchicalExchange._passage",
+        within="HierarchicalExchange._steps_of_chunk",
         old="part.to(wire)",
         new="(part * self._world_size).to(wire) / self._world_size",
         tests=("tests/reducer/test_wires.py",),
@@ -294,7 +294,7 @@ MUTATIONS = (
     Mutation(
         name="hierarchical: a rank keeps a sum that it has rounded for the others",
         file=HIERARCHICAL,
-        within="HierarchicalExchange._coded_passage",
+        within="HierarchicalExchange._coded_steps_of_chunk",
         old=(
             "for host in range(self._n_hosts):  # this one's, too: all have what all can decode\n"
             "    wire.decode(coded[host], rows[host])"
@@ -411,9 +411,9 @@ MUTATIONS = (
         tests=(KEPT,),
     ),
     Mutation(
-        name="group: what was sent for calls that do not go together stays under way",
+        name="group: what was sent for calls that do not go together stays in flight",
         file=EXCHANGE,
-        within="Exchange.end_what_was_sent",
+        within="Exchange.drain",
         old="nothing.drain()",
         new="",
         tests=(AHEAD_TESTS,),
@@ -421,16 +421,16 @@ MUTATIONS = (
     Mutation(
         name="group: a rank forgets what it has sent for nothing",
         file=EXCHANGE,
-        within="Exchange.end_what_was_sent",
+        within="Exchange.drain",
         old="own.drain()",
         new="",
         tests=(AHEAD_TESTS,),
     ),
     Mutation(
-        name="group: what is under way is left when the ranks meet",
+        name="group: what runs is left when the ranks meet",
         file=QUEUE,
         within="WorkQueue._begin",
-        old="self._end_all_under_way()",
+        old="while self._running:\n    self._take_step(self._running[0])",
         new="",
         tests=(AHEAD_TESTS,),
     ),

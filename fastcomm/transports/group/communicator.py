@@ -1,7 +1,7 @@
 """GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Transport, for tensors on
 the CPU. The public calls and their checks.
 
-A thread of its own carries collectives out in the order of their calls, so that backward goes on
+A thread of its own runs collectives in the order of their calls, so that backward goes on
 while gradients travel. The ranks announce which collective they have come to, beside the data or
 before it. If they disagree, all of them get the error, and what was sent is thrown away. A rank
 that abandons a round announces that in place of a collective. So no collective is ever left half
@@ -77,7 +77,7 @@ class GroupCommunicator(Transport):
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
-    number = property(attrgetter("_queue.number"))  # of the newest collective taken up
+    number = property(attrgetter("_queue.number"))  # of the newest collective begun
 
     def __init__(
         self,

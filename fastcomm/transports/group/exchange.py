@@ -59,7 +59,7 @@ _kept: list[Any] = []  # the groups of a forked child's parent
 class Exchange:
     """group: of torch.distributed, or one of its engines. Errors are torch's RuntimeError.
 
-    While collectives are under way here, nobody else may use a group that was passed in. If a peer
+    While collectives run here, nobody else may use a group that was passed in. If a peer
     is lost, a thread that waits in such a group stays there until the group's own time-out.
 
     moved_at: when an exchange last ended. Deadlines count from there.
@@ -120,7 +120,7 @@ class Exchange:
 
     @property
     def announces_ahead(self) -> bool:
-        """Whether a call may be announced while those before it are carried out."""
+        """Whether a call may be announced while those before it run."""
         return self._owns_group
 
     # Called by the caller's thread, too.
@@ -166,9 +166,9 @@ class Exchange:
 
         return Transfer(reduce)
 
-    def end_what_was_sent(self, gathered: GatheredCalls) -> None:
-        """After calls that do not go together: ranks may have sent what nobody reduces. Each gets
-        what it waits for, of no meaning, so that nothing is left under way.
+    def drain(self, gathered: GatheredCalls) -> None:
+        """Ends what ranks have begun to send for calls that do not go together, so that nothing
+        stays in flight: receives it, sends zeros for it, and throws all of it away.
         """
         calls, own = gathered.calls, gathered.begun
         tags = [tag_of(gathered.index, call) for call in calls]

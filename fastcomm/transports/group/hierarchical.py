@@ -3,7 +3,7 @@ crosses a host's link once.
 
 An all-reduce is a reduce-scatter inside the host, an all-reduce of each rank's part with the ranks
 of the other hosts that own the same elements, and an all-gather inside the host. Large tensors go
-in chunks, several of which are under way at a time: one is reduced inside the host while the shards
+in chunks, several of which are in flight at a time: one is reduced inside the host while the shards
 of others and the results of yet others travel. GroupCommunicator does everything else; it also lets
 the ranks agree, abandon and fail.
 
@@ -186,8 +186,8 @@ class HierarchicalExchange(Exchange):
             return
         quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
         numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
-        self._carry_out(
-            self._passage(index, chunk, op, wire, factor)
+        self._run_pipeline(
+            self._steps_of_chunk(index, chunk, op, wire, factor)
             for index, chunk in enumerate(flat.split(numel))
         )
 
@@ -207,23 +207,23 @@ class HierarchicalExchange(Exchange):
         factor = None if factors is None else factors[self._rank]
         quantum = self._n_units * self._n_hosts * BLOCK
         numel = max(1, CHUNK_NBYTES // 4 // quantum) * quantum
-        self._carry_out(
-            self._coded_passage(index, chunk, op, wire, factor)
+        self._run_pipeline(
+            self._coded_steps_of_chunk(index, chunk, op, wire, factor)
             for index, chunk in enumerate(flat.split(numel))
             if chunk.numel()
         )
 
-    def _carry_out(self, passages: Iterator[Iterator[None]]) -> None:
-        """Takes chunks through their steps, several at a time."""
-        under_way = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
-        for passage in itertools.chain(passages, [_NOTHING] * (2 * AHEAD)):
-            under_way.append(passage)  # drops the oldest, which is done
+    def _run_pipeline(self, chunks: Iterator[Iterator[None]]) -> None:
+        """Takes chunks through their steps, several at a time. chunks: the steps of each."""
+        in_flight = deque([_NOTHING] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
+        for steps in itertools.chain(chunks, [_NOTHING] * (2 * AHEAD)):
+            in_flight.append(steps)  # drops the oldest, which is done
             # The newest first, so that the network has something to carry while older ones are
             # reduced.
-            for one in (under_way[-1], under_way[-1 - AHEAD], under_way[-1 - 2 * AHEAD]):
+            for one in (in_flight[-1], in_flight[-1 - AHEAD], in_flight[-1 - 2 * AHEAD]):
                 next(one, None)
 
-    def _passage(
+    def _steps_of_chunk(
         self, index: int, chunk: Tensor, op: str, wire: torch.dtype, factor: float | None
     ) -> Iterator[None]:
         """Takes a chunk through three steps: reduce it in the host and send it; reduce it across
@@ -251,11 +251,11 @@ class HierarchicalExchange(Exchange):
         self._wait_for_all(works)
         self._gather_in_host(chunk, whole, result)
 
-    def _coded_passage(
+    def _coded_steps_of_chunk(
         self, index: int, chunk: Tensor, op: str, wire: Wire, factor: float | None
     ) -> Iterator[None]:
-        """Passes on bytes that a wire makes of float32, else as _passage. `values` holds what the
-        ranks of this host have, then what has come from the others, then the result.
+        """Sends bytes that a wire makes of float32; else as _steps_of_chunk. `values` holds what
+        the ranks of this host have, then what has come from the others, then the result.
         """
         whole = self._whole(chunk, BLOCK, factor)
         op = op if factor is None else "sum"

@@ -183,7 +183,7 @@ class Transfer:
 
     def steps(self, op, payloads, factors):
         """Goes on after begin(), once all ranks have announced the same. Between two steps data is
-        on its way, and other transfers may take steps of theirs.
+        in flight, and other transfers may take steps of theirs.
         """
         self._move(op, payloads, factors)
         return iter(())

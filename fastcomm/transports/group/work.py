@@ -1,4 +1,4 @@
-"""GroupWork and GroupBucket: a collective that a thread carries out, and a bucket that it reduces.
+"""GroupWork and GroupBucket: a collective that a thread runs, and a bucket that it reduces.
 
 Python runs signal handlers in the main thread, between almost any two of its instructions, and they
 may raise: Ctrl-C does. A collective that the other ranks may know of must be finished all the same.
@@ -62,7 +62,7 @@ def see_through(
 
 
 class GroupWork(BucketWork):
-    """A collective in the thread's queue, under way, or over. `error`: what ended it, or None."""
+    """A collective that the queue's thread runs. `error`: what ended it, or None."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class GroupWork(BucketWork):
 
         What a signal handler raises meanwhile is raised afterwards, from that error if there is
         one. A second exception is raised at once, and aborts the communicator. In a forked child,
-        which has no thread to carry it out, raises FastcommError.
+        which has no thread to run it, raises FastcommError.
         """
         self._queue.refuse_fork()
         if not self._is_over or self.error is not None:
@@ -249,8 +249,8 @@ class GroupBucket(BoundBucket):
         return work
 
     def prepare_shadow(self, n_ranks: int) -> Tensor | None:
-        """Lets a shadow take part with zeros, while no work of this bucket is under way. Returns
-        what its transfer gets as payloads.
+        """Lets a shadow take part with zeros, while no work of this bucket is unfinished.
+        Returns what its transfer gets as payloads.
         """
         used_mask = self._used_mask
         is_carried = self._is_coded and used_mask.nbytes <= CARRIED_NBYTES

@@ -1,7 +1,7 @@
 """WorkQueue: the collectives of one communicator in the order of their calls, and the thread that
-carries them out.
+runs them.
 
-Owns the works, the thread and the watchdog. Posts, carries out and refuses works, lets the ranks
+Owns the works, the thread and the watchdog. Posts, runs and refuses works, lets the ranks
 meet again after one of them has abandoned a round, and ends all works after a failure.
 communicator.py makes the collectives, exchange.py moves the tensors.
 """
@@ -66,8 +66,8 @@ TOLD_S = 0.3  # how long ranks that wait take to read a note
 # After a failure: by then the thread that found it has ended all works, unless a signal handler's
 # exception has interrupted it.
 INTERRUPTED_S = 3.0
-MOST_AHEAD = 64  # calls that are announced while others are carried out
-MOST_UNDER_WAY = 4  # collectives whose data is on its way at once
+MOST_ANNOUNCED = 64  # calls of this rank that wait for the other ranks' announcements
+MOST_RUNNING = 4  # collectives that the thread runs at once
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Interruption:
     meeting: GroupWork  # ends when all ranks stand at the same number again
 
 
-class UnderWay(NamedTuple):
-    """A collective whose data is on its way. number: see WorkQueue. works: those reduced together.
-    steps: what is left to do.
+class RunningCollective(NamedTuple):
+    """A collective that all ranks have announced, and that the thread has not ended. number: see
+    WorkQueue. works: those reduced together. steps: what is left to do.
     """
 
     number: int
@@ -114,7 +114,7 @@ class WorkQueue:
     ) -> None:
         self.rank, self.world_size, self.pids = rank, len(pids), pids
         self.n_abandoned = 0
-        self.number = 0  # of the newest collective that the thread has taken up
+        self.number = 0  # of the newest collective that the thread has begun
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
@@ -126,9 +126,10 @@ class WorkQueue:
         # caller holds it, so only the thread changes what must change together.
         self._lock = threading.RLock()
         self._works: list[GroupWork] = []  # oldest first; a work in this list is posted
-        # Its announcements that the thread has not taken up: the other ranks count on each.
         self._announcer = exchange.announcer
-        self._under_way: deque[UnderWay] = deque()  # oldest first; the thread's
+        self._running: deque[RunningCollective] = (
+            deque()
+        )  # oldest first; changed by the thread alone
         # what the thread waits for, its number, and since when
         self._current: GroupWork | None = None
         self._current_number = 0
@@ -139,8 +140,8 @@ class WorkQueue:
         # the error that stopped the thread, and when
         self._trouble: tuple[float, Exception] | None = None
         self._failed_at = 0.0
-        # Each entry wakes the thread, which then carries out all of _works. Entries are
-        # works, because these keep this object alive.
+        # Each entry wakes the thread, which then runs all of _works. Entries are works, because
+        # these keep this object alive.
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
         threading.Thread(
             target=_run_thread,
@@ -237,8 +238,9 @@ class WorkQueue:
 
     def _n_finished(self) -> int:
         """The number of the newest collective all of whose data this rank has."""
-        for oldest in tuple(self._under_way):
-            return oldest.number - len(oldest.works)
+        running = tuple(self._running)  # the thread may be changing it
+        if running:
+            return running[0].number - len(running[0].works)
         return self.number - bool(self._works)
 
     def tell_of_end(self, has_raised: bool) -> None:
@@ -282,7 +284,7 @@ class WorkQueue:
         before = self._works[-2:-1]
         is_next = all(one.is_announced and one.call is not ABANDON for one in before)
         is_alone = work.plain is None or not before
-        return is_next and is_alone and len(self._announcer) < MOST_AHEAD
+        return is_next and is_alone and len(self._announcer) < MOST_ANNOUNCED
 
     def _announce(self, work: GroupWork, behind: Sequence[Call] = ()) -> None:
         """Announces the work, and sends its data where that can be: not where it may be reduced
@@ -350,19 +352,19 @@ class WorkQueue:
 
     # -- the thread's side -------------------------------------------------------------------------
 
-    def _carry_out_all(self) -> None:
-        """Carries out all works there are: what has been announced by all ranks first, so that
-        there is always data on its way; else a step of the oldest that is.
+    def _run_works(self) -> None:
+        """Runs all works there are. Begins those that all ranks have announced first, so that there
+        is always data in flight; else takes a step of the oldest that runs.
         """
         while self._trouble is None:
             with self._lock:
                 work = self._next()
             is_ready = work is not None and self._is_ready(work)
             try:
-                if work is not None and (is_ready or not self._under_way):
+                if work is not None and (is_ready or not self._running):
                     self._begin(work)
-                elif self._under_way:
-                    self._go_on(self._under_way[0])
+                elif self._running:
+                    self._take_step(self._running[0])
                 else:
                     return
             # torch raises nothing more specific; a PeerLostError from shared memory is one, too
@@ -380,8 +382,8 @@ class WorkQueue:
         """The oldest work that has not begun. This rank's abandonment, if it is posted, comes
         before all that the other ranks do not know of, which is not begun any more. Under the lock.
         """
-        under_way = {id(work) for one in self._under_way for work in one.works}
-        waiting = [work for work in self._works if id(work) not in under_way]
+        running = {id(work) for one in self._running for work in one.works}
+        waiting = [work for work in self._works if id(work) not in running]
         own = self._own_abandonment()
         if own is not None and not waiting[0].is_announced:
             self._resolve_before(own, waiting)
@@ -389,44 +391,43 @@ class WorkQueue:
         return waiting[0] if waiting else None
 
     def _is_ready(self, work: GroupWork) -> bool:
-        """Whether all ranks have announced the work."""
-        has_room = len(self._under_way) < MOST_UNDER_WAY
+        """Whether all ranks have announced the work, and the thread may run one more."""
+        has_room = len(self._running) < MOST_RUNNING
         return work.is_announced and has_room and self._announcer.has_come()
 
-    def _wait_for(self, work: GroupWork, number: int) -> None:
+    def _note_wait(self, work: GroupWork, number: int) -> None:
         """Notes what the thread waits for from now on."""
         with self._lock:
             self._current, self._current_number = work, number
             self._since = time.monotonic()
 
     def _begin(self, work: GroupWork) -> None:
-        """Takes up the oldest announcement, which is that of the work, and carries out the
-        collective, or begins to.
-        """
-        self._wait_for(work, self.number + 1)
+        """Waits until all ranks have announced the work's call, and takes its first step."""
+        self._note_wait(work, self.number + 1)
         with self._lock:  # now, as a failure may make works forget their tensors at any time
             transfer, behind = work.transfer, work.joinable(self._works)
             flats = [one.plain for one in (work, *behind) if one.plain is not None]
         if not work.is_announced:  # and callers announce none that come behind it
             self._announce(work, [one.call for one in behind])
-        gathered = self._take_up()
+        gathered = self._take_calls()
         if ABANDON in gathered.calls:
-            self._end_all_under_way()
+            while self._running:
+                self._take_step(self._running[0])
             self._meet_anew(gathered)
             return
         try:
             wanted = self._wanted(gathered.calls)
         except MismatchError as mismatch:
-            self._exchange.end_what_was_sent(gathered)
+            self._exchange.drain(gathered)
             self._conclude([work], mismatch)
             return
         joined = behind[: gathered.n_joined]
         began_ns = time.monotonic_ns()
         self.number += len(joined)
         steps = self._steps_of(work, transfer, flats, wanted, gathered)
-        under_way = UnderWay(self.number, [work, *joined], steps, began_ns)
-        self._under_way.append(under_way)
-        self._go_on(under_way)
+        running = RunningCollective(self.number, [work, *joined], steps, began_ns)
+        self._running.append(running)
+        self._take_step(running)
 
     def _steps_of(
         self,
@@ -436,7 +437,7 @@ class WorkQueue:
         wanted: Call | None,
         gathered: GatheredCalls,
     ) -> Iterator[None]:
-        """What there is to do, once all ranks have announced the same. flats: of the work, and of
+        """What there is to do, as all ranks have announced the same. flats: of the work, and of
         those behind it with which it may be reduced.
         """
         payloads = gathered.payloads
@@ -444,7 +445,7 @@ class WorkQueue:
         is_shadow = work.call == WITHOUT_DATA
         work.has_followed = is_shadow and wanted is not None
         if wanted is None or wanted.op == SKIP:
-            self._exchange.end_what_was_sent(gathered)
+            self._exchange.drain(gathered)
             if wanted is not None:
                 work.note_skipped()
             return nothing
@@ -460,27 +461,23 @@ class WorkQueue:
             transfer.begin(tag_of(gathered.index, wanted), wanted.op, factors)
         return transfer.steps(wanted.op, payloads, factors)
 
-    def _go_on(self, one: UnderWay) -> None:
-        """Takes the next step of what is under way, or finds that there is none left."""
-        self._wait_for(one.works[0], one.number)
-        for _ in one.steps:  # one of them
+    def _take_step(self, running: RunningCollective) -> None:
+        """Takes the collective's next step, or ends it if there is none left."""
+        self._note_wait(running.works[0], running.number)
+        for _ in running.steps:  # one of them
             with self._lock:
                 self._current = None
             return
-        self._under_way.remove(one)
+        self._running.remove(running)
         if self.n_timekeepers > 0:
-            for work in one.works:
-                work.note_times(one.began_ns, time.monotonic_ns())
-        self._conclude(one.works, None)
+            for work in running.works:
+                work.note_times(running.began_ns, time.monotonic_ns())
+        self._conclude(running.works, None)
 
     def _conclude(self, works: list[GroupWork], error: FastcommError | None) -> None:
         with self._lock:
             self._current = None
             self._resolve(works, error)
-
-    def _end_all_under_way(self) -> None:
-        while self._under_way:
-            self._go_on(self._under_way[0])
 
     def _own_abandonment(self) -> GroupWork | None:
         """This rank's abandonment, if it is posted. Under the lock."""
@@ -503,8 +500,8 @@ class WorkQueue:
             raise MismatchError(mismatch(self.number, calls))
         return wanted[0]
 
-    def _take_up(self) -> GatheredCalls:
-        """Numbers the oldest announcement, and waits until all ranks have come there."""
+    def _take_calls(self) -> GatheredCalls:
+        """Numbers the oldest announcement, and waits for those of the other ranks."""
         self.number += 1
         return self._announcer.take()
 
@@ -526,12 +523,12 @@ class WorkQueue:
             else:
                 self._resolve_before(own, self._works)
         while True:
-            self._exchange.end_what_was_sent(gathered)
+            self._exchange.drain(gathered)
             if all(call == ABANDON for call in gathered.calls):
                 break
             if not self._announcer:
                 self._announcer.announce(GroupWork(self, ABANDON))
-            gathered = self._take_up()
+            gathered = self._take_calls()
         with self._lock:
             self._is_meeting = False
             if own is not None:
@@ -585,8 +582,8 @@ class WorkQueue:
                 self._failed_at = time.monotonic()
                 self.life.end(error)
             error = self.life.failure or error
-            is_under_way = bool(self._unfinished())
-        if is_under_way:
+            has_unfinished = bool(self._unfinished())
+        if has_unfinished:
             self._exchange.interrupt()
             # The store may go with this rank's process: leave the others time to read the failure
             # in it.
@@ -634,5 +631,5 @@ def _run_thread(
             alive = reference()
             if work is None or alive is None:
                 return
-            alive._carry_out_all()
+            alive._run_works()
             del work, alive

@@ -1,4 +1,4 @@
-"""Calls that are announced, and whose data is sent, while others are carried out: what a rank has
+"""Calls that are announced, and whose data is sent, while others run: what a rank has
 sent must come to an end whatever the others call.
 """
 
@@ -40,8 +40,8 @@ def buckets_of(comm, n, wire_dtype=None):
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=str)
 @on_ranks(1, 2, 3)
-def test_many_buckets_may_be_under_way(comm, wire_dtype):
-    flats, buckets = buckets_of(comm, 2 * work_queue.MOST_UNDER_WAY + 1, wire_dtype)
+def test_many_buckets_may_run_at_once(comm, wire_dtype):
+    flats, buckets = buckets_of(comm, 2 * work_queue.MOST_RUNNING + 1, wire_dtype)
     for _ in range(2):
         for flat in flats:
             flat.fill_(comm.rank + 1)
@@ -54,7 +54,7 @@ def test_many_buckets_may_be_under_way(comm, wire_dtype):
 
 @on_ranks(2)
 def test_more_calls_wait_than_are_announced(comm):
-    tensors = [torch.full((70_000,), float(i)) for i in range(work_queue.MOST_AHEAD + 3)]
+    tensors = [torch.full((70_000,), float(i)) for i in range(work_queue.MOST_ANNOUNCED + 3)]
     works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
@@ -76,7 +76,7 @@ def test_other_collectives_may_come_between(comm):
 
 
 @on_ranks(3)
-def test_ranks_that_call_different_collectives_leave_nothing_under_way(comm):
+def test_ranks_that_call_different_collectives_leave_nothing_in_flight(comm):
     for numel in (LARGE + (comm.rank == 1), LARGE):
         mine = "max" if comm.rank == 2 else "sum"
         with pytest.raises(MismatchError):
@@ -94,14 +94,14 @@ def test_ranks_that_call_different_collectives_leave_nothing_under_way(comm):
 @on_ranks(2)
 def test_a_bucket_is_of_use_after_a_mismatch_though_the_other_rank_is_late(comm):
     flats, buckets = buckets_of(comm, 2)
-    end, exchange = comm._exchange.end_what_was_sent, comm._exchange
+    drain, exchange = comm._exchange.drain, comm._exchange
 
-    def end_late(gathered):
+    def drain_late(gathered):
         time.sleep(0.3 * comm.rank)
-        end(gathered)
+        drain(gathered)
 
     with (
-        mock.patch.object(exchange, "end_what_was_sent", end_late),
+        mock.patch.object(exchange, "drain", drain_late),
         pytest.raises(MismatchError, match="bucket"),
     ):
         buckets[comm.rank].launch("sum", []).wait()
@@ -129,7 +129,7 @@ def test_what_another_thread_calls_behind_an_abandonment_is_of_the_next_round(co
     assert (numbers == 2).all()
 
 
-def _abandon_with_buckets_under_way(place):
+def _abandon_with_buckets_announced(place):
     """Rank 0 has launched five buckets, rank 1 two."""
     comm = communicator(place)
     comm.barrier()
@@ -156,14 +156,14 @@ def _abandon_with_buckets_under_way(place):
 
 
 def test_what_all_ranks_have_announced_ends_well_though_one_of_them_abandons(transport):
-    outcomes = fresh_ranks(2, _abandon_with_buckets_under_way, transport=transport)
+    outcomes = fresh_ranks(2, _abandon_with_buckets_announced, transport=transport)
     first, second = values_of(outcomes)
     assert first == (["well"] * 2 + ["abandoned"] * 3, [[3.0]] * 2, 2)
     assert second == (["well"] * 2, [[3.0]] * 2, 2)
 
 
 @on_ranks(3)
-def test_a_rank_that_hears_of_an_abandonment_has_nothing_under_way_behind_it(comm):
+def test_a_rank_that_hears_of_an_abandonment_has_nothing_in_flight_behind_it(comm):
     for culprit in range(3):
         _, buckets = buckets_of(comm, 4)
         if comm.rank == culprit:
@@ -177,7 +177,7 @@ def test_a_rank_that_hears_of_an_abandonment_has_nothing_under_way_behind_it(com
 
 
 @on_ranks(2)
-def test_a_vote_leaves_nothing_under_way(comm):
+def test_a_vote_leaves_nothing_in_flight(comm):
     for voter in (0, 1):
         _, (bucket,) = buckets_of(comm, 1)
         work = bucket.launch(SKIP if comm.rank == voter else "sum", [])
@@ -191,7 +191,7 @@ def test_a_shadow_takes_part_with_zeros(comm):
     flats, (bucket,) = buckets_of(comm, 1)
     comm.barrier()
     if comm.rank == 1:
-        time.sleep(0.1)  # the others' data is on its way
+        time.sleep(0.1)  # the others' data is in flight
         assert not comm.shadow()
     else:
         bucket.launch("mean", []).wait()

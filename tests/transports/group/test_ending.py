@@ -1,4 +1,4 @@
-"""How communicators over a torch.distributed group end with collectives under way."""
+"""How communicators over a torch.distributed group end with collectives unfinished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.ranks import fresh_ranks
 from tests.support.transports import over
 
 
-def _close_with_works_under_way(place):
+def _close_with_works_unfinished(place):
     """Of three all-reductions that go together, behind another one."""
     comm = communicator(place)
     comm.barrier()
@@ -52,27 +52,27 @@ def _close_with_works_under_way(place):
 
 @pytest.mark.usefixtures("transport")
 @over(2, shm=(), nccl=())
-def test_a_peer_that_closes_with_works_under_way_is_named_soon(transport, world_size):
-    outcomes = new_ranks(transport, world_size, _close_with_works_under_way)
+def test_a_peer_that_closes_with_works_unfinished_is_named_soon(transport, world_size):
+    outcomes = new_ranks(transport, world_size, _close_with_works_unfinished)
     messages, seconds = values_of(outcomes)[0]
     (message,) = messages
     assert "rank 1" in message and "closed its communicator" in message
     assert seconds < 2
 
 
-def _close_with_data_under_way(place):
+def _close_with_data_in_flight(place):
     """Of three all-reductions, whose results rank 0 does not send before that."""
     comm = communicator(place)
     comm.barrier()
-    before, go_on = comm.number, work_queue.WorkQueue._go_on
+    before, take_step = comm.number, work_queue.WorkQueue._take_step
 
-    def wait_for_the_end(queue, one):
+    def wait_for_the_end(queue, running):
         if place.rank == 0:
             wait_for_note(place, "closed_at")
-        if place.rank == 0 or queue.number == before + 3:  # else takes up the next
-            go_on(queue, one)
+        if place.rank == 0 or queue.number == before + 3:  # else it begins the next
+            take_step(queue, running)
 
-    with mock.patch.object(work_queue.WorkQueue, "_go_on", wait_for_the_end):
+    with mock.patch.object(work_queue.WorkQueue, "_take_step", wait_for_the_end):
         works = [comm.all_reduce(torch.ones(600_000), async_op=True) for _ in range(3)]
         if place.rank == 1:
             while comm.number < before + 3:
@@ -86,8 +86,8 @@ def _close_with_data_under_way(place):
 
 @pytest.mark.usefixtures("transport")
 @over(2, shm=(), nccl=(), hierarchical=())
-def test_a_peer_that_closes_with_data_under_way_is_named_soon(transport, world_size):
-    (message,), seconds = values_of(new_ranks(transport, world_size, _close_with_data_under_way))[0]
+def test_a_peer_that_closes_with_data_in_flight_is_named_soon(transport, world_size):
+    (message,), seconds = values_of(new_ranks(transport, world_size, _close_with_data_in_flight))[0]
     assert "rank 1" in message and "closed its communicator" in message
     assert seconds < 2
 

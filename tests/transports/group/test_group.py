@@ -87,11 +87,11 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
 @contextlib.contextmanager
 def _nothing_ahead():
     """The thread announces all works, one after the other."""
-    before, work_queue.MOST_AHEAD = work_queue.MOST_AHEAD, 0
+    before, work_queue.MOST_ANNOUNCED = work_queue.MOST_ANNOUNCED, 0
     try:
         yield
     finally:
-        work_queue.MOST_AHEAD = before
+        work_queue.MOST_ANNOUNCED = before
 
 
 def _post_while_the_first_is_announced(comm, calls):

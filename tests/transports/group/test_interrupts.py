@@ -109,7 +109,7 @@ def test_what_a_handler_raised_comes_from_the_error_of_the_collective(comm):
 
 @on_ranks(2)
 def test_ranks_have_met_when_abandon_raises_what_a_handler_raised(comm):
-    """A bucket is under way for which the others have not come when this rank gives up."""
+    """This rank gives up when it has announced a bucket and the others have not."""
     flat = torch.full((5001,), float(2 + comm.rank))
     bucket = comm.bind_bucket(flat, [flat[:5000]], [0], wire_dtype=None, label=7)
     if comm.rank == 1:
