@@ -115,7 +115,7 @@ class GatheredCalls:
 
     calls: by rank.
     payloads: a row for each rank, or None.
-    n_joined: of the calls behind, from the first on, all ranks have so many.
+    n_fused: of the calls behind, from the first on, all ranks have so many: they are fused.
     have_begun: by rank, whether it has begun to send its data.
     index: of the announcement, from 1.
     begun: this rank's transfer, if it has begun to send its data, else None.
@@ -123,7 +123,7 @@ class GatheredCalls:
 
     calls: list[Call]
     payloads: Tensor | None
-    n_joined: int
+    n_fused: int
     have_begun: list[bool]
     index: int
     begun: Transfer | None

@@ -127,7 +127,7 @@ class GroupCommunicator(Transport):
         flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
         transfer = self._exchange.transfer_of(flat, None)
-        return self._begin(GroupWork(self._queue, call, transfer, flat, plain=flat), async_op)
+        return self._begin(GroupWork(self._queue, call, transfer, flat, fusable=flat), async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -197,7 +197,7 @@ class GroupCommunicator(Transport):
         else:
             transfer = self._exchange.transfer_of(flat, wire_dtype)
         wire = self._exchange.wire_of(flat.dtype, wire_dtype)
-        is_plain = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
+        is_fusable = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
 
         def work_of(op: str, used_mask: Tensor, step: int, weight: Weight | None) -> GroupWork:
             self._queue.check_usable()
@@ -209,7 +209,7 @@ class GroupCommunicator(Transport):
                 transfer,
                 payload=used_mask if is_coded else None,
                 used_mask=used_mask,
-                plain=flat if is_plain and op in OPS else None,
+                fusable=flat if is_fusable and op in OPS else None,
             )
 
         bucket = GroupBucket(flat, views, work_of, transfer, is_coded)

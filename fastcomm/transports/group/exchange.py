@@ -7,7 +7,7 @@ order, so that the results have the same bits on all ranks, 16-bit floats are ad
 rounded once, and any backend will do. The ranks announce each collective to each other, over a
 group of its own, so that no announcement waits for data. Small tensors travel with the
 announcement: then there is no other exchange. All-reductions that wait behind one like them are
-announced with it, and reduced with it, as far as all ranks have come to them.
+announced with it, and fused with it, as far as all ranks have come to them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
     Announcer,
     CastTransfer,
-    JointTransfer,
+    FusedTransfer,
     Links,
     ShardTransfer,
     Transfer,
@@ -42,10 +42,11 @@ from fastcomm.transports.group.shards import (
 )
 from fastcomm.transports.group.wire import Wire
 
-# All-reductions that wait go together if each is so small that its calls cost more than a copy, and
-# up to here in all: several of hierarchical's chunks, so that one travels while another is reduced.
-APIECE_NBYTES = 2**19
-TOGETHER_NBYTES = 16 * 2**20
+# All-reductions that wait are fused if each is so small that its calls cost more than a copy. They
+# are fused up to here: several of hierarchical's chunks, so that one travels while another is
+# reduced.
+FUSABLE_NBYTES = 2**19
+FUSED_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
@@ -181,11 +182,11 @@ class Exchange:
         if own is not None:
             own.drain()
 
-    def joint_transfer_of(self, flats: Sequence[Tensor]) -> Transfer:
+    def fused_transfer_of(self, flats: Sequence[Tensor]) -> Transfer:
         """Returns the transfer that reduces several tensors as one."""
-        together = self.empty(sum(flat.numel() for flat in flats), flats[0].dtype)
-        torch.cat(list(flats), out=together)
-        return JointTransfer(flats, together, self.transfer_of(together, None))
+        fused = self.empty(sum(flat.numel() for flat in flats), flats[0].dtype)
+        torch.cat(list(flats), out=fused)
+        return FusedTransfer(flats, fused, self.transfer_of(fused, None))
 
     # rows, in each of these: the payloads that came with the announcement, or None. factors: of the
     # ranks' tensors, where they have weights.

@@ -7,7 +7,7 @@ from fastcomm.transports.group.call import Call, GatheredCalls
 
 CHUNK_NBYTES: int
 CARRIED_NBYTES: int
-MOST_JOINED: int
+MOST_FUSED: int
 
 def tag_of(index: int, call: Call) -> int: ...
 
@@ -40,8 +40,8 @@ class Transfer:
 class CastTransfer(Transfer):
     def __init__(self, flat: Tensor, wire: Tensor, inner: Transfer, rank: int) -> None: ...
 
-class JointTransfer(Transfer):
-    def __init__(self, flats: Sequence[Tensor], together: Tensor, inner: Transfer) -> None: ...
+class FusedTransfer(Transfer):
+    def __init__(self, flats: Sequence[Tensor], fused: Tensor, inner: Transfer) -> None: ...
 
 class ShardTransfer(Transfer):
     def __init__(

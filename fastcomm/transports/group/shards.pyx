@@ -39,7 +39,7 @@ CARRIED_NBYTES = 1024
 # its data, then what tells the calls behind from it (numel, label and step), or the payload.
 _HEAD = len(Call("barrier").numbers()) + 2
 _HEAD_NBYTES = 8 * _HEAD
-MOST_JOINED = CARRIED_NBYTES // 24
+MOST_FUSED = CARRIED_NBYTES // 24  # calls behind, whose numbers lie where a payload would
 
 
 def tag_of(index, call):
@@ -141,8 +141,8 @@ class Announcer:
         """Tells the other ranks this one's call, and sends them its data if it is `begun`, a
         transfer. Waits for nobody.
 
-        behind: in place of a payload, calls that could be reduced together with this. They differ
-            from it in nothing but numel, label and step.
+        behind: in place of a payload, calls that could be fused with this one. They differ from
+            it in nothing but numel, label and step.
         """
         call, payload = work.call, work.payload
         numbers = [*call.numbers(), len(behind), begun is not None]
@@ -220,18 +220,18 @@ class CastTransfer(Transfer):
         self._inner.drain()
 
 
-class JointTransfer(Transfer):
-    """Reduces tensors by their copies, which lie one behind the other in `together`."""
+class FusedTransfer(Transfer):
+    """Reduces tensors by their copies, which lie one behind the other in `fused`."""
 
-    def __init__(self, flats, together, inner):
-        self._flats, self._together, self._inner = flats, together, inner
+    def __init__(self, flats, fused, inner):
+        self._flats, self._fused, self._inner = flats, fused, inner
 
     def begin(self, tag, op, factors=None):
         self._inner.begin(tag, op)
 
     def steps(self, op, payloads, factors):
         yield from self._inner.steps(op, payloads, factors)
-        parts = self._together.split([flat.numel() for flat in self._flats])
+        parts = self._fused.split([flat.numel() for flat in self._flats])
         for flat, part in zip(self._flats, parts, strict=True):
             flat.copy_(part)
 

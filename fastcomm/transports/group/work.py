@@ -22,8 +22,8 @@ from fastcomm.comm.flat_buffers import FlatBuffer
 from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
-from fastcomm.transports.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES
-from fastcomm.transports.group.shards import CARRIED_NBYTES, MOST_JOINED, Transfer
+from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
+from fastcomm.transports.group.shards import CARRIED_NBYTES, MOST_FUSED, Transfer
 
 if TYPE_CHECKING:
     from fastcomm.transports.group.work_queue import WorkQueue
@@ -71,7 +71,7 @@ class GroupWork(BucketWork):
         transfer: Transfer | None = None,
         payload: Tensor | None = None,
         used_mask: Tensor | None = None,
-        plain: Tensor | None = None,
+        fusable: Tensor | None = None,
     ) -> None:
         """transfer: None if the announcement is all there is to the collective."""
         self.call = call
@@ -79,9 +79,9 @@ class GroupWork(BucketWork):
         is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
         self.transfer = transfer
         self.payload = payload if is_small else None
-        # The tensor, if others can be reduced together with it: nothing but its length, label and
-        # step tells it from theirs, and it does not travel with its announcement.
-        self.plain = None if is_small or call.nbytes > APIECE_NBYTES else plain
+        # The tensor, if others can be fused with it: nothing but its length, label and step tells
+        # it from theirs, and it does not travel with its announcement.
+        self.fusable = None if is_small or call.nbytes > FUSABLE_NBYTES else fusable
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
@@ -96,21 +96,21 @@ class GroupWork(BucketWork):
         # would leave its lock locked.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def joinable(self, works: list[GroupWork]) -> list[GroupWork]:
-        """Those right behind this one that can be reduced together with it: none once this one is
-        announced, as its announcement names them.
+    def fusable_behind(self, works: list[GroupWork]) -> list[GroupWork]:
+        """Those right behind this one that can be fused with it: none once this one is announced,
+        as its announcement names them.
         """
         found: list[GroupWork] = []
-        if self.is_announced or self.plain is None:
+        if self.is_announced or self.fusable is None:
             return found
         alike = replace(self.call, numel=0, label=0, step=0)
         nbytes = self.call.nbytes
         first = works.index(self) + 1
-        for other in works[first : first + MOST_JOINED]:
+        for other in works[first : first + MOST_FUSED]:
             nbytes += other.call.nbytes
             call = replace(other.call, numel=0, label=0, step=0)
-            is_alike = other.plain is not None and call == alike
-            if not is_alike or nbytes > TOGETHER_NBYTES:
+            is_alike = other.fusable is not None and call == alike
+            if not is_alike or nbytes > FUSED_NBYTES:
                 break
             found.append(other)
         return found
@@ -199,7 +199,7 @@ class GroupWork(BucketWork):
         """Sets the outcome. The first one counts."""
         if not self._is_over:
             self.error = error
-            self.transfer = self.payload = self.plain = None
+            self.transfer = self.payload = self.fusable = None
             self._is_over = True
             self._bell.put(None)
 

@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
@@ -81,7 +80,7 @@ class Interruption:
 
 class RunningCollective(NamedTuple):
     """A collective that all ranks have announced, and that the thread has not ended. number: see
-    WorkQueue. works: those reduced together. steps: what is left to do.
+    WorkQueue. works: those fused. steps: what is left to do.
     """
 
     number: int
@@ -276,19 +275,19 @@ class WorkQueue:
             self._wakeups.put(work)
 
     def _can_announce_ahead(self, work: GroupWork) -> bool:
-        """Whether the work, the newest, is announced at once: not behind one that is not, nor one
-        so small that it had better be reduced together with others. Under the lock.
+        """Whether the work, the newest, is announced at once: not behind one that is not, nor where
+        it may be fused with others. Under the lock.
         """
         if not self._exchange.announces_ahead or self._is_meeting or self._trouble is not None:
             return False
         before = self._works[-2:-1]
         is_next = all(one.is_announced and one.call is not ABANDON for one in before)
-        is_alone = work.plain is None or not before
+        is_alone = work.fusable is None or not before
         return is_next and is_alone and len(self._announcer) < MOST_ANNOUNCED
 
     def _announce(self, work: GroupWork, behind: Sequence[Call] = ()) -> None:
-        """Announces the work, and sends its data where that can be: not where it may be reduced
-        together with others.
+        """Announces the work, and sends its data where that can be: not where it may be fused with
+        those behind it.
         """
         begun = None if behind else work.transfer
         if begun is not None and not begun.can_begin(work.call.op):
@@ -405,8 +404,8 @@ class WorkQueue:
         """Waits until all ranks have announced the work's call, and takes its first step."""
         self._note_wait(work, self.number + 1)
         with self._lock:  # now, as a failure may make works forget their tensors at any time
-            transfer, behind = work.transfer, work.joinable(self._works)
-            flats = [one.plain for one in (work, *behind) if one.plain is not None]
+            transfer, behind = work.transfer, work.fusable_behind(self._works)
+            flats = [one.fusable for one in (work, *behind) if one.fusable is not None]
         if not work.is_announced:  # and callers announce none that come behind it
             self._announce(work, [one.call for one in behind])
         gathered = self._take_calls()
@@ -421,11 +420,13 @@ class WorkQueue:
             self._exchange.drain(gathered)
             self._conclude([work], mismatch)
             return
-        joined = behind[: gathered.n_joined]
         began_ns = time.monotonic_ns()
-        self.number += len(joined)
-        steps = self._steps_of(work, transfer, flats, wanted, gathered)
-        running = RunningCollective(self.number, [work, *joined], steps, began_ns)
+        fused = behind[: gathered.n_fused]
+        self.number += len(fused)
+        if fused:
+            transfer = self._exchange.fused_transfer_of(flats[: 1 + len(fused)])
+        steps = self._steps_of(work, transfer, wanted, gathered)
+        running = RunningCollective(self.number, [work, *fused], steps, began_ns)
         self._running.append(running)
         self._take_step(running)
 
@@ -433,14 +434,12 @@ class WorkQueue:
         self,
         work: GroupWork,
         transfer: Transfer | None,
-        flats: list[Tensor],
         wanted: Call | None,
         gathered: GatheredCalls,
     ) -> Iterator[None]:
-        """What there is to do, as all ranks have announced the same. flats: of the work, and of
-        those behind it with which it may be reduced.
+        """What there is to do for `wanted`, which all ranks with data have announced; None if none
+        has.
         """
-        payloads = gathered.payloads
         nothing: Iterator[None] = iter(())
         is_shadow = work.call == WITHOUT_DATA
         work.has_followed = is_shadow and wanted is not None
@@ -449,8 +448,7 @@ class WorkQueue:
             if wanted is not None:
                 work.note_skipped()
             return nothing
-        if gathered.n_joined:
-            transfer = self._exchange.joint_transfer_of(flats[: 1 + gathered.n_joined])
+        payloads = gathered.payloads
         if is_shadow:
             bucket = self.buckets[wanted.label]
             transfer, payloads = bucket.transfer, bucket.prepare_shadow(self.world_size)

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.transports(*TRANSPORTS_OVER_TORCH),
 ]
 
-LARGE = 600_000  # float32: more than what goes together with others
+LARGE = 600_000  # float32: more than what is fused with others
 
 
 def buckets_of(comm, n, wire_dtype=None):

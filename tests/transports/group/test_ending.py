@@ -25,7 +25,7 @@ from tests.support.transports import over
 
 
 def _close_with_works_unfinished(place):
-    """Of three all-reductions that go together, behind another one."""
+    """Of three all-reductions that are fused, behind another one."""
     comm = communicator(place)
     comm.barrier()
     before = comm.number

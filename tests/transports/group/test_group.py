@@ -22,7 +22,7 @@ from fastcomm.comm.transport import Weight
 from fastcomm.transports.group import work_queue
 from fastcomm.transports.group.call import reduce_rows
 from fastcomm.transports.group.communicator import GroupCommunicator
-from fastcomm.transports.group.exchange import APIECE_NBYTES, TOGETHER_NBYTES, Exchange
+from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES, Exchange
 from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -67,7 +67,7 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
         time.sleep(0.01)
     time.sleep(0.3 * comm.rank)  # rank 0 waits in abandon(), its thread in the first of the works
     before = comm.number
-    # none of which goes together with the next
+    # none of which is fused with the next
     works = [comm.all_reduce(torch.ones(5000), op, async_op=True) for op in ("sum", "max", "sum")]
     if comm.rank == 0:
         while comm.number == before:
@@ -81,7 +81,7 @@ def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
     check_all_reduce(comm)
 
 
-# All-reductions that wait are reduced together, as far as all ranks have come to them.
+# All-reductions that wait are fused, as far as all ranks have come to them.
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def _reductions(comm, tensors, ops):
 
 @pytest.mark.transports("group", "hierarchical")
 @on_ranks(3)
-def test_what_waits_behind_an_all_reduce_is_reduced_with_it(comm):
+def test_what_waits_behind_an_all_reduce_is_fused_with_it(comm):
     calls = [
         (1000, torch.float32, "sum"),  # whatever waits behind it is not known yet
         (700, torch.float32, "mean"),
@@ -140,10 +140,10 @@ def test_what_waits_behind_an_all_reduce_is_reduced_with_it(comm):
         (900, torch.float64, "mean"),
         (900, torch.float64, "max"),
         (901, torch.float64, "max"),
-        (APIECE_NBYTES // 4, torch.float32, "max"),
-        (APIECE_NBYTES // 4 + 1, torch.float32, "max"),  # goes alone
+        (FUSABLE_NBYTES // 4, torch.float32, "max"),
+        (FUSABLE_NBYTES // 4 + 1, torch.float32, "max"),  # goes alone
         (1000, torch.float32, "max"),
-        *[(APIECE_NBYTES // 4, torch.float32, "max")] * (TOGETHER_NBYTES // APIECE_NBYTES),
+        *[(FUSABLE_NBYTES // 4, torch.float32, "max")] * (FUSED_NBYTES // FUSABLE_NBYTES),
     ]
     tensors = [
         torch.full((numel,), comm.rank + i, dtype=dtype)
@@ -151,7 +151,7 @@ def test_what_waits_behind_an_all_reduce_is_reduced_with_it(comm):
     ]
     ops = [op for *_, op in calls]
     _, numbers = _post_while_the_first_is_announced(comm, _reductions(comm, tensors, ops))
-    assert numbers == [1, 2, 4, 5, 6, 7, 9, 10, 11, 11 + TOGETHER_NBYTES // APIECE_NBYTES]
+    assert numbers == [1, 2, 4, 5, 6, 7, 9, 10, 11, 11 + FUSED_NBYTES // FUSABLE_NBYTES]
     for i, (tensor, op) in enumerate(zip(tensors, ops, strict=True)):
         expected = {"sum": 3 * i + 3, "mean": i + 1, "max": i + 2}[op]
         assert_same_bits(tensor, torch.full_like(tensor, expected))
@@ -159,7 +159,7 @@ def test_what_waits_behind_an_all_reduce_is_reduced_with_it(comm):
 
 
 @on_ranks(2)
-def test_only_what_all_ranks_have_come_to_is_reduced_together(comm):
+def test_only_what_all_ranks_have_come_to_is_fused(comm):
     numels = [1000, 1001, 1002, 1003 + comm.rank, 1005, 1006]
     late = numels.pop() if comm.rank == 1 else 0
     tensors = [torch.full((numel,), comm.rank + 1.0) for numel in numels]
@@ -178,7 +178,7 @@ def test_only_what_all_ranks_have_come_to_is_reduced_together(comm):
 
 @pytest.mark.transports("group", "hierarchical")
 @on_ranks(2)
-def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
+def test_buckets_that_wait_are_fused_if_all_ranks_count_alike(comm):
     weight = Weight(3.0 - 2 * comm.rank, 3.0 - 2 * comm.rank)  # 3 and 1
     launches = [
         ("sum", 1, None, ()),
@@ -219,14 +219,14 @@ def test_buckets_that_wait_are_reduced_together_if_all_ranks_count_alike(comm):
     check_all_reduce(comm)
 
 
-@pytest.mark.parametrize("moment", ["announced", "reduced"])
+@pytest.mark.parametrize("moment", ["announced", "fused"])
 @pytest.mark.transports("group", "hierarchical")
 @on_ranks(3)
-def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, moment):
-    """Rank 1 does, while the second to fourth of its calls are announced, or reduced."""
+def test_what_is_fused_is_finished_by_a_rank_that_abandons(comm, moment):
+    """Rank 1 does, while the second to fourth of its calls are announced, or fused."""
     exchange, posted, may_abandon = comm._exchange, threading.Event(), threading.Event()
     announcer = exchange.announcer
-    announce, together = announcer.announce, exchange.joint_transfer_of
+    announce, fuse = announcer.announce, exchange.fused_transfer_of
 
     def see_it_abandon():
         may_abandon.set()
@@ -239,14 +239,14 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
             see_it_abandon()
         return announce(*arguments)
 
-    def reduce_late(*arguments):
-        if moment == "reduced":
+    def fuse_late(*arguments):
+        if moment == "fused":
             see_it_abandon()
-        return together(*arguments)
+        return fuse(*arguments)
 
     comm.barrier()
     before = comm.number
-    announcer.announce, exchange.joint_transfer_of = announce_late, reduce_late
+    announcer.announce, exchange.fused_transfer_of = announce_late, fuse_late
     try:
         ops = ["max", "sum", "sum", "sum", "max", "max"]
         tensors = [torch.full((1000,), comm.rank + 1.0) for _ in ops]
@@ -264,7 +264,7 @@ def test_what_is_reduced_together_is_finished_by_a_rank_that_abandons(comm, mome
                 work.wait()
         comm.barrier()  # they have met
     finally:
-        announcer.announce, exchange.joint_transfer_of = announce, together
+        announcer.announce, exchange.fused_transfer_of = announce, fuse
     assert [tensor.unique().item() for tensor in tensors[:4]] == [3, 6, 6, 6]
     numbers = torch.empty(3, dtype=torch.int64)
     comm.all_gather_single(numbers, torch.tensor([comm.number]))
