@@ -33,7 +33,7 @@ from fastcomm.comm.collective import (
 if TYPE_CHECKING:
     from fastcomm.transports.group.shards import Transfer
 
-CARRIED_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
+SENT_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
 KINDS = (
     "barrier",
     "all_reduce",
@@ -64,7 +64,7 @@ class Call:
 
     def numbers(self) -> list[int]:
         *values, weight, scale = astuple(self)
-        dtypes = CPU_DTYPES, CARRIED_DTYPES
+        dtypes = CPU_DTYPES, SENT_DTYPES
         codes: tuple[tuple[Any, ...], ...] = (KINDS, (), *dtypes, BUCKET_OPS, (), (), ())
         numbers = [
             choices.index(value) if choices else value
@@ -75,13 +75,13 @@ class Call:
     @staticmethod
     def of(numbers: Sequence[int]) -> Call:
         kind, numel, dtype, wire, op, src, label, step, *bits = numbers
-        dtypes = CPU_DTYPES[dtype], CARRIED_DTYPES[wire]
+        dtypes = CPU_DTYPES[dtype], SENT_DTYPES[wire]
         weight, scale = struct.unpack("dd", struct.pack("qq", *bits))
         return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], src, label, step, weight, scale)
 
     @property
-    def shards(self) -> tuple[object, ...]:
-        """What is equal where two ranks' shards of the call meet."""
+    def shard_key(self) -> tuple[object, ...]:
+        """Equal on ranks whose shards of the call fit each other."""
         return self.kind, self.numel, self.dtype, self.wire, self.label
 
     @property
@@ -133,7 +133,7 @@ ABANDON = Call("abandon")
 WITHOUT_DATA = Call(SHADOW)
 
 
-_STEPS = {one.name: one.combine for one in REDUCTIONS}
+_COMBINE = {one.name: one.combine for one in REDUCTIONS}
 
 
 def with_votes(calls: Sequence[Call]) -> Sequence[Call]:
@@ -174,7 +174,7 @@ def reduce_rows(rows: Tensor, op: str, factors: Sequence[float] | None = None) -
         return mean_of_addends(functools.reduce(torch.Tensor.add_, addends), n).to(dtype)
     total = rows[0].to(torch.float32 if dtype in HALVES else dtype, copy=True)
     for row in rows[1:]:
-        _STEPS[op](total, row, out=total)
+        _COMBINE[op](total, row, out=total)
     if op == "mean":
         total.div_(n)
     return total.to(dtype)

@@ -45,7 +45,7 @@ from fastcomm.comm.collective import (
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
-from fastcomm.transports.group.call import CARRIED_DTYPES, WITHOUT_DATA, Call, as_bytes
+from fastcomm.transports.group.call import SENT_DTYPES, WITHOUT_DATA, Call, as_bytes
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.wire import Wire
@@ -188,20 +188,20 @@ class GroupCommunicator(Transport):
         error_feedback: bool = False,
     ) -> GroupBucket:
         """There are no lanes: the ranks share one network. Every rank gets the whole result."""
-        if wire_dtype is not None and wire_dtype not in CARRIED_DTYPES:
-            refuse_dtype(wire_dtype, CARRIED_DTYPES, "wire_dtype")
+        if wire_dtype is not None and wire_dtype not in SENT_DTYPES:
+            refuse_dtype(wire_dtype, SENT_DTYPES, "wire_dtype")
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
-            way = Wire(wire_dtype, error_feedback=error_feedback)
-            transfer = self._exchange.coded_transfer_of(flat, views, offsets, way)
+            wire = Wire(wire_dtype, error_feedback=error_feedback)
+            transfer = self._exchange.coded_transfer_of(flat, views, offsets, wire)
         else:
             transfer = self._exchange.transfer_of(flat, wire_dtype)
-        wire = self._exchange.wire_of(flat.dtype, wire_dtype)
-        is_fusable = not is_coded and wire == self._exchange.wire_of(flat.dtype, None)
+        sent_dtype = self._exchange.sent_dtype_of(flat.dtype, wire_dtype)
+        is_fusable = not is_coded and sent_dtype == self._exchange.sent_dtype_of(flat.dtype, None)
 
         def work_of(op: str, used_mask: Tensor, step: int, weight: Weight | None) -> GroupWork:
             self._queue.check_usable()
-            kind = "all_reduce", flat.numel(), flat.dtype, wire, op, 0, label, step
+            kind = "all_reduce", flat.numel(), flat.dtype, sent_dtype, op, 0, label, step
             call = Call(*kind, *(weight or ()))
             return GroupWork(
                 self._queue,

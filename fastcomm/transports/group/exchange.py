@@ -35,7 +35,7 @@ from fastcomm.transports.group.shards import (
     Announcer,
     CastTransfer,
     FusedTransfer,
-    Links,
+    GroupPair,
     ShardTransfer,
     Transfer,
     tag_of,
@@ -72,7 +72,7 @@ class Exchange:
         self.announcer = Announcer(world_size)
         self.announcer.group = group
         self._owns_group = group is None
-        self._own: list[Any] = []
+        self._own_groups: list[Any] = []
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
         _exchanges.add(self)
@@ -88,7 +88,7 @@ class Exchange:
             ("up", "down"), timeout + GRACE
         )
         try:
-            self._own = [
+            self._own_groups = [
                 dist.ProcessGroupGloo(PrefixStore(name, store), self._rank, self._world_size, limit)
                 for name, limit in timeouts.items()
             ]
@@ -98,14 +98,14 @@ class Exchange:
                 "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
                 "to use"
             ) from error
-        self.announcer.group, up, down = self._own
-        self.group = Links(self._rank, up, down)
+        self.announcer.group, up, down = self._own_groups
+        self.group = GroupPair(self._rank, up, down)
 
     def interrupt(self) -> None:
         """Ends the wait of the thread that is inside. Receives what nobody sends: when a receive
         times out, Gloo closes all connections of the group.
         """
-        for group in self._own:
+        for group in self._own_groups:
             for rank in range(self._world_size):
                 if rank != self._rank:
                     never = torch.empty(1, device="cpu")
@@ -114,10 +114,10 @@ class Exchange:
 
     def close(self) -> None:
         """Drops the groups."""
-        if self._own:
+        if self._own_groups:
             self.group.close()
         self.group = self.announcer.group = None
-        self._own = []
+        self._own_groups = []
 
     @property
     def announces_ahead(self) -> bool:
@@ -130,24 +130,21 @@ class Exchange:
         """Ordinary memory: nothing is reached without a copy."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+    def sent_dtype_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
         return wire_dtype or dtype
 
     def transfer_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Transfer:
         """Returns the transfer of an all-reduce. wire_dtype: None if none was chosen."""
-        if wire_dtype is None or wire_dtype == flat.dtype:
-            return self._transfer(flat)
-        with torch.inference_mode(False):  # buckets may be made under it
-            wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
-        return CastTransfer(flat, wire, self._transfer(wire), self._rank)
-
-    def _transfer(self, flat: Tensor) -> Transfer:
+        if wire_dtype is not None and wire_dtype != flat.dtype:
+            with torch.inference_mode(False):  # buckets may be made under it
+                wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
+            return CastTransfer(flat, wire, self.transfer_of(wire, None), self._rank)
         if flat.nbytes <= SMALL_NBYTES or not self._owns_group:
             return Transfer(functools.partial(self.all_reduce, flat))
-        return self._shards(flat)
+        return self._shard_transfer(flat)
 
-    def _shards(self, flat: Tensor) -> ShardTransfer:
+    def _shard_transfer(self, flat: Tensor) -> ShardTransfer:
         return ShardTransfer(self._rank, self._world_size, flat, self.group, self._wait)
 
     def coded_transfer_of(
@@ -174,11 +171,12 @@ class Exchange:
         calls, own = gathered.calls, gathered.begun
         tags = [tag_of(gathered.index, call) for call in calls]
         for rank, (call, has_begun) in enumerate(zip(calls, gathered.have_begun, strict=True)):
-            is_met = own is not None and call.shards == calls[self._rank].shards
+            is_met = own is not None and call.shard_key == calls[self._rank].shard_key
             if rank != self._rank and has_begun and not is_met:
-                nothing = self._shards(torch.zeros(call.numel, dtype=call.wire, device="cpu"))
-                nothing.send(tags[rank], [rank])
-                nothing.drain()
+                zeros = torch.zeros(call.numel, dtype=call.wire, device="cpu")
+                unwanted = self._shard_transfer(zeros)
+                unwanted.send(tags[rank], [rank])
+                unwanted.drain()
         if own is not None:
             own.drain()
 
@@ -313,7 +311,7 @@ class Exchange:
 def _keep_groups() -> None:
     """In a forked child: a Gloo group waits for its threads when it is freed. Here it has none."""
     for exchange in _exchanges:
-        _kept.extend((exchange.group, exchange.announcer.group, *exchange._own))
+        _kept.extend((exchange.group, exchange.announcer.group, *exchange._own_groups))
 
 
 os.register_at_fork(after_in_child=_keep_groups)

@@ -124,9 +124,13 @@ class HierarchicalExchange(Exchange):
         self._n_hosts, self._n_units = len(hosts), n_units(hosts)
         self._segments = segments_of(hosts, rank)
         self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
-        place = self.neighbours.index(rank), len(self.neighbours), local_rank
-        meeting_point = _OneHost(bootstrap, self.neighbours)
-        self._shm = ShmCommunicator(*place, meeting_point, timeout + GRACE)
+        self._shm = ShmCommunicator(
+            self.neighbours.index(rank),
+            len(self.neighbours),
+            local_rank,
+            _OneHost(bootstrap, self.neighbours),
+            timeout + GRACE,
+        )
 
     def interrupt(self) -> None:
         """Ends the thread's wait, also for ranks of this host."""
@@ -145,7 +149,7 @@ class HierarchicalExchange(Exchange):
 
     # -- all_reduce --------------------------------------------------------------------------------
 
-    def wire_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
+    def sent_dtype_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
         """Returns the dtype in which a tensor travels. Halves are added in float32."""
         return wire_dtype or (torch.float32 if dtype in HALVES else dtype)
 
@@ -174,11 +178,11 @@ class HierarchicalExchange(Exchange):
         self,
         flat: Tensor,
         op: str,
-        wire: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
         factors: Sequence[float] | None = None,
     ) -> None:
-        """wire: the dtype between hosts; None means float32 for halves, else the own dtype."""
-        wire = wire or self.wire_of(flat.dtype, None)
+        """wire_dtype: None if none was chosen."""
+        sent_dtype = self.sent_dtype_of(flat.dtype, wire_dtype)
         factor = None if factors is None else factors[self._rank]
         if self._n_hosts == 1:
             for chunk in flat.split(CHUNK_NBYTES // flat.element_size()):
@@ -187,7 +191,7 @@ class HierarchicalExchange(Exchange):
         quantum = self._n_units * self._n_hosts  # each segment is cut into a shard for each host
         numel = max(1, CHUNK_NBYTES // flat.element_size() // quantum) * quantum
         self._run_pipeline(
-            self._steps_of_chunk(index, chunk, op, wire, factor)
+            self._steps_of_chunk(index, chunk, op, sent_dtype, factor)
             for index, chunk in enumerate(flat.split(numel))
         )
 
@@ -224,7 +228,7 @@ class HierarchicalExchange(Exchange):
                 next(one, None)
 
     def _steps_of_chunk(
-        self, index: int, chunk: Tensor, op: str, wire: torch.dtype, factor: float | None
+        self, index: int, chunk: Tensor, op: str, sent_dtype: torch.dtype, factor: float | None
     ) -> Iterator[None]:
         """Takes a chunk through three steps: reduce it in the host and send it; reduce it across
         hosts and send the result; gather it in the host.
@@ -232,10 +236,11 @@ class HierarchicalExchange(Exchange):
         whole = self._whole(chunk, factor=factor)
         op = op if factor is None else "sum"
         part = self._reduce_in_host(whole, op)
-        outgoing = part.to(wire)
-        # One rank rounds to the chunk's dtype for all, unless the wire cannot hold that.
-        rounded = chunk.dtype if torch.promote_types(wire, chunk.dtype) == wire else wire
-        result = outgoing if rounded == wire else self.empty(part.numel(), rounded)
+        outgoing = part.to(sent_dtype)
+        # One rank rounds to the chunk's dtype for all, unless what is sent cannot hold that.
+        can_hold = torch.promote_types(sent_dtype, chunk.dtype) == sent_dtype
+        rounded = chunk.dtype if can_hold else sent_dtype
+        result = outgoing if rounded == sent_dtype else self.empty(part.numel(), rounded)
         segments, reduced = self._cut(outgoing), self._cut(result)
         received = [torch.empty_like(segment) for segment in segments]
         works = self._trade(2 * index, received, segments)
@@ -345,13 +350,11 @@ class HierarchicalExchange(Exchange):
         """Exchanges one row of every segment with its owner on each other host."""
         group, works = self.group, []
         for segment, theirs, mine in zip(self._segments, incoming, outgoing, strict=True):
-            for host, owner in self._others(segment):
-                works.append(group.recv([theirs[host]], owner, tag))
-                works.append(group.send([mine[host]], owner, tag))
+            for host, owner in enumerate(segment.owners):
+                if host != self._host:
+                    works.append(group.recv([theirs[host]], owner, tag))
+                    works.append(group.send([mine[host]], owner, tag))
         return works
-
-    def _others(self, segment: Segment) -> list[tuple[int, int]]:
-        return [(host, owner) for host, owner in enumerate(segment.owners) if host != self._host]
 
     def _wait_for_all(self, works: list[Any]) -> None:
         for work in works:

@@ -6,12 +6,12 @@ from torch import Tensor
 from fastcomm.transports.group.call import Call, GatheredCalls
 
 CHUNK_NBYTES: int
-CARRIED_NBYTES: int
+PAYLOAD_NBYTES: int
 MOST_FUSED: int
 
 def tag_of(index: int, call: Call) -> int: ...
 
-class Links:
+class GroupPair:
     def __init__(self, rank: int, up: Any, down: Any) -> None: ...
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any: ...

@@ -34,12 +34,12 @@ cdef extern from "shm/reduce.c":
 
 CHUNK_NBYTES = 4 * 2**20  # of all ranks' shards
 # largest payload that travels with the announcement: delays its packet hardly at all
-CARRIED_NBYTES = 1024
+PAYLOAD_NBYTES = 1024
 # A frame: the call's numbers, how many calls wait behind it, whether this rank has begun to send
 # its data, then what tells the calls behind from it (numel, label and step), or the payload.
 _HEAD = len(Call("barrier").numbers()) + 2
 _HEAD_NBYTES = 8 * _HEAD
-MOST_FUSED = CARRIED_NBYTES // 24  # calls behind, whose numbers lie where a payload would
+MOST_FUSED = PAYLOAD_NBYTES // 24  # calls behind, whose numbers lie where a payload would
 
 
 def tag_of(index, call):
@@ -49,10 +49,10 @@ def tag_of(index, call):
     different tags, but for one pair in 2**20, so that nobody receives into a shard what was not
     meant for it.
     """
-    return (1 + index % 511) << 21 | (zlib.crc32(repr(call.shards).encode()) & 0xFFFFF) << 1
+    return (1 + index % 511) << 21 | (zlib.crc32(repr(call.shard_key).encode()) & 0xFFFFF) << 1
 
 
-class Links:
+class GroupPair:
     """Two groups of the same ranks, one for what goes to higher ranks, one for what goes to lower
     ones. A Gloo connection has one lock for both directions: who writes to it keeps its thread
     from reading, and that thread turns in circles meanwhile.
@@ -100,8 +100,8 @@ class _Announcement:
         have_begun = [bool(head[-1]) for head in heads]
         rest = have_begun, self._index, self._begun
         if payload is not None:
-            carried = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
-            return GatheredCalls(calls, carried.view(payload.dtype), 0, *rest)
+            payloads = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
+            return GatheredCalls(calls, payloads.view(payload.dtype), 0, *rest)
         n = min([head[-2] for head in heads])
         if n == 0 or any([theirs != calls[0] for theirs in calls]):
             return GatheredCalls(calls, None, 0, *rest)
@@ -148,7 +148,7 @@ class Announcer:
         numbers = [*call.numbers(), len(behind), begun is not None]
         for one in behind:
             numbers += one.numel, one.label, one.step
-        frame = torch.zeros(_HEAD_NBYTES + CARRIED_NBYTES, dtype=torch.uint8, device="cpu")
+        frame = torch.zeros(_HEAD_NBYTES + PAYLOAD_NBYTES, dtype=torch.uint8, device="cpu")
         frame[:8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers, device="cpu"))
         if payload is not None:
             frame[_HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes] = payload.view(-1).view(torch.uint8)
@@ -254,8 +254,8 @@ class ShardTransfer(Transfer):
                 for shards in self._chunks
             ]
         self._tag = 0
-        self._coming = []  # by chunk
-        self._going = []
+        self._receives = []  # by chunk
+        self._sends = []
 
     def can_begin(self, op):
         return True
@@ -267,32 +267,32 @@ class ShardTransfer(Transfer):
         """Begins the first exchange with these ranks."""
         recv, send = self._group.recv, self._group.send
         self._tag = tag
-        self._coming = [[recv([rows[r]], r, tag) for r in peers] for rows in self._rows]
-        self._going = [send([shards[r]], r, tag) for shards in self._chunks for r in peers]
+        self._receives = [[recv([rows[r]], r, tag) for r in peers] for rows in self._rows]
+        self._sends = [send([shards[r]], r, tag) for shards in self._chunks for r in peers]
 
     def steps(self, op, payloads, factors):
         """The first step ends the first exchange, the second one the other."""
         recv, send, tag = self._group.recv, self._group.send, self._tag + 1
         # A shard comes back only when its rank has all that was sent there.
         results = [recv([shards[r]], r, tag) for shards in self._chunks for r in self._peers]
-        for shards, rows, coming in zip(self._chunks, self._rows, self._coming, strict=True):
-            for work in coming:
+        for shards, rows, works in zip(self._chunks, self._rows, self._receives, strict=True):
+            for work in works:
                 self._wait(work)
             _reduce_into(shards[self._rank], rows, op, factors)
-            self._going += [send([shards[self._rank]], r, tag) for r in self._peers]
-        self._coming = []
+            self._sends += [send([shards[self._rank]], r, tag) for r in self._peers]
+        self._receives = []
         yield
         for work in results:
             self._wait(work)
         self.drain()
 
     def drain(self):
-        for coming in self._coming:
-            for work in coming:
+        for works in self._receives:
+            for work in works:
                 self._wait(work)
-        for work in self._going:
+        for work in self._sends:
             self._wait(work)
-        self._coming, self._going = [], []
+        self._receives, self._sends = [], []
 
 
 def _reduce_into(own, rows, op, factors):

@@ -2,7 +2,7 @@
 
 Two codecs turn numbers into bytes and back. Halves rounds to 16 bits. BlockCodec rounds to 8 bits,
 with one float32 scale for each block of 256 elements. With error feedback a Wire keeps what
-encoding has dropped (the residual) and adds it to what is encoded at the same place in the next
+encoding has dropped (the residual) and adds it to what is encoded under the same key in the next
 round. Knows no rank and no group.
 
 Decoding is one product of two floats, so equal bytes give equal bits on every machine.
@@ -21,8 +21,8 @@ from fastcomm.transports.group.call import cast, reduce_rows
 
 
 class Wire:
-    """The way of one bucket. dtype: of 8 or 16 bits. error_feedback: adds to what is encoded what
-    was dropped at the same place the last time.
+    """Encodes and decodes one bucket. dtype: of 8 or 16 bits. error_feedback: adds to what is
+    encoded what was dropped under the same key the last time.
     """
 
     def __init__(self, dtype: torch.dtype, *, error_feedback: bool) -> None:
@@ -37,15 +37,15 @@ class Wire:
         shape = n_rows, self._codec.nbytes_of(numel)
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
 
-    def encode(self, place: Hashable, values: Tensor, coded: Tensor) -> None:
+    def encode(self, key: Hashable, values: Tensor, coded: Tensor) -> None:
         """Writes the bytes of `values` into `coded`; with error feedback those of the sum with the
-        residual of this place. An infinity or a NaN leaves no residual.
+        residual of this key. An infinity or a NaN leaves no residual.
 
-        place: what the values are a part of; equal in every round, and encoded once in each.
+        key: what the values are a part of; equal in every round, and encoded once in each.
         """
-        residual = self._residuals.get(place)
+        residual = self._residuals.get(key)
         if residual is None and self._feeds_back:
-            residual = self._residuals[place] = torch.zeros_like(values)
+            residual = self._residuals[key] = torch.zeros_like(values)
         self._codec.encode(values, residual, coded)
 
     def decode(self, coded: Tensor, values: Tensor) -> None:

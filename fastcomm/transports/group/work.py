@@ -23,7 +23,7 @@ from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradie
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
 from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
-from fastcomm.transports.group.shards import CARRIED_NBYTES, MOST_FUSED, Transfer
+from fastcomm.transports.group.shards import MOST_FUSED, PAYLOAD_NBYTES, Transfer
 
 if TYPE_CHECKING:
     from fastcomm.transports.group.work_queue import WorkQueue
@@ -76,7 +76,7 @@ class GroupWork(BucketWork):
         """transfer: None if the announcement is all there is to the collective."""
         self.call = call
         # These hold the tensors. A small payload goes with the announcement.
-        is_small = payload is not None and payload.nbytes <= CARRIED_NBYTES
+        is_small = payload is not None and payload.nbytes <= PAYLOAD_NBYTES
         self.transfer = transfer
         self.payload = payload if is_small else None
         # The tensor, if others can be fused with it: nothing but its length, label and step tells
@@ -253,6 +253,6 @@ class GroupBucket(BoundBucket):
         Returns what its transfer gets as payloads.
         """
         used_mask = self._used_mask
-        is_carried = self._is_coded and used_mask.nbytes <= CARRIED_NBYTES
+        is_payload = self._is_coded and used_mask.nbytes <= PAYLOAD_NBYTES
         self._flat.zero_()
-        return used_mask.new_zeros(n_ranks, used_mask.numel()) if is_carried else None
+        return used_mask.new_zeros(n_ranks, used_mask.numel()) if is_payload else None

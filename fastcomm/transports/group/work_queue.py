@@ -70,7 +70,7 @@ MOST_RUNNING = 4  # collectives that the thread runs at once
 
 
 @dataclass(frozen=True)
-class Interruption:
+class PeerAbandonment:
     """Other ranks have abandoned a round. The caller knows of it once n_abandoned is `number`."""
 
     number: int
@@ -134,7 +134,7 @@ class WorkQueue:
         self._current_number = 0
         self._since = 0.0
         self._is_meeting = False  # the ranks meet after an abandonment
-        self._interruption: Interruption | None = None  # the newest
+        self._peer_abandonment: PeerAbandonment | None = None  # the newest
         self._n_met = 0  # how often the ranks have begun to meet again
         # the error that stopped the thread, and when
         self._trouble: tuple[float, Exception] | None = None
@@ -168,9 +168,9 @@ class WorkQueue:
     def check(self) -> None:
         """Raises as check_usable; also AbandonedError, once, if others have abandoned the round."""
         self.check_usable()
-        interruption = self._unheard()
-        if interruption is not None:
-            raise self.heard(interruption.error, self.n_abandoned)
+        theirs = self._unheard()
+        if theirs is not None:
+            raise self.heard(theirs.error, self.n_abandoned)
 
     def abandon(self) -> None:
         """Finishes what all ranks have announced, and ends what waits, on all ranks.
@@ -178,7 +178,7 @@ class WorkQueue:
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
         own: GroupWork | None = None
-        theirs: Interruption | None = None
+        theirs: PeerAbandonment | None = None
 
         def meet(_: BaseException | None) -> None:
             nonlocal own, theirs
@@ -202,9 +202,9 @@ class WorkQueue:
         if error is not None:
             raise again(error)
 
-    def _post_abandonment(self, own: GroupWork) -> Interruption | None:
+    def _post_abandonment(self, own: GroupWork) -> PeerAbandonment | None:
         """Posts `own`, unless others have abandoned the round and the caller does not know of it
-        yet: then returns their interruption.
+        yet: then returns theirs.
         """
         refusal = self.life.refusal()
         if refusal is not None:  # without the lock, which may be locked in a forked process
@@ -255,11 +255,11 @@ class WorkQueue:
     def post(self, work: GroupWork) -> None:
         """Hands the work to the thread, or refuses it. Raises nothing itself."""
         with self._lock:
-            interruption = self._unheard()
-            if interruption is None:
+            theirs = self._unheard()
+            if theirs is None:
                 self._append(work)
             else:  # it belongs to the abandoned round, not to the next one
-                work.refuse(interruption.error)
+                work.refuse(theirs.error)
 
     def _append(self, work: GroupWork) -> None:
         """Under the lock."""
@@ -304,22 +304,22 @@ class WorkQueue:
 
         n_abandoned: when the work was made that the error has ended.
         """
-        interruption = self._unheard()
-        if interruption is not None and error is interruption.error:
-            self.n_abandoned = interruption.number
+        theirs = self._unheard()
+        if theirs is not None and error is theirs.error:
+            self.n_abandoned = theirs.number
             tell_of_abandonment(self.communicator)
         if n_abandoned != self.n_abandoned:
             return told(self.communicator, error)
         copy: FastcommError = again(error)
         return copy
 
-    def _unheard(self) -> Interruption | None:
-        """The interruption that the caller does not know of yet, or None. What the caller calls
-        once it knows belongs to the next round.
+    def _unheard(self) -> PeerAbandonment | None:
+        """The other ranks' abandonment that the caller does not know of yet, or None. What the
+        caller calls once it knows belongs to the next round.
         """
-        interruption = self._interruption
-        is_heard = interruption is None or interruption.number <= self.n_abandoned
-        return None if is_heard else interruption
+        theirs = self._peer_abandonment
+        is_heard = theirs is None or theirs.number <= self.n_abandoned
+        return None if is_heard else theirs
 
     def look_at_clock(self) -> None:
         """Checks the deadline in place of the watchdog, which may be waiting for a store that is
@@ -516,7 +516,7 @@ class WorkQueue:
                 calls = gathered.calls
                 abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
                 error = AbandonedError(abandonment(abandoning))
-                self._interruption = Interruption(self._n_met, error, meeting)
+                self._peer_abandonment = PeerAbandonment(self._n_met, error, meeting)
                 self._resolve(list(self._works), error)
             else:
                 self._resolve_before(own, self._works)
@@ -593,8 +593,9 @@ class WorkQueue:
     def _unfinished(self) -> list[GroupWork]:
         """All works that somebody may be waiting for. Under the lock."""
         works = list(self._works)
-        if self._interruption is not None and not self._interruption.meeting.is_completed():
-            works.append(self._interruption.meeting)
+        theirs = self._peer_abandonment
+        if theirs is not None and not theirs.meeting.is_completed():
+            works.append(theirs.meeting)
         return works
 
     def _has_graphs(self) -> bool:

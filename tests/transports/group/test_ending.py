@@ -103,7 +103,7 @@ def _keep_a_bucket(place):
     flat = torch.ones(5000)
     bucket = comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=None, label=1)
     bucket.launch("sum", []).wait()
-    groups = [weakref.ref(group) for group in comm._exchange._own]
+    groups = [weakref.ref(group) for group in comm._exchange._own_groups]
     comm.close()
     gc.collect()
     assert bucket.transfer is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastcomm.transports.group.exchange import SMALL_NBYTES
-from fastcomm.transports.group.shards import CARRIED_NBYTES
+from fastcomm.transports.group.shards import PAYLOAD_NBYTES
 from tests.support.collective_checks import CHECKS, with_every_op, with_ops_in_turn
 from tests.support.ranks import on_ranks
 from tests.support.reference import DTYPES
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports("grou
 # Of float32: empty; what travels with the announcement, and one more; what takes one exchange, and
 # one more; of two, and no multiple of any number of ranks here.
 SIZES = (
-    *(0, 1, 37, CARRIED_NBYTES // 4, CARRIED_NBYTES // 4 + 1),
+    *(0, 1, 37, PAYLOAD_NBYTES // 4, PAYLOAD_NBYTES // 4 + 1),
     *(SMALL_NBYTES // 4, SMALL_NBYTES // 4 + 1, 65_537),
 )
 

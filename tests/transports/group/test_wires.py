@@ -37,10 +37,10 @@ with_transport = pytest.mark.usefixtures("transport")
 # The codecs
 
 
-def round_trip(wire, values, place=0):
+def round_trip(wire, values, key=0):
     """What is left of the values on the other side."""
     coded = wire.rows_for(values.unsqueeze(0))[0]
-    wire.encode(place, values.clone(), coded)
+    wire.encode(key, values.clone(), coded)
     decoded = torch.full_like(values, torch.nan)
     wire.decode(coded, decoded)
     return decoded
@@ -135,13 +135,13 @@ def test_fed_back_rounds_add_up_to_what_was_given_within_one_rounding(values, dt
     assert ((arrived - sent).abs() <= 1.1 * STEP[dtype] * size + TINY).all()
 
 
-def test_places_have_residuals_of_their_own():
+def test_keys_have_residuals_of_their_own():
     wire = Wire(torch.int8, error_feedback=True)
     values = torch.full((BLOCK,), 0.25)
     values[0] = 127
-    round_trip(wire, values, place=0)
-    assert (round_trip(wire, torch.zeros(BLOCK), place=1) == 0).all()
-    assert (round_trip(wire, torch.zeros(BLOCK), place=0)[1:] != 0).all()
+    round_trip(wire, values, key=0)
+    assert (round_trip(wire, torch.zeros(BLOCK), key=1) == 0).all()
+    assert (round_trip(wire, torch.zeros(BLOCK), key=0)[1:] != 0).all()
 
 
 # Between ranks
