@@ -62,7 +62,9 @@ def see_through(
 
 
 class GroupWork(BucketWork):
-    """A collective that the queue's thread runs. `error`: what ended it, or None."""
+    """A collective that the queue's thread runs: posted, then announced to the other ranks, then
+    running, then over. `error`: what ended it, or None.
+    """
 
     def __init__(
         self,

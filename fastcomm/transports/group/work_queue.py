@@ -80,7 +80,7 @@ class PeerAbandonment:
 
 class RunningCollective(NamedTuple):
     """A collective that all ranks have announced, and that the thread has not ended. number: see
-    WorkQueue. works: those fused. steps: what is left to do.
+    WorkQueue. works: one, or those fused. steps: what is left to do.
     """
 
     number: int
@@ -126,9 +126,8 @@ class WorkQueue:
         self._lock = threading.RLock()
         self._works: list[GroupWork] = []  # oldest first; a work in this list is posted
         self._announcer = exchange.announcer
-        self._running: deque[RunningCollective] = (
-            deque()
-        )  # oldest first; changed by the thread alone
+        # oldest first; only the thread changes it
+        self._running: deque[RunningCollective] = deque()
         # what the thread waits for, its number, and since when
         self._current: GroupWork | None = None
         self._current_number = 0
