@@ -1,11 +1,11 @@
 """GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Transport, for tensors on
 the CPU. The public calls and their checks.
 
-A thread of its own runs collectives in the order of their calls, so that backward goes on
-while gradients travel. The ranks announce which collective they have come to, beside the data or
-before it. If they disagree, all of them get the error, and what was sent is thrown away. A rank
-that abandons a round announces that in place of a collective. So no collective is ever left half
-done, and the group stays in step.
+A thread of its own runs collectives in the order of their calls, so that backward goes on while
+gradients travel. The ranks announce which collective they have come to, beside the data or before
+it. If they disagree, all of them get the error, and what was sent is thrown away. A rank that
+abandons a round announces that in place of a collective. So no collective is ever left half done,
+and the group stays in step.
 watchdog.py finds lost peers and missed deadlines; then breaking the group's connections ends the
 thread's wait.
 

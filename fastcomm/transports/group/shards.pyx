@@ -76,8 +76,9 @@ class GroupPair:
 
 
 class _Announcement:
-    """One of this rank's. gathering: Gloo's work, which puts those of all ranks into frames. begun:
-    the transfer whose data was sent with it, or None. trouble: why that was not sent whole.
+    """This rank's announcement of one call. gathering: Gloo's work, which puts those of all ranks
+    into frames. begun: the transfer whose data was sent with it, or None. trouble: why that was not
+    sent whole.
     """
 
     def __init__(self, index, gathering, frames, payload, begun):
@@ -111,7 +112,7 @@ class _Announcement:
 
 
 class Announcer:
-    """Announces this rank's calls to the others, and hears theirs. Its length is the number of its
+    """Announces this rank's calls to the others, and gathers theirs. Its length is the number of
     announcements that nobody has taken. group: over which the ranks announce, and nothing else
     travels.
     """
