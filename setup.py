@@ -22,7 +22,7 @@ def extension(name: str) -> Extension:
         sources=[
             f"fastcomm/{name.replace('.', '/')}.pyx",
             *(CORE if name == "transports.shm.ring" else ()),
-            *(["kernels/wire/blocks.c"] if name == "transports.group.blocks" else ()),
+            *(["kernels/wire/blocks.c"] if name == "transports.group.wire" else ()),
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
@@ -55,7 +55,7 @@ EXTENSIONS = (
         "comm.flat_buffers",
         "comm.gradient_slot",
         "comm.gathering",
-        "transports.group.blocks",
+        "transports.group.wire",
         "transports.group.shards",
         "insight.recorder",
         "reducer.gradient_state",

@@ -1,4 +1,4 @@
-/* Codecs of 8 bits with a scale per block: the arithmetic of fastcomm/transports/group/wire.py. It
+/* Codecs of 8 bits with a scale per block: the arithmetic of fastcomm/transports/group/wire.pyx. It
  * knows nothing of ranks or networks. Plain C11.
  *
  * A block of WIRE_BLOCK float32 numbers becomes as many elements of 8 bits and one float32 scale,

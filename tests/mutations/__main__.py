@@ -46,7 +46,7 @@ COMPILER = (
 # The C that an extension is made of, beside its own.
 CORES = {
     "transports.shm.ring": "kernels/shm/*.c",
-    "transports.group.blocks": "kernels/wire/*.c",
+    "transports.group.wire": "kernels/wire/*.c",
 }
 
 

@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         name="complex: between hosts the gaps of a bucket are looked for in complex elements",
         file="fastcomm/transports/group/exchange.py",
-        within="_gaps",
+        within="gaps_of",
         old="map(as_pairs, views)",
         new="views",
         tests=_complex("test_narrow_wires_carry_both_parts"),

@@ -10,7 +10,7 @@ HIERARCHICAL = "fastcomm/transports/group/hierarchical.py"
 SHARDS = "fastcomm/transports/group/shards.pyx"
 EXCHANGE = "fastcomm/transports/group/exchange.py"
 CALL = "fastcomm/transports/group/call.py"
-WIRE = "fastcomm/transports/group/wire.py"
+WIRE = "fastcomm/transports/group/wire.pyx"
 BLOCKS = "kernels/wire/blocks.c"
 
 ENDING_TESTS = "tests/transports/group/test_ending.py"
@@ -287,8 +287,8 @@ MUTATIONS = (
         name="wire: the used mask is rounded beside the gradients",
         file=EXCHANGE,
         within="Exchange.coded_transfer_of",
-        old="flat[:end], flat[end:], _gaps(end, views, offsets)",
-        new="flat, flat[end:].clone(), _gaps(end, views, offsets)",
+        old="flat[numel:]",
+        new="flat[numel:].clone()",
         tests=(f"{WIRE_TESTS}the_used_mask_is_exact_beside_great_gradients",),
     ),
     Mutation(
@@ -308,17 +308,33 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: a rank adds what others have sent to shards that are not its own",
-        file=EXCHANGE,
-        within="Exchange._reduce_coded_chunk",
-        old="wire.reduce(incoming, rows, self._rank, op, factors)",
-        new="reduce_rows(rows, op, factors)",
+        file=SHARDS,
+        within="CodedTransfer._reduce_chunk",
+        old="self._wire.reduce(coded, values, self._rank, op, factors)",
+        new="reduce_rows(values, op, factors)",
         tests=(f"{WIRE_TESTS}a_sum_is_rounded_once_before_and_once_after",),
     ),
     Mutation(
-        name="wire: a NaN stays in the gaps between gradients",
+        name="wire: what is fed back is encoded before the ranks have agreed on the round",
+        file=SHARDS,
+        within="CodedTransfer.__init__",
+        old="begins_ahead and not wire.feeds_back",
+        new="begins_ahead",
+        tests=(f"{WIRE_TESTS}what_a_dropped_round_has_dropped_is_not_fed_back",),
+    ),
+    Mutation(
+        name="wire: what a rank has sent in blocks is answered with what is none",
         file=EXCHANGE,
-        within="Exchange.coded_transfer_of.reduce",
-        old="gradients.index_fill_(0, gaps, 0)",
+        within="_chunks_like",
+        old="call.wire not in BLOCK_DTYPES",
+        new="True",
+        tests=(f"{AHEAD_TESTS}::test_a_mismatch_of_wires_leaves_nothing_in_flight",),
+    ),
+    Mutation(
+        name="wire: a NaN stays in the gaps between gradients",
+        file=SHARDS,
+        within="CodedTransfer.steps",
+        old="self._gradients.index_fill_(0, self._gaps, 0)",
         new="",
         tests=("tests/reducer/test_wires.py",),
     ),

@@ -41,7 +41,7 @@ class Mutation:
                 else ("transports.shm.ring",)
             )
         if path.parts[:2] == ("kernels", "wire"):
-            return ("transports.group.blocks",)
+            return ("transports.group.wire",)
         if path.suffix == ".pyx":
             return (".".join(path.with_suffix("").parts[1:]),)
         return ()  # Python; kernels/cuda is compiled by the tests themselves

@@ -26,18 +26,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastcomm.comm.collective import as_pairs
+from fastcomm.comm.collective import BLOCK_DTYPES, as_pairs
 from fastcomm.errors import InitError
-from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.call import GatheredCalls, as_bytes, cast, reduce_rows, with_one_nan
+from fastcomm.transports.group.call import Call, GatheredCalls, as_bytes, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
+    PAYLOAD_NBYTES,
     Announcer,
     CastTransfer,
+    CodedTransfer,
     FusedTransfer,
     GroupPair,
     ShardTransfer,
     Transfer,
+    chunks_of,
+    coded_rows,
     tag_of,
 )
 from fastcomm.transports.group.wire import Wire
@@ -142,27 +145,31 @@ class Exchange:
             return CastTransfer(flat, wire, self.transfer_of(wire, None), self._rank)
         if flat.nbytes <= SMALL_NBYTES or not self._owns_group:
             return Transfer(functools.partial(self.all_reduce, flat))
-        return self._shard_transfer(flat)
+        return self._shard_transfer(chunks_of(flat, self._world_size))
 
-    def _shard_transfer(self, flat: Tensor) -> ShardTransfer:
-        return ShardTransfer(self._rank, self._world_size, flat, self.group, self._wait)
+    def _shard_transfer(self, chunks: Sequence[Sequence[Tensor]]) -> ShardTransfer:
+        return ShardTransfer(self._rank, self._world_size, chunks, self.group, self._wait)
 
     def coded_transfer_of(
         self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
     ) -> Transfer:
         """Returns the transfer of a bucket whose gradients a wire carries. The used mask is
-        reduced by itself, as no rounding may change it: the rows are of that.
+        reduced by itself: the payloads are of that.
         """
-        end = flat.numel() - len(views)
-        gradients, used_mask, gaps = flat[:end], flat[end:], _gaps(end, views, offsets)
-
-        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
-            self.all_reduce(used_mask, op, rows, factors)
-            self.reduce_coded(gradients, op, wire, factors)
-            # A NaN of their block's would spoil its scale in every later round.
-            gradients.index_fill_(0, gaps, 0)
-
-        return Transfer(reduce)
+        numel = flat.numel() - len(views)
+        mask = flat[numel:]
+        return CodedTransfer(
+            self._rank,
+            self._world_size,
+            flat,
+            numel,
+            gaps_of(numel, views, offsets),
+            wire,
+            self.group,
+            self._wait,
+            lambda op, rows, factors: self.all_reduce(mask, op, rows, factors),
+            self._owns_group and mask.nbytes <= PAYLOAD_NBYTES,
+        )
 
     def drain(self, gathered: GatheredCalls) -> None:
         """Ends what ranks have begun to send for calls that do not go together, so that nothing
@@ -173,8 +180,7 @@ class Exchange:
         for rank, (call, has_begun) in enumerate(zip(calls, gathered.have_begun, strict=True)):
             is_met = own is not None and call.shard_key == calls[self._rank].shard_key
             if rank != self._rank and has_begun and not is_met:
-                zeros = torch.zeros(call.numel, dtype=call.wire, device="cpu")
-                unwanted = self._shard_transfer(zeros)
+                unwanted = self._shard_transfer(_chunks_like(call, self._world_size))
                 unwanted.send(tags[rank], [rank])
                 unwanted.drain()
         if own is not None:
@@ -215,38 +221,6 @@ class Exchange:
         self.all_gather(whole, part)
         if padding:
             flat.copy_(whole[: flat.numel()])
-
-    def reduce_coded(
-        self, flat: Tensor, op: str, wire: Wire, factors: Sequence[float] | None = None
-    ) -> None:
-        """Reduces floats of which a wire carries bytes: every rank decodes the other ranks' values
-        of its shard, adds in float32, and encodes the result for all, itself included.
-        """
-        shard = max(1, CHUNK_NBYTES // 4 // self._world_size // BLOCK) * BLOCK
-        for index, chunk in enumerate(flat.split(shard * self._world_size)):
-            if chunk.numel():
-                self._reduce_coded_chunk(index, chunk, op, wire, factors)
-
-    def _reduce_coded_chunk(
-        self, index: int, chunk: Tensor, op: str, wire: Wire, factors: Sequence[float] | None
-    ) -> None:
-        n_blocks = -(-chunk.numel() // (BLOCK * self._world_size))
-        rows = torch.zeros(self._world_size, n_blocks * BLOCK, device="cpu")
-        rows.view(-1)[: chunk.numel()] = chunk
-        outgoing = wire.rows_for(rows).zero_()
-        incoming = torch.empty_like(outgoing)
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        for rank in others:
-            wire.encode((index, rank), rows[rank], outgoing[rank])
-        self._swap(incoming, outgoing)
-        result = outgoing[self._rank]
-        reduced = wire.reduce(incoming, rows, self._rank, op, factors)
-        wire.encode((index, "result"), reduced, result)
-        incoming[self._rank] = result
-        self._swap(incoming, result.expand(self._world_size, -1))
-        for rank, coded in enumerate(incoming):
-            wire.decode(coded, rows[rank])
-        cast(rows.view(-1)[: chunk.numel()], chunk)
 
     def reduce_scatter(
         self,
@@ -317,7 +291,15 @@ def _keep_groups() -> None:
 os.register_at_fork(after_in_child=_keep_groups)
 
 
-def _gaps(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
+def _chunks_like(call: Call, world_size: int) -> list[Sequence[Tensor]]:
+    """What is sent for a call that has begun before the ranks had announced it, with no meaning."""
+    if call.wire not in BLOCK_DTYPES:
+        return chunks_of(torch.zeros(call.numel, dtype=call.wire, device="cpu"), world_size)
+    wire = Wire(call.wire, error_feedback=False)
+    return [list(wire.rows_for(world_size, n)) for _, n in coded_rows(call.numel, world_size)]
+
+
+def gaps_of(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
     """The elements of a flat buffer that are in no view."""
     with torch.inference_mode(False):  # buckets may be made under it
         is_gap = torch.ones(numel, dtype=torch.bool, device="cpu")

@@ -30,12 +30,11 @@ from torch import Tensor
 
 from fastcomm.comm.collective import HALVES, addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
-from fastcomm.transports.group.blocks import BLOCK
 from fastcomm.transports.group.call import cast, reduce_rows
 from fastcomm.transports.group.communicator import Bootstrap, GroupCommunicator
-from fastcomm.transports.group.exchange import GRACE, Exchange
+from fastcomm.transports.group.exchange import GRACE, Exchange, gaps_of
 from fastcomm.transports.group.shards import Transfer
-from fastcomm.transports.group.wire import Wire
+from fastcomm.transports.group.wire import BLOCK, Wire
 from fastcomm.transports.shm.communicator import ShmCommunicator
 
 # Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
@@ -201,7 +200,20 @@ class HierarchicalExchange(Exchange):
         if whole is not chunk:
             cast(whole[: chunk.numel()], chunk)
 
-    def reduce_coded(
+    def coded_transfer_of(
+        self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
+    ) -> Transfer:
+        numel = flat.numel() - len(views)
+        gradients, used_mask, gaps = flat[:numel], flat[numel:], gaps_of(numel, views, offsets)
+
+        def reduce(op: str, rows: Tensor | None, factors: Sequence[float] | None = None) -> None:
+            self.all_reduce(used_mask, op, rows, factors)
+            self._reduce_coded(gradients, op, wire, factors)
+            gradients.index_fill_(0, gaps, 0)
+
+        return Transfer(reduce)
+
+    def _reduce_coded(
         self, flat: Tensor, op: str, wire: Wire, factors: Sequence[float] | None = None
     ) -> None:
         """Reduces what a wire encodes. Inside a host nothing is encoded."""
@@ -266,8 +278,8 @@ class HierarchicalExchange(Exchange):
         op = op if factor is None else "sum"
         values = self._reduce_in_host(whole, op).to(torch.float32)
         segments = self._cut(values)
-        outgoing = [wire.rows_for(rows) for rows in segments]
-        received = [wire.rows_for(rows) for rows in segments]
+        outgoing = [wire.rows_for(*rows.shape) for rows in segments]
+        received = [wire.rows_for(*rows.shape) for rows in segments]
         others = [host for host in range(self._n_hosts) if host != self._host]
         for i, (rows, coded) in enumerate(zip(segments, outgoing, strict=True)):
             for host in others:

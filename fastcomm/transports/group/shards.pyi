@@ -4,6 +4,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcomm.transports.group.call import Call, GatheredCalls
+from fastcomm.transports.group.wire import Wire
 
 CHUNK_NBYTES: int
 PAYLOAD_NBYTES: int
@@ -43,8 +44,31 @@ class CastTransfer(Transfer):
 class FusedTransfer(Transfer):
     def __init__(self, flats: Sequence[Tensor], fused: Tensor, inner: Transfer) -> None: ...
 
+def chunks_of(flat: Tensor, world_size: int) -> list[Sequence[Tensor]]: ...
+def coded_rows(numel: int, world_size: int) -> list[tuple[int, int]]: ...
+
 class ShardTransfer(Transfer):
     def __init__(
-        self, rank: int, world_size: int, flat: Tensor, group: Any, wait: Callable[[Any], None]
+        self,
+        rank: int,
+        world_size: int,
+        chunks: Sequence[Sequence[Tensor]],
+        group: Any,
+        wait: Callable[[Any], None],
     ) -> None: ...
     def send(self, tag: int, peers: Sequence[int]) -> None: ...
+
+class CodedTransfer(ShardTransfer):
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        flat: Tensor,
+        numel: int,
+        gaps: Tensor,
+        wire: Wire,
+        group: Any,
+        wait: Callable[[Any], None],
+        reduce_mask: Callable[[str, Tensor | None, Sequence[float] | None], None],
+        begins_ahead: bool,
+    ) -> None: ...

@@ -16,7 +16,8 @@ import zlib
 import torch
 
 from fastcomm.comm.collective import CPU_DTYPES, OPS, WEIGHTED_OPS
-from fastcomm.transports.group.call import Call, GatheredCalls, cast, reduce_rows
+from fastcomm.transports.group.call import GatheredCalls, Call, cast, reduce_rows
+from fastcomm.transports.group.wire import BLOCK
 
 # Includes the sources themselves: the extensions may be built at the same time, and would write
 # each other's object files.
@@ -237,15 +238,22 @@ class FusedTransfer(Transfer):
             flat.copy_(part)
 
 
-class ShardTransfer(Transfer):
-    """flat: the tensor. group, wait: of the Exchange. Keeps memory for the other ranks' shards."""
+def chunks_of(flat, world_size):
+    """Every rank's shard of each chunk of the tensor."""
+    numel = max(world_size, CHUNK_NBYTES // flat.element_size())
+    return [chunk.tensor_split(world_size) for chunk in flat.split(numel)]
 
-    def __init__(self, rank, world_size, flat, group, wait):
+
+class ShardTransfer(Transfer):
+    """chunks: every rank's shard of each. group, wait: of the Exchange. Keeps memory for the other
+    ranks' shards.
+    """
+
+    def __init__(self, rank, world_size, chunks, group, wait):
         self._rank, self._group, self._wait = rank, group, wait
         # Each begins with another peer, so that not all send to one.
         self._peers = [(rank + i) % world_size for i in range(1, world_size)]
-        numel = max(world_size, CHUNK_NBYTES // flat.element_size())
-        self._chunks = [chunk.tensor_split(world_size) for chunk in flat.split(numel)]
+        self._chunks = chunks
         with torch.inference_mode(False):  # buckets may be made under it
             self._rows = [
                 [
@@ -269,17 +277,27 @@ class ShardTransfer(Transfer):
         recv, send = self._group.recv, self._group.send
         self._tag = tag
         self._receives = [[recv([rows[r]], r, tag) for r in peers] for rows in self._rows]
-        self._sends = [send([shards[r]], r, tag) for shards in self._chunks for r in peers]
+        self._sends = []
+        for index, shards in enumerate(self._chunks):
+            self._fill(index, peers)
+            self._sends += [send([shards[r]], r, tag) for r in peers]
+
+    def _fill(self, index, peers):
+        """Called before the shards of a chunk are sent to these ranks."""
+
+    def _reduce_chunk(self, index, op, factors):
+        """Reduces what the ranks have sent of a chunk into this rank's shard."""
+        _reduce_into(self._chunks[index][self._rank], self._rows[index], op, factors)
 
     def steps(self, op, payloads, factors):
         """The first step ends the first exchange, the second one the other."""
         recv, send, tag = self._group.recv, self._group.send, self._tag + 1
         # A shard comes back only when its rank has all that was sent there.
         results = [recv([shards[r]], r, tag) for shards in self._chunks for r in self._peers]
-        for shards, rows, works in zip(self._chunks, self._rows, self._receives, strict=True):
-            for work in works:
+        for index, (shards, coming) in enumerate(zip(self._chunks, self._receives, strict=True)):
+            for work in coming:
                 self._wait(work)
-            _reduce_into(shards[self._rank], rows, op, factors)
+            self._reduce_chunk(index, op, factors)
             self._sends += [send([shards[self._rank]], r, tag) for r in self._peers]
         self._receives = []
         yield
@@ -294,6 +312,83 @@ class ShardTransfer(Transfer):
         for work in self._sends:
             self._wait(work)
         self._receives, self._sends = [], []
+
+
+def coded_rows(numel, world_size):
+    """Cuts so many elements into chunks of a row for each rank, for a wire. Returns where each
+    chunk begins, and how long its rows are: of whole blocks, so that the last ones are padded.
+    """
+    longest = max(1, CHUNK_NBYTES // 4 // world_size // BLOCK) * BLOCK
+    return [
+        (begin, min(longest, -(-(numel - begin) // (BLOCK * world_size)) * BLOCK))
+        for begin in range(0, numel, longest * world_size)
+    ]
+
+
+class CodedTransfer(ShardTransfer):
+    """Reduces the gradients of a bucket by the bytes that a wire makes of them. Each rank decodes
+    the others' values of its shard, adds in float32, and encodes the result for all, itself
+    included.
+
+    gaps: the elements that are in no gradient, which stay 0: a NaN of their block's would spoil its
+        scale in every later round.
+    reduce_mask: reduces the used mask, which is behind the gradients, in the order in which ranks
+        begin. No rounding may change it.
+    begins_ahead: whether all that the mask needs comes with the announcement.
+    """
+
+    def __init__(self, rank, world_size, flat, numel, gaps, wire, group, wait, reduce_mask,
+                 begins_ahead):
+        """numel: of the gradients."""
+        self._rows_of = coded_rows(flat.numel(), world_size)
+        chunks = [list(wire.rows_for(world_size, n)) for _, n in self._rows_of]
+        super().__init__(rank, world_size, chunks, group, wait)
+        self._world_size, self._wire, self._gaps = world_size, wire, gaps
+        self._gradients, self._reduce_mask = flat[:numel], reduce_mask
+        # What is fed back would be lost in a round that is dropped after it has begun.
+        self._begins_ahead = begins_ahead and not wire.feeds_back
+        self._values = {}  # by chunk, in rows: the gradients themselves, or a copy
+
+    def can_begin(self, op):
+        return self._begins_ahead
+
+    def _fill(self, index, peers):
+        piece, shape = self._piece(index)
+        if self._is_in_rows(piece, shape):
+            values = piece.view(shape)
+        else:
+            values = torch.zeros(shape, device="cpu")
+            values.view(-1)[:piece.numel()] = piece
+        self._values[index] = values
+        for r in peers:
+            self._wire.encode((index, r), values[r], self._chunks[index][r])
+
+    def _reduce_chunk(self, index, op, factors):
+        coded, values = self._rows[index], self._values[index]
+        reduced = self._wire.reduce(coded, values, self._rank, op, factors)
+        self._wire.encode((index, "result"), reduced, self._chunks[index][self._rank])
+
+    def steps(self, op, payloads, factors):
+        self._reduce_mask(op, payloads, factors)
+        yield from ShardTransfer.steps(self, op, None, factors)
+        for index, shards in enumerate(self._chunks):
+            values = self._values.pop(index)
+            for coded, row in zip(shards, values, strict=True):
+                self._wire.decode(coded, row)
+            piece, shape = self._piece(index)
+            if not self._is_in_rows(piece, shape):
+                cast(values.view(-1)[:piece.numel()], piece)
+        self._gradients.index_fill_(0, self._gaps, 0)
+
+    def _piece(self, index):
+        """The gradients of a chunk, and the shape of its rows."""
+        begin, n = self._rows_of[index]
+        shape = self._world_size, n
+        return self._gradients[begin:begin + self._world_size * n], shape
+
+    def _is_in_rows(self, piece, shape):
+        """Whether the gradients can be encoded and decoded where they lie."""
+        return piece.dtype is torch.float32 and piece.numel() == shape[0] * shape[1]
 
 
 def _reduce_into(own, rows, op, factors):

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcomm.comm.collective import BLOCK_DTYPES
-from fastcomm.transports.group.blocks import BLOCK, BlockCodec
 from fastcomm.transports.group.call import reduce_rows
-from fastcomm.transports.group.wire import Wire
+from fastcomm.transports.group.wire import BLOCK, BlockCodec, Wire
 from tests.fakes.stand_ins import compiled
 from tests.support import eight_bits
 from tests.support.reference import HALVES
@@ -194,7 +193,7 @@ def test_rows_are_reduced_in_their_order_wherever_the_own_one_stands(dtype, op):
         for own in range(n):
             rows = torch.randn(n, BLOCK, generator=torch.Generator().manual_seed(n))
             rows *= torch.rand(n, 1, generator=torch.Generator().manual_seed(own)) * 1e3
-            coded = wire.rows_for(rows)
+            coded = wire.rows_for(*rows.shape)
             expected = rows.clone()
             for i in range(n):
                 if i != own:

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcomm.comm.collective import BLOCK_DTYPES
-from fastcomm.transports.group.blocks import BLOCK
-from fastcomm.transports.group.wire import Wire
+from fastcomm.comm.collective import BLOCK_DTYPES, SKIP
+from fastcomm.transports.group.wire import BLOCK, Wire
 from tests.support.ranks import on_ranks
 from tests.support.reference import FLOATS, HALVES, OPS, reduced, shards_of
 from tests.support.transports import TRANSPORTS_OVER_TORCH
@@ -39,7 +38,7 @@ with_transport = pytest.mark.usefixtures("transport")
 
 def round_trip(wire, values, key=0):
     """What is left of the values on the other side."""
-    coded = wire.rows_for(values.unsqueeze(0))[0]
+    coded = wire.rows_for(1, values.numel())[0]
     wire.encode(key, values.clone(), coded)
     decoded = torch.full_like(values, torch.nan)
     wire.decode(coded, decoded)
@@ -257,6 +256,22 @@ def test_what_is_dropped_arrives_later_with_error_feedback_and_never_without(com
             total += gradients
         off = (total - n_rounds * values).abs() / values
         assert off.max() <= 0.75 if error_feedback else off.max() == n_rounds
+
+
+@over_torch
+@with_transport
+@on_ranks(2)
+def test_what_a_dropped_round_has_dropped_is_not_fed_back(comm):
+    values = _with_small_ones()
+    small = values == 0.25
+    gradients, bucket = _bind(comm, values, torch.int8, error_feedback=True)
+    gradients[small] = 0.4
+    work = bucket.launch(SKIP if comm.rank == 1 else "mean", [])
+    work.wait()
+    assert work.is_skipped()
+    gradients[small] = 0.2
+    bucket.launch("mean", []).wait()
+    assert (gradients[small] == 0).all()
 
 
 @over_torch

@@ -1,6 +1,15 @@
 # cython: language_level=3
-"""BlockCodec: tensors to and from 8 bits with a scale for each block of 256 elements. The
-arithmetic is in kernels/wire/blocks.c.
+"""Wire: how the float32 numbers of a bucket travel in fewer bits, and what that has dropped.
+
+Two codecs turn numbers into bytes and back. Halves rounds to 16 bits. BlockCodec rounds to 8 bits,
+with one float32 scale for each block of 256 elements. With error feedback a Wire keeps what
+encoding has dropped (the residual) and adds it to what is encoded under the same key in the next
+round. Knows no rank and no group.
+
+Decoding is one product of two floats, so equal bytes give equal bits on every machine.
+The arithmetic of BlockCodec is in kernels/wire/blocks.c.
+
+Compiled, as a bucket's hook encodes: see shards.pyx.
 """
 
 import torch
@@ -8,6 +17,7 @@ import torch
 from libc.stdint cimport uint8_t
 
 from fastcomm.comm.collective import BLOCK_DTYPES
+from fastcomm.transports.group.call import cast, reduce_rows
 
 cdef extern from "wire/blocks.h" nogil:
     enum:
@@ -29,6 +39,81 @@ ctypedef void (*Decoder)(wire_format format, size_t n_blocks, const uint8_t *ele
 BLOCK = WIRE_BLOCK
 _FORMATS = {torch.int8: WIRE_INT8, torch.float8_e4m3fn: WIRE_FLOAT8}
 assert tuple(_FORMATS) == BLOCK_DTYPES
+
+
+class Wire:
+    """Encodes and decodes one bucket. dtype: of 8 or 16 bits. error_feedback: adds to what is
+    encoded what was dropped under the same key the last time.
+    """
+
+    def __init__(self, dtype, *, error_feedback):
+        self._codec = BlockCodec(dtype) if dtype in BLOCK_DTYPES else Halves(dtype)
+        self.feeds_back = error_feedback
+        self._residuals = {}
+
+    def rows_for(self, n_rows, numel):
+        """Memory for the bytes of so many rows of numbers, a row each; uninitialised."""
+        shape = n_rows, self._codec.nbytes_of(numel)
+        return torch.empty(shape, dtype=torch.uint8, device="cpu")
+
+    def encode(self, key, values, coded):
+        """Writes the bytes of `values` into `coded`; with error feedback those of the sum with the
+        residual of this key. An infinity or a NaN leaves no residual.
+
+        key: what the values are a part of; equal in every round, and encoded once in each.
+        """
+        residual = self._residuals.get(key)
+        if residual is None and self.feeds_back:
+            residual = self._residuals[key] = torch.zeros_like(values)
+        self._codec.encode(values, residual, coded)
+
+    def decode(self, coded, values):
+        """Writes what the bytes stand for into `values`."""
+        self._codec.decode(coded, values)
+
+    def reduce(self, coded, rows, own, op, factors=None):
+        """Reduces rows, one after the other: what `coded` stands for, but for row `own`, which has
+        not travelled. The result may lie in `rows`, whose contents are lost. factors: see
+        call.reduce_rows.
+        """
+        others = [i for i in range(len(rows)) if i != own]
+        if isinstance(self._codec, Halves) or op not in ("sum", "mean") or factors is not None:
+            for i in others:
+                self._codec.decode(coded[i], rows[i])
+            return reduce_rows(rows, op, factors)
+        in_order = range(len(rows)) if own > 1 else [own, *others]  # two may be added either way
+        total = rows[in_order[0]]
+        if own > 1:
+            self._codec.decode(coded[0], total)
+        for i in in_order[1:]:
+            if i == own:
+                total.add_(rows[own])
+            else:
+                self._codec.accumulate(coded[i], total)
+        return total.div_(len(rows)) if op == "mean" else total
+
+
+class Halves:
+    """Elements rounded to float16 or bfloat16."""
+
+    def __init__(self, dtype):
+        self._dtype = dtype
+
+    def nbytes_of(self, numel):
+        return numel * self._dtype.itemsize
+
+    def encode(self, values, residual, coded):
+        halves = coded.view(self._dtype)
+        if residual is None:
+            halves.copy_(values)
+            return
+        residual.add_(values)
+        halves.copy_(residual)
+        residual.sub_(halves)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def decode(self, coded, values):
+        cast(coded.view(self._dtype), values)
 
 
 cdef class BlockCodec:
