@@ -20,6 +20,7 @@ static ncclResult_t async_error;
 static pthread_cond_t revocations_go_on = PTHREAD_COND_INITIALIZER;
 static atomic_bool ends_together;
 static int n_revocations, revocations_needed, n_overtaken, n_freed_under_graphs;
+static bool stay_inside;
 
 /* ---- what tests order and ask ---- */
 
@@ -51,6 +52,10 @@ void stand_in_hold_revocations(int until) {
 
 void stand_in_end_together(int on) {
     ends_together = on != 0;
+}
+
+void stand_in_stay_inside(int on) {
+    stay_inside = on != 0;
 }
 
 int stand_in_overtaken(void) {
@@ -238,9 +243,16 @@ void wait_as_destroyed(ncclComm_t comm) {
     }
 }
 
+void linger(bool for_ever) {
+    while (for_ever || stay_inside) {
+        usleep(1000);
+    }
+}
+
 void note_abort(ncclComm_t comm) {
     pthread_mutex_lock(&nccl_mutex);
-    n_overtaken += comm->is_being_revoked || comm->is_being_destroyed;
+    n_overtaken += comm->is_being_revoked || comm->is_being_destroyed ||
+                   (comm->is_revoked && comm->is_in_round);
     pthread_mutex_unlock(&nccl_mutex);
 }
 

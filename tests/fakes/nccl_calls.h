@@ -59,8 +59,11 @@ EXPORT void stand_in_hold_revocations(int until);
  * so does NCCL where these are connected to its proxy thread. 0 ends it. */
 EXPORT void stand_in_end_together(int on);
 
-/* How often a communicator was aborted while it was being revoked, or being destroyed: with NCCL a
- * use after free. */
+/* Collectives that were revoked or aborted inside their call do not return from it. 0 lets them. */
+EXPORT void stand_in_stay_inside(int on);
+
+/* How often a communicator was aborted while it was being revoked, or being destroyed, or while a
+ * collective was inside its call after a revocation: with NCCL a use after free. */
 EXPORT int stand_in_overtaken(void);
 
 /* How many communicators were freed while a graph that had captured their collectives was alive:
@@ -98,6 +101,9 @@ extern pthread_mutex_t nccl_mutex;
 
 /* Remembers why, and returns the code. */
 ncclResult_t fail(ncclResult_t code, const char *function, const char *why);
+
+/* A collective that was aborted stays inside its call: as long as tests say, or for ever. */
+void linger(bool for_ever);
 
 /* A call that no abort can end begins: its fault, its orders. */
 ncclResult_t begin_without_comm(const char *function, int fault);
@@ -137,6 +143,9 @@ void note_abort(ncclComm_t comm);
 
 /* Whether NCCL's memory at the address, if it is NCCL's, is on the communicator's device. */
 bool is_memory_of(const void *address, int device);
+/* Whether a collective there meets the host's ranks in a loop that no abort ends, as NCCL does over
+ * NVLink SHARP in memory that is registered and no window. */
+bool meets_on_host(const void *address);
 
 /* What is registered with a communicator goes with it. */
 void forget_registrations(ncclComm_t comm);

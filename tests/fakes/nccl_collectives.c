@@ -159,6 +159,7 @@ static ncclResult_t run(const struct operation *o) {
     }
     if (!is_done) {
         order_end(o->comm); /* what was aborted inside the call is not on the device any more */
+        linger(meets_on_host(o->input) || meets_on_host(o->output));
     }
     return end_round(o->comm, function, is_done);
 }

@@ -51,6 +51,16 @@ static bool is_registered(const char *address) {
     return is;
 }
 
+bool meets_on_host(const void *address) {
+    bool does = false;
+    pthread_mutex_lock(&nccl_mutex);
+    for (const struct registration *one = registrations; one != NULL; one = one->next) {
+        does = does || (one->buffer == address && !one->is_window);
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    return does;
+}
+
 EXPORT ncclResult_t ncclMemFree(void *address) {
     ncclResult_t result = begin_without_comm("ncclMemFree", stand_in_called("ncclMemFree"));
     if (result != ncclSuccess || address == NULL) {

@@ -182,9 +182,9 @@ cdef class NcclBucket(GatheringBucket):
     def label(self):
         return self.in_flight.label
 
-    def register_memory(self, bint as_window):
-        """Registers the wire's memory again. As a window, that is collective."""
-        self.link.pool.register(self.wire_address, self.lane, as_window)
+    def register_window(self):
+        """Makes the wire's memory a window again. Collective."""
+        self.link.pool.register(self.wire_address, self.lane)
 
     def note_stream(self):
         """Notes that a gradient has been produced on the current stream."""

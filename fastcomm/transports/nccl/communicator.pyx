@@ -225,8 +225,8 @@ cdef class NcclCommunicator:
     # -- memory --
 
     def empty(self, numel, *, dtype):
-        """A flat tensor of `numel` elements in memory that NCCL has allocated and registered,
-        uninitialised. Local: no peer is asked.
+        """A flat tensor of `numel` elements in memory that NCCL has allocated, uninitialised. A
+        bucket made of it is a window. Local: no peer is asked.
 
         The memory lives as long as the tensor, also after close(). Synchronises the device if there
         is memory of dropped tensors to free. Raises ValueError for a negative numel, TypeError for
@@ -238,12 +238,7 @@ cdef class NcclCommunicator:
         if numel == 0 or nccl.mem_alloc == NULL:
             return torch.empty(numel, dtype=dtype, device=self.device)
         self.refuse_capture("empty()")
-        memory = self.link.pool.allocate(numel * dtype.itemsize)
-        if not self.link.is_split_up:  # else there is nothing yet to register it with
-            self.link.pool.register(
-                <void *><size_t>memory.data_ptr(), self.link.lanes[0], False
-            )
-        return memory.view(dtype)
+        return self.link.pool.allocate(numel * dtype.itemsize).view(dtype)
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,

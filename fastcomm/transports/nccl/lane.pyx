@@ -26,7 +26,6 @@ from fastcomm.transports.nccl.library cimport (
 
 
 cdef double SLICE_S = 0.05
-cdef double LEAVE_S = 2  # how long an abort waits for another thread to come out of NCCL
 cdef tuple KIND_NAMES = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
     "reduce_scatter_v", "all_gather_v", "registration", "meeting of the ranks",
@@ -271,13 +270,10 @@ cdef class _Abort(_End):
                 nccl.revoke(self.comm, 0)
             if self.all_begun is not None:
                 self.all_begun.wait()
-            # A thread that is inside NCCL should be out before the memory goes. One may stay: a
-            # revocation takes its flag back as it returns, and a thread that connects for the first
-            # time looks at the flag now and then. An abort sets the flag for good, so that thread
-            # gets LEAVE_S, then the abort.
-            deadline = time.monotonic() + LEAVE_S
-            while self.lane.is_in_use() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            # An abort frees what a thread inside NCCL uses. One may stay inside: some loops there
+            # look at no flag. It is left behind then, and the communicator with it.
+            while self.lane.is_in_use():
+                time.sleep(0.005)
 
     cdef _wait_for_graphs(self):
         """A graph that goes writes to the communicators it has captured, and an abort frees them.
@@ -293,8 +289,8 @@ cdef class _Abort(_End):
 
     cdef _abort(self):
         cdef int code
-        # without a revocation kernels may still use what is registered
-        cdef bint is_idle = nccl.revoke != NULL and not self.lane.is_in_use()
+        # without a revocation kernels may still use the windows
+        cdef bint is_idle = nccl.revoke != NULL
         self.lane.comm = NULL
         self.memory.forget(<size_t>self.comm, is_idle)
         with nogil:  # waits for the kernels to leave

@@ -62,9 +62,6 @@ cdef struct Nccl:
     int (*group_end)() noexcept nogil
     int (*mem_alloc)(void **memory, size_t nbytes) noexcept nogil  # 2.19
     int (*mem_free)(void *memory) noexcept nogil
-    int (*register_memory)(ncclComm_t comm, void *memory, size_t nbytes,
-                           void **handle) noexcept nogil
-    int (*deregister_memory)(ncclComm_t comm, void *handle) noexcept nogil
     int (*revoke)(ncclComm_t comm, int flags) noexcept nogil  # 2.28.7
     # 2.27
     int (*register_window)(ncclComm_t comm, void *memory, size_t nbytes, ncclWindow_t *window,

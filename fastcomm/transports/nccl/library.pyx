@@ -35,6 +35,8 @@ cdef extern from *:
 
 
 OLDEST = 21800  # the first with ncclCommSplit and all of the configuration's first fields
+# By these NCCL registers memory that is no symmetric window: see memory.pyx. It reads them once.
+REGISTERING = ("NCCL_LOCAL_REGISTER", "NCCL_GRAPH_REGISTER")
 cdef int NEWEST_LAYOUT = 23203  # the version whose ncclConfig_t library.pxd declares
 cdef void *library = NULL
 cdef int version = 0
@@ -54,6 +56,8 @@ def load():
         raise InitError("NCCL_COMM_BLOCKING=0 makes NCCL start a thread for every collective, and "
                         "fastcomm fail: unset it")
     if library == NULL:
+        for name in REGISTERING:
+            os.environ.setdefault(name, "0")
         handle = _open()
         _find_symbols(handle)
         path = os.path.realpath(fastcomm_file_of(<void *>nccl.get_version).decode())
@@ -156,8 +160,6 @@ cdef int _find_newer_symbols(void *handle) except -1:
     _find(<void **>&nccl.split, handle, b"ncclCommSplit")
     (<void **>&nccl.mem_alloc)[0] = dlsym(handle, b"ncclMemAlloc")
     (<void **>&nccl.mem_free)[0] = dlsym(handle, b"ncclMemFree")
-    (<void **>&nccl.register_memory)[0] = dlsym(handle, b"ncclCommRegister")
-    (<void **>&nccl.deregister_memory)[0] = dlsym(handle, b"ncclCommDeregister")
     (<void **>&nccl.revoke)[0] = dlsym(handle, b"ncclCommRevoke")
     (<void **>&nccl.register_window)[0] = dlsym(handle, b"ncclCommWindowRegister")
     (<void **>&nccl.deregister_window)[0] = dlsym(handle, b"ncclCommWindowDeregister")

@@ -6,6 +6,7 @@ bucket.pyx do.
 
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -327,11 +328,11 @@ cdef class Link:
 
     cdef _register_again(self):
         """Windows are collective: the ranks register those of buckets that all have left, in the
-        order of their labels. Other memory each rank registers for itself.
+        order of their labels.
         """
-        has_windows = self.world_size > 1
         for bucket in sorted(self.rejoining, key=_label):
-            bucket.register_memory(has_windows and bucket.label in self.common_labels)
+            if self.world_size > 1 and bucket.label in self.common_labels:
+                bucket.register_window()
 
     # -- what the watchdog asks for; see fastcomm.comm.watchdog.Watched --
 
@@ -369,6 +370,8 @@ cdef class Link:
                 error = again(error)
                 error.args = (f"{error}{left_behind}", *error.args[1:])
                 self.life.failure = error
+                # a thread that stays inside NCCL cannot raise it
+                print(f"fastcomm: {error}", file=sys.stderr, flush=True)
 
     def _interrupt(self, error, epoch, uint64_t n_kept):
         if self.is_split_up or epoch != self.epoch:
@@ -406,14 +409,16 @@ cdef class Link:
     # -- before and after every launch --
 
     cdef register(self, Lane lane, memory, uint32_t label):
-        """Registers a bucket's memory. The watchdog watches: a window waits for the peers."""
+        """Makes a bucket's memory a window. The watchdog watches: it waits for the peers."""
+        if self.world_size == 1:
+            return
         cdef InFlight in_flight = self.launches.new_record()
         in_flight.kind, in_flight.label = REGISTRATION, label
         in_flight.dtype, in_flight.numel = memory.dtype, memory.numel()
         self.launches.begin(lane, in_flight, None)
         try:
             try:
-                self.pool.register(<void *><size_t>memory.data_ptr(), lane, self.world_size > 1)
+                self.pool.register(<void *><size_t>memory.data_ptr(), lane)
             finally:
                 self.launches.end(lane, in_flight, True)
         except NcclError as error:

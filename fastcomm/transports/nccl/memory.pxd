@@ -9,8 +9,7 @@ cdef struct Allocation:
     void *memory
     size_t nbytes
     int is_freed
-    ncclComm_t comm  # with which it is registered, or NULL
-    void *handle
+    ncclComm_t comm  # of which it is a window, or NULL
     ncclWindow_t window
     Allocation *next
 
@@ -24,8 +23,7 @@ cdef class Pool:
     cdef int give_back(self) except -1
     cdef list _freed(self)
     cdef int collect(self) except -1
-    cdef int register(self, const void *data, Lane lane, bint as_window) except -1
-    cdef int _register(self, Allocation *allocation, Lane lane, bint as_window) except -1
+    cdef int register(self, const void *data, Lane lane) except -1
     cdef int deregister_all(self, ncclComm_t comm) except -1
 
 

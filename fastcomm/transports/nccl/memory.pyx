@@ -1,6 +1,9 @@
 # cython: language_level=3
-"""Tensors in memory that NCCL has allocated and registered, so that it can reduce them in place,
-without copies to buffers of its own.
+"""Tensors in memory that NCCL has allocated, so that buckets can be windows, which it reduces in
+place, without copies to buffers of its own.
+
+Nothing is registered but windows. Where memory is registered otherwise (ncclCommRegister), each
+launch over NVLink SHARP meets the host's other ranks in a loop that no abort ends.
 
 Owns the allocations. Each takes at least 2 MiB of the device, NCCL's granule, also for a small
 tensor: tensors do not share one, as memory is registered, made a window and freed by the whole
@@ -167,43 +170,29 @@ cdef class Pool:
                 self.device.leave(before)
         return 0
 
-    cdef int register(self, const void *data, Lane lane, bint as_window) except -1:
-        """Makes an allocation known to a lane's communicator, and to no other. Memory from
-        elsewhere is left alone.
-
-        A window is collective: all ranks register theirs in the same order.
+    cdef int register(self, const void *data, Lane lane) except -1:
+        """Makes an allocation a window of a lane's communicator. Memory from elsewhere is left
+        alone. Collective: all ranks register theirs in the same order.
         """
         cdef Allocation *allocation = self.first
         cdef ncclComm_t comm = lane.comm
+        cdef ncclWindow_t window = NULL
         while allocation != NULL and allocation.memory != data:
             allocation = allocation.next
         if allocation == NULL or comm == NULL or allocation.window != NULL:
             return 0
+        if nccl.register_window == NULL:
+            return 0
         lane.n_inside += 1
         try:
-            self._register(allocation, lane, as_window)
-        finally:
-            lane.n_inside -= 1
-        return 0
-
-    cdef int _register(self, Allocation *allocation, Lane lane, bint as_window) except -1:
-        cdef ncclComm_t comm = lane.comm
-        cdef ncclWindow_t window = NULL
-        cdef void *handle = NULL
-        if as_window or allocation.comm != comm:
-            _deregister(allocation)
-        if as_window and nccl.register_window != NULL:
             with nogil:  # waits for the peers
                 check(nccl.register_window(comm, allocation.memory, allocation.nbytes, &window,
                                            NCCL_WIN_COLL_SYMMETRIC),
                       b"ncclCommWindowRegister")
-        if window == NULL and allocation.handle == NULL and nccl.register_memory != NULL:
-            with nogil:
-                check(nccl.register_memory(comm, allocation.memory, allocation.nbytes, &handle),
-                      b"ncclCommRegister")
-        if lane.comm == comm:  # else the watchdog has ended it meanwhile
-            allocation.comm, allocation.window = comm, window
-            allocation.handle = handle if handle != NULL else allocation.handle
+            if lane.comm == comm:  # else the watchdog has ended it meanwhile
+                allocation.comm, allocation.window = comm, window
+        finally:
+            lane.n_inside -= 1
         return 0
 
     # -- called by the thread that aborts a lane, which knows the pool by these alone --
@@ -216,7 +205,7 @@ cdef class Pool:
         self.n_ending -= 1
 
     def forget(self, size_t ending, bint is_idle):
-        """Forgets the registrations with a communicator that is about to be aborted.
+        """Forgets the windows of a communicator that is about to be aborted.
 
         is_idle: whether they can be deregistered first. Else the memory of windows is lost when it
         is freed: an abort unmaps it without releasing it.
@@ -224,23 +213,22 @@ cdef class Pool:
         cdef ncclComm_t comm = <ncclComm_t>ending
         cdef Allocation *allocation
         cdef Allocation found
-        cdef list registered = []
+        cdef list windows = []
         if self.lock.acquire(timeout=FREEING_S):  # nobody is freeing, and deregistering, any more
             self.lock.release()
         allocation = self.first
         while allocation != NULL:
             if allocation.comm == comm:
-                registered.append((<size_t>allocation.window, <size_t>allocation.handle))
-                allocation.comm = allocation.handle = allocation.window = NULL
+                windows.append(<size_t>allocation.window)
+                allocation.comm = allocation.window = NULL
             allocation = allocation.next
-        for window, handle in registered if is_idle else ():
+        for window in windows if is_idle else ():
             found.comm, found.window = comm, <ncclWindow_t><size_t>window
-            found.handle = <void *><size_t>handle
             with contextlib.suppress(NcclError):  # the abort ends it in any case
                 _deregister(&found)
 
     cdef int deregister_all(self, ncclComm_t comm) except -1:
-        """Deregisters all memory from a communicator that is about to be destroyed and is idle."""
+        """Deregisters all windows of a communicator that is about to be destroyed and is idle."""
         cdef Allocation *allocation
         with self.lock:
             allocation = self.first
@@ -256,8 +244,5 @@ cdef int _deregister(Allocation *allocation) except -1:
         with nogil:
             check(nccl.deregister_window(allocation.comm, allocation.window),
                   b"ncclCommWindowDeregister")
-    if allocation.handle != NULL:
-        with nogil:
-            check(nccl.deregister_memory(allocation.comm, allocation.handle), b"ncclCommDeregister")
-    allocation.comm = allocation.handle = allocation.window = NULL
+    allocation.comm = allocation.window = NULL
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import operator
 import threading
 import time
@@ -23,6 +24,7 @@ from tests.fakes.stand_ins import (
     hanging,
     loaded,
     log_of,
+    wait_for_call,
 )
 from tests.support.bodies import note, raised, wait_for_note
 from tests.support.models import SMALL_BUCKETS, mlp
@@ -33,6 +35,7 @@ from tests.transports.nccl import SOON, communicator, outcomes_of
 def _fail_to_end(place, function):
     comm = communicator(place)
     kept = comm.empty(10, dtype=torch.float32)
+    comm.bind_bucket(kept, [kept[:9]], [0], wire_dtype=None, label=1)
     with failing(function, 3):
         message, seconds = raised(NcclError, comm.close)
     assert seconds < SOON
@@ -45,7 +48,9 @@ def _fail_to_end(place, function):
     return message
 
 
-@pytest.mark.parametrize("function", ["ncclCommDeregister", "ncclCommFinalize", "ncclCommDestroy"])
+@pytest.mark.parametrize(
+    "function", ["ncclCommWindowDeregister", "ncclCommFinalize", "ncclCommDestroy"]
+)
 def test_a_close_that_fails_says_so_and_ends_the_communicator_all_the_same(function):
     for message in values_of(outcomes_of(2, _fail_to_end, function)):
         assert f"{function} failed with code 3, internal error" in message
@@ -170,6 +175,33 @@ def test_lanes_whose_revocation_does_not_return_in_time_are_left_behind(how):
     (message,) = values_of(outcomes_of(1, _leave_lanes_behind, operator.methodcaller(how)))
     assert how in message
     assert "NCCL has not ended 2 of 2 lanes within 0.5 s: they are left behind" in message
+
+
+def _stay_inside(place):
+    nccl_link.ABORT_S = 0.5
+    comm = communicator(place)
+    if place.rank == 1:
+        wait_for_note(place, "aborted")
+        return None
+    loaded("nccl").stand_in_stay_inside(1)
+    calling = threading.Thread(target=raised, args=(FastcommError, comm.barrier))
+    calling.start()
+    wait_for_call("ncclAllReduce")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        comm.abort()
+    note(place, aborted=True)
+    assert calling.is_alive() and _calls("ncclCommAbort") == 0
+    loaded("nccl").stand_in_stay_inside(0)
+    calling.join(SOON)
+    assert_all_ended()
+    assert _calls("ncclCommAbort") == 1 and loaded("nccl").stand_in_overtaken() == 0
+    return said.getvalue()
+
+
+def test_a_thread_that_stays_inside_nccl_is_left_behind_and_nothing_is_freed_under_it():
+    said, _ = values_of(outcomes_of(2, _stay_inside))
+    assert "NCCL has not ended 1 of 1 lanes within 0.5 s: they are left behind" in said
 
 
 def _close_and_leave_behind(place):

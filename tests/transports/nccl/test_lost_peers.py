@@ -29,6 +29,9 @@ from tests.transports.nccl import communicator, outcomes_of
 WAITS = {
     "barrier": lambda comm: comm.barrier(),
     "all_reduce": lambda comm: comm.all_reduce(torch.ones(10)),
+    "all_reduce in memory of NCCL": lambda comm: comm.all_reduce(
+        comm.empty(10, dtype=torch.float32).zero_()
+    ),
     "broadcast": lambda comm: comm.broadcast(torch.ones(10), comm.world_size - 1),
     "attach": lambda comm: fastcomm.Reducer(comm).attach(mlp()),
     "a bucket": lambda comm: _bind(comm, lane=0),
