@@ -183,6 +183,14 @@ MUTATIONS = (
         tests=("tests/transports/nccl/test_memory.py",),
     ),
     Mutation(
+        name="nccl: parameters are gathered in memory that is no window",
+        file="fastcomm/transports/nccl/communicator.pyx",
+        within="NcclCommunicator.all_gather_v",
+        old="self.link.register(self.link.lanes[0], flat, label)",
+        new="pass",
+        tests=("tests/transports/nccl/test_shards.py",),
+    ),
+    Mutation(
         name="nccl: a bucket that not all ranks have left gets a window",
         file=LINK,
         within="Link._register_again",

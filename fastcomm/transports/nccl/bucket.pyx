@@ -184,7 +184,8 @@ cdef class NcclBucket(GatheringBucket):
 
     def register_window(self):
         """Makes the wire's memory a window again. Collective."""
-        self.link.pool.register(self.wire_address, self.lane)
+        if self.link.pool.can_register(self.wire_address):
+            self.link.pool.register(self.wire_address, self.lane)
 
     def note_stream(self):
         """Notes that a gradient has been produced on the current stream."""

@@ -266,9 +266,13 @@ cdef class NcclCommunicator:
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
         """One launch. A capture waits for it at once. Else wait(), perhaps much later and on
-        another stream, also orders the stream that is current now.
+        another stream, also orders the stream that is current now. Memory of NCCL's becomes a
+        window first, once outside of a capture: the copy engines gather windows only.
         """
         self._check(flat)
+        if not self.is_captured():
+            self.link.check_usable()
+            self.link.register(self.link.lanes[0], flat, label)
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef InFlight in_flight = self.link.launches.take_record()
         cdef Call *calls = <Call *>calloc(self.world_size, sizeof(Call))

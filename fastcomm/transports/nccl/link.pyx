@@ -409,8 +409,10 @@ cdef class Link:
     # -- before and after every launch --
 
     cdef register(self, Lane lane, memory, uint32_t label):
-        """Makes a bucket's memory a window. The watchdog watches: it waits for the peers."""
-        if self.world_size == 1:
+        """Makes memory a window, if it can be one and is none. Collective. The watchdog watches: it
+        waits for the peers.
+        """
+        if self.world_size == 1 or not self.pool.can_register(<void *><size_t>memory.data_ptr()):
             return
         cdef InFlight in_flight = self.launches.new_record()
         in_flight.kind, in_flight.label = REGISTRATION, label

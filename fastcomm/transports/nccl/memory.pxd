@@ -23,6 +23,8 @@ cdef class Pool:
     cdef int give_back(self) except -1
     cdef list _freed(self)
     cdef int collect(self) except -1
+    cdef Allocation *_allocation_at(self, const void *data)
+    cdef bint can_register(self, const void *data)
     cdef int register(self, const void *data, Lane lane) except -1
     cdef int deregister_all(self, ncclComm_t comm) except -1
 

@@ -170,19 +170,26 @@ cdef class Pool:
                 self.device.leave(before)
         return 0
 
-    cdef int register(self, const void *data, Lane lane) except -1:
-        """Makes an allocation a window of a lane's communicator. Memory from elsewhere is left
-        alone. Collective: all ranks register theirs in the same order.
-        """
+    cdef Allocation *_allocation_at(self, const void *data):
         cdef Allocation *allocation = self.first
-        cdef ncclComm_t comm = lane.comm
-        cdef ncclWindow_t window = NULL
         while allocation != NULL and allocation.memory != data:
             allocation = allocation.next
-        if allocation == NULL or comm == NULL or allocation.window != NULL:
-            return 0
-        if nccl.register_window == NULL:
-            return 0
+        return allocation
+
+    cdef bint can_register(self, const void *data):
+        """Whether this is memory of NCCL's that is no window, and this NCCL has windows."""
+        cdef Allocation *allocation = self._allocation_at(data)
+        return (
+            nccl.register_window != NULL and allocation != NULL and allocation.window == NULL
+        )
+
+    cdef int register(self, const void *data, Lane lane) except -1:
+        """Makes an allocation, for which can_register() is true, a window of a lane's communicator.
+        Collective: all ranks register theirs in the same order.
+        """
+        cdef Allocation *allocation = self._allocation_at(data)
+        cdef ncclComm_t comm = lane.comm
+        cdef ncclWindow_t window = NULL
         lane.n_inside += 1
         try:
             with nogil:  # waits for the peers

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from fastcomm import FastcommError
 from tests.support import bodies
 from tests.support.bodies import Place
 from tests.support.outcomes import Outcome, values_of
@@ -30,6 +31,15 @@ SOON = 2.5
 def communicator(place: Place, **options: Any) -> Any:
     """With a deadline that is over before the test is."""
     return bodies.communicator(place, **{"timeout": timedelta(seconds=10), **options})
+
+
+def abandon_on_last_rank(place: Place, comm: Any) -> None:
+    """The other ranks hear of it."""
+    bodies.finish_together(comm)
+    if place.rank == place.world_size - 1:
+        comm.abandon()
+    else:
+        bodies.raised(FastcommError, comm.barrier)
 
 
 def outcomes_of(

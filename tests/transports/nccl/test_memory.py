@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import FastcommError, NcclError
+from fastcomm import NcclError
 from tests.fakes.stand_ins import (
     assert_all_ended,
     failing,
@@ -19,14 +19,14 @@ from tests.fakes.stand_ins import (
     nccl_without,
     wait_for_call,
 )
-from tests.support.bodies import finish_together, raised
+from tests.support.bodies import raised
 from tests.support.models import (
     SMALL_BUCKETS,
     backward,
     check_gradients,
     mlp,
 )
-from tests.transports.nccl import SOON, communicator, stand_in_values
+from tests.transports.nccl import SOON, abandon_on_last_rank, communicator, stand_in_values
 
 
 def _drop_tensors(place):
@@ -159,15 +159,6 @@ def test_every_buckets_memory_is_a_window_of_its_lane(streams):
         assert n_windows == n_launches == 3
 
 
-def _abandon(place, comm):
-    finish_together(comm)
-    if place.rank == 1:
-        comm.abandon()
-    else:
-        with pytest.raises(FastcommError):
-            comm.barrier()
-
-
 def _calls_of(*names):
     calls = [line.split()[0] for line in log_of(loaded("nccl"))]
     return tuple(calls.count(name) for name in names)
@@ -178,7 +169,7 @@ def _registrations_after_an_abandon(place):
     model = mlp()
     reducer = fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
     for _ in range(2):
-        _abandon(place, comm)
+        abandon_on_last_rank(place, comm)
         loaded("nccl").stand_in_clear_log()
         backward(model, place.rank)
         assert _calls_of("ncclCommWindowRegister") == (3,)
@@ -204,7 +195,7 @@ def _meet_with_different_buckets(place):
     buckets = {label: _bucket(comm, label) for label in (5, 3, 8, 1)}
     del buckets[(5, 1)[place.rank]]  # another one on each rank
     gc.collect()
-    _abandon(place, comm)
+    abandon_on_last_rank(place, comm)
     loaded("nccl").stand_in_clear_log()
     comm.barrier()
     for label in (8, 3):
@@ -220,7 +211,7 @@ def test_buckets_that_not_all_ranks_have_left_get_no_window():
 def _fail_to_get_a_window_back(place):
     comm = communicator(place)
     bucket = _bucket(comm, 1)
-    _abandon(place, comm)
+    abandon_on_last_rank(place, comm)
     with failing("ncclCommWindowRegister", 2) if place.rank == 1 else contextlib.nullcontext():
         message, seconds = raised(NcclError, comm.barrier)
     assert seconds < SOON
@@ -252,7 +243,7 @@ def _do_without(place):
     check_gradients(comm, mlp(), backward, streams=2, **SMALL_BUCKETS)
     tensor = comm.empty(100, dtype=torch.float32).fill_(1)
     comm.all_reduce(tensor)
-    _abandon(place, comm)
+    abandon_on_last_rank(place, comm)
     comm.barrier()
     comm.close()
     assert tensor.tolist() == [2.0] * 100

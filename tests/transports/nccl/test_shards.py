@@ -20,11 +20,12 @@ from tests.support.bodies import raised
 from tests.support.models import Heads, backward, loss_of, mlp
 from tests.support.outcomes import values_of
 from tests.support.sharded_pairs import Lion, Pair
-from tests.transports.nccl import communicator, outcomes_of, stand_in_values
+from tests.transports.nccl import abandon_on_last_rank, communicator, outcomes_of, stand_in_values
 
 # Two buckets, in the order in which they are full: one weight and one bias each.
 TWO_LAYERS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005}
 FLOAT32, BFLOAT16 = 7, 9
+WINDOW = ("ncclCommWindowRegister",)  # comes before the first gather
 
 
 def _two_layers():
@@ -69,7 +70,7 @@ def test_equal_shards_are_reduce_scattered_and_gathered(wire_dtype, number):
     ]
     for backwards, steps in stand_in_values(2, _step, torch.optim.SGD, {"wire_dtype": wire_dtype}):
         assert backwards == bucket * 2
-        assert steps == [("ncclAllGather", shard, FLOAT32)] * 2
+        assert steps == [WINDOW, ("ncclAllGather", shard, FLOAT32)] * 2
 
 
 def test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it():
@@ -84,11 +85,40 @@ def test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it():
         ] * 2
         # in the order of the next forward
         assert steps == [
+            WINDOW,
             ("ncclBroadcast", *first[0]),
+            WINDOW,
             ("ncclGroupStart",),
             *[("ncclBroadcast", *one) for one in last],
             ("ncclGroupEnd",),
         ]
+
+
+def _gather_twice(place):
+    """By step: which calls came, by which communicator."""
+    comm = communicator(place)
+    model = _two_layers()
+    reducer = fastcomm.Reducer(comm, **TWO_LAYERS).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    steps = []
+    for is_last in (False, True):
+        model(torch.ones(2, 16)).sum().backward()
+        loaded("nccl").stand_in_clear_log()
+        optimizer.step()
+        calls = [re.match(r"nccl(\w+).*comm=(\w+)", line) for line in log_of(loaded("nccl"))]
+        steps.append([one.groups() for one in calls if one])
+        if not is_last:
+            abandon_on_last_rank(place, comm)
+    return steps
+
+
+def test_parameters_are_gathered_in_windows_also_after_an_abandonment():
+    for steps in stand_in_values(2, _gather_twice):
+        for calls in steps:
+            assert [name for name, _ in calls] == ["CommWindowRegister", "AllGather"] * 2
+            assert len({comm for _, comm in calls}) == 1
+        first, second = steps
+        assert first != second, "the ranks have met anew"
 
 
 def _train_heads(place, kind, options):
