@@ -9,6 +9,7 @@ paper found and what was expected beforehand.
     python -m fastcomm bench paper fig11   loss with the reduction every 1, 2, 4 and 8 steps
     python -m fastcomm bench paper fig12 --device cuda   latency with 1, 3 and 5 communicators
     python -m fastcomm bench paper fig7 --wire network   over links of 1 Gbit/s; needs root
+    python -m fastcomm bench paper wires   gradients in 16 and in 8 bits between hosts
     python -m fastcomm bench paper --from bench/results/paper-fig7-shm.json --plot fig7.png
 
 --wire shm: two ranks of this host (four in Fig. 8), fastcomm over shared memory, DDP over Gloo.
@@ -95,7 +96,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__)
-    parser.add_argument("figure", nargs="?", choices=tuple(FIGURES), help="of the paper")
+    parser.add_argument("figure", nargs="?", choices=tuple(FIGURES), help="of the paper, or wires")
     parser.add_argument(
         "--wire", choices=("shm", "network"), default="shm", help="what ranks talk over (shm)"
     )
@@ -130,6 +131,8 @@ def parse_options() -> argparse.Namespace:
         parser.error("--device cuda is for fig12")
     if options.figure == "fig12":
         options.wire = "nccl"
+    if options.figure == "wires":
+        options.wire = "network"
     return options
 
 
@@ -277,6 +280,8 @@ def base_of(name: str, way: Way) -> Way | None:
         return replace(way, overlap=False)
     if name in ("fig7", "fig8") and way.who != "local":
         return Way(way.who, DEFAULT_MB)
+    if name == "wires" and way.who != "local":
+        return Way("ddp", way.bucket_mb)
     if name == "fig10":
         return Way(way.who)
     return Way("fastcomm") if way.who == "fastcomm" else None

@@ -29,6 +29,7 @@ from lib import cuda_clock, launch
 from lib.models import WARM_UP_STEPS, Case
 from lib.paper_figures import CONTENDERS, DEFAULT_MB, FIGURES, Way, case_of
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +40,7 @@ from examples import converge
 
 PORT = 29500  # in namespaces of our own every port is free
 MIB = 2**20
+DTYPE_HOOKS = {"bfloat16": default_hooks.bf16_compress_hook}  # of DDP
 LEAST_MB = 1e-6  # of a bucket, for both contenders: less than any gradient has
 
 
@@ -153,6 +155,8 @@ class Methods:
         elif way.who == "ddp" and way.overlap:
             size = None if way.bucket_mb is None else size_of_buckets(way)
             wrapped = DistributedDataParallel(model, bucket_cap_mb=size)
+            if way.dtype is not None:
+                wrapped.register_comm_hook(None, DTYPE_HOOKS[way.dtype])
             trainee.model, trainee.no_sync = wrapped, wrapped.no_sync
         elif way.who == "ddp":
             parameters = list(model.parameters())[::-1]
@@ -168,6 +172,7 @@ class Methods:
             first_bucket_cap_mb=min(1, size_of_buckets(way)),
             overlap=way.overlap,
             streams=way.streams,
+            wire_dtype=None if way.dtype is None else getattr(torch, way.dtype),
         )
         return reducer.attach(model)
 

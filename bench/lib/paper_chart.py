@@ -4,7 +4,7 @@ we have any. Measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COLORS = {"local": "silver", "fastcomm": "tab:blue", "ddp": "tab:orange", "gloo": "tab:orange"}
@@ -171,14 +171,31 @@ def _losses(figure: Any, results: Mapping[str, Any]) -> None:
 
 
 def _streams(figure: Any, results: Mapping[str, Any]) -> None:
+    def name_of(row: Mapping[str, Any]) -> str:
+        return f"rr{row['streams']}" if row["who"] == "fastcomm" else LABELS[row["who"]]
+
+    _bars(figure, results, name_of, "ms per step; rr: communicators in turn")
+
+
+def _dtypes(figure: Any, results: Mapping[str, Any]) -> None:
+    def name_of(row: Mapping[str, Any]) -> str:
+        who, dtype = row["who"], row["dtype"] or "float32"
+        return LABELS[who] if who == "local" else f"{LABELS[who]}\n{dtype}"
+
+    _bars(figure, results, name_of, "ms per step")
+
+
+def _bars(
+    figure: Any,
+    results: Mapping[str, Any],
+    name_of: Callable[[Mapping[str, Any]], str],
+    unit: str,
+) -> None:
     _, panels = _panels(figure, len(results["models"]))
     for axes, model in zip(panels, results["models"].values(), strict=True):
         _title(axes, model)
         rows = model["rows"]
-        names = [
-            f"rr{row['streams']}" if row["who"] == "fastcomm" else LABELS[row["who"]]
-            for row in rows
-        ]
+        names = [name_of(row) for row in rows]
         middles = [row["ms"][1] for row in rows]
         whiskers = [
             [row["ms"][1] - row["ms"][0] for row in rows],
@@ -186,7 +203,7 @@ def _streams(figure: Any, results: Mapping[str, Any]) -> None:
         ]
         axes.bar(names, middles, yerr=whiskers, color=[COLORS[row["who"]] for row in rows])
         axes.tick_params(axis="x", labelsize=6)
-    panels[0].set_ylabel("ms per step; rr: communicators in turn")
+    panels[0].set_ylabel(unit)
 
 
 _PICTURES = {
@@ -197,4 +214,5 @@ _PICTURES = {
     "fig10": _every,
     "fig11": _losses,
     "fig12": _streams,
+    "wires": _dtypes,
 }

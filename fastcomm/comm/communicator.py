@@ -75,9 +75,9 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A flat tensor of `numel` elements on `device`, uninitialised, in memory that this
-        transport can reach without a copy: shared memory, or memory of NCCL. It lives as long as the
-        tensor. Asks no peer. Raises ValueError for a negative numel, TypeError for a
-        dtype that is not reduced, MemoryError.
+        transport can reach without a copy: shared memory, or memory of NCCL. It lives as long as
+        the tensor. Asks no peer. Raises ValueError for a negative numel, TypeError for a dtype that
+        is not reduced, MemoryError.
         """
 
     @abc.abstractmethod

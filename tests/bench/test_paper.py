@@ -109,7 +109,7 @@ def seconds_of(figure: Any, rounds: int) -> list[list[list[float]]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["fig6", "fig7", "fig10", "fig12"])
+@pytest.mark.parametrize("name", ["fig6", "fig7", "fig10", "fig12", "wires"])
 def test_every_figure_of_steps_is_summarised_and_drawn(
     bench: dict[str, ModuleType], name: str, tmp_path: Path
 ) -> None:
