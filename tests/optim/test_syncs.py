@@ -18,6 +18,7 @@ from fastcomm.optim.schedule import fragments_of
 from fastcomm.optim.sync import Sync
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.round import Round
+from tests.support.bodies import Interrupted
 from tests.support.models import (
     SMALL_BUCKETS,
     Heads,
@@ -516,10 +517,6 @@ def test_a_sync_that_is_not_applied_ends_training(comm):
     assert syncs.n_syncs == 1
     syncs.finish()
     reducer.check_in_sync()
-
-
-class Interrupted(BaseException):
-    """What a signal handler raises."""
 
 
 @contextlib.contextmanager

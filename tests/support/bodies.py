@@ -53,6 +53,10 @@ def communicator(place: Place, **options: Any) -> Any:
     return fastcomm.init(place.transport, rank=place.rank, world_size=place.world_size, **options)
 
 
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
 def note(place: Place, **facts: Any) -> None:
     """For bodies: leaves facts that other ranks, and the test, can read, each whole or not
     at all.

@@ -12,6 +12,7 @@ from torch import nn
 import fastcomm
 from fastcomm.reducer.features import autotune, ordering
 from fastcomm.reducer.round import Round
+from tests.support.bodies import Interrupted
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -184,10 +185,6 @@ def test_a_rank_that_is_interrupted_takes_part_in_the_decision(comm):
         backward(model, comm.rank, 1)
     layers = check_steps(comm, reducer, model, 2)
     assert layers == [AS_REGISTERED] + [AS_ARRIVED] * 2  # with the round behind it
-
-
-class Interrupted(Exception):
-    """What a handler raises."""
 
 
 def _with_error_feedback(comm, model):

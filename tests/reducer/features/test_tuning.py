@@ -19,6 +19,7 @@ from fastcomm.insight.collectives import Cost, MeasuredCosts
 from fastcomm.insight.step_model import Gradient, LocalStep
 from fastcomm.reducer.features import autotune
 from fastcomm.reducer.options import Options
+from tests.support.bodies import Interrupted
 from tests.support.models import backward, mlp, seed
 from tests.support.ranks import on_ranks
 
@@ -162,10 +163,6 @@ def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
                 reducer.skip_step()
                 backward(model, comm.rank, step)
     assert f"auto: {default_of(comm)};" in repr(reducer)
-
-
-class Interrupted(Exception):
-    """What a handler raises."""
 
 
 @contextlib.contextmanager
