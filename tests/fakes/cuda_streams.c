@@ -116,6 +116,11 @@ static bool is_capturing(const struct stream *stream) {
     return capture.mode != NO_CAPTURE && stream->capture == capture.number;
 }
 
+/* Whether the event belongs to the capture that is running. */
+static bool is_being_captured(const struct event *event) {
+    return capture.mode != NO_CAPTURE && event->capture == capture.number;
+}
+
 static CUresult invalidate(CUresult reason) {
     capture.invalidated = true;
     return reason;
@@ -406,7 +411,7 @@ static CUresult wait_for_event(struct stream *stream, const struct event *event)
     if (!event->recorded) {
         return CUDA_SUCCESS;
     }
-    bool is_of_this_capture = capture.mode != NO_CAPTURE && event->capture == capture.number;
+    bool is_of_this_capture = is_being_captured(event);
     if (is_capturing(stream) && !is_of_this_capture) {
         return invalidate(CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     }
@@ -441,10 +446,13 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags
 }
 
 /* Whether the host may ask for this event at all. One recorded in a capture is never reached: only
- * its replays are. */
+ * its replays are. To ask for it spoils a capture that is running, whatever the thread's mode. */
 static CUresult observable(const struct event *event) {
     if (event == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
+    }
+    if (is_being_captured(event)) {
+        return invalidate(CUDA_ERROR_CAPTURED_EVENT);
     }
     return event->capture != 0 ? CUDA_ERROR_CAPTURED_EVENT : allowed_during_capture();
 }

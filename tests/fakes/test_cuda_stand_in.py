@@ -155,11 +155,13 @@ def test_synchronising_in_a_capture_invalidates_it(cuda: ctypes.CDLL) -> None:
         assert cuda.stand_in_capture(0) == CAPTURE_INVALIDATED
 
 
-def test_an_event_of_a_capture_cannot_be_queried(cuda: ctypes.CDLL) -> None:
+def test_a_query_for_an_event_of_a_capture_is_refused_and_spoils_it(cuda: ctypes.CDLL) -> None:
     event = new_event(cuda)
     cuda.stand_in_capture(1)
     cuda.cuEventRecord(event, None)
     exchange_capture_mode(cuda, RELAXED)
+    assert cuda.cuEventQuery(event) == CAPTURED_EVENT
+    assert cuda.stand_in_capture(0) == CAPTURE_INVALIDATED
     assert cuda.cuEventQuery(event) == CAPTURED_EVENT
 
 

@@ -97,9 +97,9 @@ MUTATIONS = (
     Mutation(
         name="device: a capture is looked for on the caller's device",
         file=COMMUNICATOR,
-        within="NcclCommunicator.is_captured",
-        old="with self.cuda.selected():  # a default",
-        new="if True:  # a default",
+        within="NcclCommunicator._is_captured",
+        old="cdef CUcontext before = self.cuda.enter()  # a default",
+        new="cdef CUcontext before = self.cuda.context  # a default",
         tests=("tests/transports/nccl/test_launches.py",),
     ),
     Mutation(

@@ -27,6 +27,7 @@ ROUNDS = f"{ORDERING}::test_a_bucket_is_ordered_after_its_last_round_on_whatever
 TWO_STREAMS = f"{ORDERING}::test_training_on_two_streams_is_ordered"
 FREED = f"{ORDERING}::test_memory_is_freed_when_the_device_is_done_with_it"
 LAUNCHES_TESTS = "tests/transports/nccl/test_launches.py"
+WORKS_TESTS = "tests/transports/nccl/test_works.py"
 OWN_LANE = f"{LAUNCHES_TESTS}::test_each_bucket_is_reduced_on_its_lane_s_stream_and_communicator"
 
 MUTATIONS = (
@@ -167,7 +168,7 @@ MUTATIONS = (
         name="order: the event after a bucket's reduction is not recorded",
         file=BUCKET,
         within="NcclBucket._launch_on",
-        old="driver.record_event(self.in_flight.done.handle, stream)",
+        old="driver.record_event(in_flight.done.handle, stream)",
         new="0",
         tests=(TRAINING,),
     ),
@@ -179,10 +180,10 @@ MUTATIONS = (
             "if scatters:\n"
             "    self.scattering.unflatten_on(stream, wire, 1, True)\n"
             "_record(ended, stream)\n"
-            'check(driver.record_event(self.in_flight.done.handle, stream), b"cuEventRecord")'
+            'check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")'
         ),
         new=(
-            'check(driver.record_event(self.in_flight.done.handle, stream), b"cuEventRecord")\n'
+            'check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")\n'
             "if scatters:\n"
             "    self.scattering.unflatten_on(stream, wire, 1, True)"
         ),
@@ -208,7 +209,7 @@ MUTATIONS = (
         name="order: a bucket's wait() does not wait",
         file=BUCKET,
         within="NcclBucketWork.wait",
-        old="self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)",
+        old="self.bucket.link.cuda.order_current_after(self.in_flight.done)",
         new="self.bucket.link.cuda.current_stream()",
         tests=(TRAINING,),
     ),
@@ -236,8 +237,8 @@ MUTATIONS = (
         name="order: a gather waits for an event that was captured",
         file=BUCKET,
         within="NcclBucket._order_after_last",
-        old="and not last.is_captured",
-        new="",
+        old="self.in_flight.done.handle",
+        new="last.in_flight.done.handle",
         tests=(
             f"{LAUNCHES_TESTS}::"
             "test_a_gather_after_a_capture_on_another_stream_waits_for_no_captured_event",
@@ -466,9 +467,72 @@ MUTATIONS = (
         old="errors, freeing = [], []",
         new="errors, freeing = [], []\nself.launches.forget_tensors()",
         tests=(
-            "tests/transports/nccl/test_works.py::"
+            f"{WORKS_TESTS}::"
             "test_a_close_keeps_tensors_nobody_waits_for_until_the_collective_is_over",
         ),
+    ),
+    # -- what is captured --
+    Mutation(
+        name="order: a captured collective takes the record of one that may be under way",
+        file=COMMUNICATOR,
+        within="NcclCommunicator._new_work",
+        old="if work.is_captured:",
+        new="if False:",
+        tests=(f"{WORKS_TESTS}::test_a_capture_is_not_spoilt_by_a_watchdog_that_has_asked_before",),
+    ),
+    Mutation(
+        name="order: a captured bucket records the event of the launch that is under way",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="driver.record_event(in_flight.done.handle, stream)",
+        new="driver.record_event(self.in_flight.done.handle, stream)",
+        tests=(
+            f"{LAUNCHES_TESTS}::"
+            "test_an_eager_launch_under_way_is_still_watched_when_its_bucket_is_captured",
+        ),
+    ),
+    Mutation(
+        name="order: a captured collective records the event that lanes wait for",
+        file=COMMUNICATOR,
+        within="NcclCommunicator._new_work",
+        old="work.in_flight = launches.new_record()",
+        new="work.in_flight = (<Lane>self.link.lanes[0]).in_flight",
+        tests=(f"{LAUNCHES_TESTS}::test_a_lane_is_made_after_a_captured_collective",),
+    ),
+    Mutation(
+        name="order: the look for an event spoils a capture on another thread",
+        file=LAUNCHES,
+        within="_is_over",
+        old="cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED",
+        new="cdef int mode = 0",
+        tests=(f"{WORKS_TESTS}::test_a_capture_is_not_spoilt_by_the_look_for_an_event",),
+    ),
+    Mutation(
+        name="order: the watchdog asks for what is captured",
+        file=LAUNCHES,
+        within="Launches.end",
+        old="in_flight.is_pending = not is_captured",
+        new="in_flight.is_pending = True",
+        tests=(
+            f"{LAUNCHES_TESTS}::"
+            "test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs",
+        ),
+    ),
+    Mutation(
+        name="order: a captured collective is asked whether it is over",
+        file=COMMUNICATOR,
+        within="NcclWork.is_completed",
+        old="self.is_captured or ",
+        new="",
+        tests=(f"{WORKS_TESTS}::test_a_captured_work_counts_as_completed",),
+    ),
+    Mutation(
+        name="order: a captured bucket is asked whether it is over",
+        file=BUCKET,
+        within="NcclBucketWork.is_completed",
+        old="self.is_captured or ",
+        new="",
+        tests=(f"{WORKS_TESTS}::test_a_captured_work_counts_as_completed",),
     ),
     # -- what the watchdog tells --
     Mutation(

@@ -19,7 +19,7 @@ from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.nccl.calls cimport (
-    ALL_REDUCE, REDUCE_SCATTER_V, Call, call_all, name_of, reduce_scatter_v,
+    ALL_REDUCE, REDUCE_SCATTER_V, Call, Kind, call_all, name_of, reduce_scatter_v,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
@@ -34,6 +34,7 @@ cdef class NcclBucketWork:
     """The reduction of a bucket, under way or over."""
 
     cdef NcclBucket bucket
+    cdef InFlight in_flight  # the bucket's, or one of its own if it was captured
     cdef object op, token
     cdef int epoch
     cdef uint64_t number  # among those of the epoch
@@ -44,12 +45,12 @@ cdef class NcclBucketWork:
     def wait(self):
         """Orders the current stream after the result. Raises if this rank has lost a peer."""
         self.bucket.link.check_work(self.epoch, self.number)
-        self.awaited_on = self.bucket.link.cuda.order_current_after(self.bucket.in_flight.done)
+        self.awaited_on = self.bucket.link.cuda.order_current_after(self.in_flight.done)
         self.is_awaited = True
 
     def is_completed(self):
-        """Whether the result is in place."""
-        return self.bucket.in_flight.done.is_over()
+        """Whether the result is in place. True for what was captured: nobody may ask for that."""
+        return self.is_captured or self.in_flight.done.is_over()
 
     def present(self):
         """Tells by slot whether a rank had a gradient. Waits for the device; while a CUDA graph is
@@ -112,10 +113,10 @@ cdef class NcclBucket(GatheringBucket):
     ):
         cdef size_t n = len(views)
         self.link, self.wire = link, wire
-        self.lane, self.in_flight = link.lane(lane), link.launches.new_record()
-        self.in_flight.kind = ALL_REDUCE if bounds is None else REDUCE_SCATTER_V
-        self.in_flight.label = label
-        self.in_flight.dtype, self.in_flight.numel = wire.dtype, wire.numel()
+        self.lane = link.lane(lane)
+        self.in_flight = self._new_record(
+            ALL_REDUCE if bounds is None else REDUCE_SCATTER_V, label
+        )
         self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
         self._fill_in_calls(bounds)
         self.used_mask = UsedMask(wire[wire.numel() - n:], flat.dtype, link.world_size)
@@ -154,6 +155,12 @@ cdef class NcclBucket(GatheringBucket):
         self.calls[n] = Call(ALL_REDUCE, wire, wire, self.wire.numel() - first, dtype, 0, 0)
         self.n_calls = n + 1
         return 0
+
+    cdef InFlight _new_record(self, Kind kind, uint32_t label):
+        cdef InFlight in_flight = self.link.launches.new_record()
+        in_flight.kind, in_flight.label = kind, label
+        in_flight.dtype, in_flight.numel = self.wire.dtype, self.wire.numel()
+        return in_flight
 
     cdef int _prepare_scattering(self, list numels, list offsets, tuple bounds) except -1:
         """What is cast back into the flat buffer: all gradients, or what of them is in this rank's
@@ -230,7 +237,7 @@ cdef class NcclBucket(GatheringBucket):
         if weight is not None:  # what is added is scaled before
             weight.adding_up.wait()  # the current stream does
             scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
-        self.posted, self.in_flight.step = None, step
+        self.posted = None
         cdef CUstream current = link.cuda.current_stream()
         cdef CUcontext before = link.cuda.enter()
         try:
@@ -246,27 +253,31 @@ cdef class NcclBucket(GatheringBucket):
                         or self.last is None or self.last.token is not work.token)
             if link.clock is not None and not work.is_captured:
                 work.span = link.clock.span()
-            link.launches.begin(self.lane, self.in_flight, op)
+            work.in_flight = self.in_flight
+            if work.is_captured:
+                work.in_flight = self._new_record(self.in_flight.kind, self.in_flight.label)
+            work.in_flight.step = step
+            link.launches.begin(self.lane, work.in_flight, op)
             try:
                 code = self._launch_on(
-                    current, scale, divisor, flattens,
+                    work.in_flight, current, scale, divisor, flattens,
                     op_number(op if weight is None else "sum"), work.span,
                 )
             finally:
-                link.launches.end(self.lane, self.in_flight, work.is_captured)
+                link.launches.end(self.lane, work.in_flight, work.is_captured)
             if code != ncclSuccess:
                 raise link.reason(link.error(code, name_of(self.calls)))
         finally:
             link.cuda.leave(before)
         work.bucket, work.op = self, op
-        work.epoch, work.number = link.epoch, self.in_flight.number
+        work.epoch, work.number = link.epoch, work.in_flight.number
         self.posted = self.last = work
         self._release(current)
         return work
 
     cdef int _launch_on(
-        self, CUstream current, double scale, const void *divisor, bint flattens, int op,
-        Span span,
+        self, InFlight in_flight, CUstream current, double scale, const void *divisor,
+        bint flattens, int op, Span span,
     ) except -1:
         """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
         cdef void *wire = self.wire_address
@@ -293,7 +304,7 @@ cdef class NcclBucket(GatheringBucket):
             if scatters:
                 self.scattering.unflatten_on(stream, wire, 1, True)
             _record(ended, stream)
-            check(driver.record_event(self.in_flight.done.handle, stream), b"cuEventRecord")
+            check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
         return ncclSuccess
 
     cdef int _order_gathering(self) except -1:
@@ -316,9 +327,8 @@ cdef class NcclBucket(GatheringBucket):
     cdef int _order_after_last(self, CUstream current) except -1:
         cdef NcclBucketWork last = self.last
         is_known = last.is_awaited and current == last.awaited_on
-        # Events cannot cross the boundary of a capture in either direction; the caller synchronises
-        # around it.
-        if not is_known and not self.is_captured and not last.is_captured:
+        # A capture cannot wait for what is outside it; the caller synchronises around it.
+        if not is_known and not self.is_captured:
             with nogil:  # may wait for room in the device's queue
                 check(driver.wait_event(current, self.in_flight.done.handle, 0),
                       b"cuStreamWaitEvent")

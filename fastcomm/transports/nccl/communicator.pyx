@@ -32,6 +32,7 @@ from fastcomm.transports.nccl.calls cimport (
     all_gather_v,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
+from fastcomm.transports.nccl.launches cimport Launches
 from fastcomm.transports.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.transports.nccl.link cimport Link
 
@@ -116,8 +117,8 @@ cdef class NcclWork:
                     check(driver.record_event(self.divided.handle, current), b"cuEventRecord")
 
     def is_completed(self):
-        """Whether the result is in place."""
-        return self.in_flight.done.is_over()
+        """Whether the result is in place. True for what was captured: nobody may ask for that."""
+        return self.is_captured or self.in_flight.done.is_over()
 
 
 @cython.no_gc_clear
@@ -270,29 +271,27 @@ cdef class NcclCommunicator:
         window first, once outside of a capture: the copy engines gather windows only.
         """
         self._check(flat)
-        if not self.is_captured():
+        cdef NcclWork work = self._new_work(True)
+        cdef InFlight in_flight = work.in_flight
+        cdef Call *calls
+        cdef size_t n
+        if not work.is_captured:
             self.link.check_usable()
             self.link.register(self.link.lanes[0], flat, label)
-        cdef NcclWork work = NcclWork.__new__(NcclWork)
-        cdef InFlight in_flight = self.link.launches.take_record()
-        cdef Call *calls = <Call *>calloc(self.world_size, sizeof(Call))
-        cdef size_t n
+        calls = <Call *>calloc(self.world_size, sizeof(Call))
         if calls == NULL:
             raise MemoryError("out of memory")
         in_flight.kind, in_flight.label = ALL_GATHER_V, label
         in_flight.dtype, in_flight.numel = flat.dtype, bounds[-1]
-        work.link, work.launched_on = self.link, self.cuda.current_stream()
         try:
             n = all_gather_v(
                 calls, <char *><size_t>flat.data_ptr(), flat.element_size(),
                 dtype_number(flat.dtype), bounds, self.rank,
             )
-            work.is_captured = self._launch(in_flight, None, calls, n, work.launched_on)
+            self._launch(work, None, calls, n)
         finally:
             free(calls)
-        work.in_flight, work.tensors = in_flight, (flat,)
-        work.epoch, work.number = self.link.epoch, in_flight.number
-        work.has_own_record = work.orders_launch = True
+        work.tensors, work.orders_launch = (flat,), True
         if work.is_captured:
             work.wait()  # in the capture
         else:
@@ -304,8 +303,7 @@ cdef class NcclCommunicator:
         return self._collective(ALL_REDUCE, numbers, numbers, "sum", 0, True, None)
 
     def is_captured(self):
-        with self.cuda.selected():  # a default stream is the current device's
-            return self.link.graphs.note_capture(self.cuda.current_stream())
+        return self._is_captured(self.cuda.current_stream())
 
     def refuse_capture(self, str what):
         if self.is_captured():
@@ -338,7 +336,8 @@ cdef class NcclCommunicator:
         """Broadcasts many tensors of any dtype, in one launch."""
         tensors = [self._check(tensor) for tensor in tensors]
         check_src(src, self.world_size)
-        cdef InFlight in_flight = (<Lane>self.link.lanes[0]).in_flight
+        cdef NcclWork work = self._new_work(False)
+        cdef InFlight in_flight = work.in_flight
         cdef size_t n = 0
         cdef Call *calls = <Call *>calloc(len(tensors) + 1, sizeof(Call))
         if calls == NULL:
@@ -352,7 +351,7 @@ cdef class NcclCommunicator:
             in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
             in_flight.label = label
             in_flight.numel = sum([tensor.nbytes for tensor in tensors])
-            self._launch(in_flight, None, calls, n, self.cuda.current_stream())
+            self._launch(work, None, calls, n)
         finally:
             free(calls)
         self.cuda.order_current_after(in_flight.done)
@@ -434,59 +433,69 @@ cdef class NcclCommunicator:
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
         """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
-        cdef Link link = self.link
-        cdef NcclWork work = NcclWork.__new__(NcclWork)
-        cdef InFlight in_flight = (
-            link.launches.take_record() if async_op else (<Lane>link.lanes[0]).in_flight
-        )
+        cdef NcclWork work = self._new_work(async_op)
+        cdef InFlight in_flight = work.in_flight
         cdef Call call
-        cdef bint is_captured
         call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
         call.op = 0 if op is None else op_number(op)
         in_flight.kind, in_flight.root, in_flight.label = kind, root, 0
         in_flight.dtype, in_flight.numel = inp.dtype, inp.numel()
-        work.launched_on = self.cuda.current_stream()
-        is_captured = self._launch(in_flight, op, &call, 1, work.launched_on)
-        work.link, work.in_flight = link, in_flight
-        work.epoch, work.number = link.epoch, in_flight.number
+        self._launch(work, op, &call, 1)
         work.tensors = (out, inp)
         if divided is not None:
             work.tensors, work.divide_by = (divided, out, inp), self.world_size
-        if async_op and not is_captured:
+        if async_op and not work.is_captured:
             in_flight.tensors = work.tensors  # kept also if nobody waits
         if async_op:
-            work.has_own_record = True
             return work
         work.wait()
 
-    cdef bint _launch(
-        self, InFlight in_flight, op, Call *calls, size_t n, CUstream current
-    ) except -1:
-        """Launches on the first lane, after the work of the current stream. Returns whether it was
-        only captured.
-        """
+    cdef bint _is_captured(self, CUstream current) except -1:
+        cdef CUcontext before = self.cuda.enter()  # a default stream is the current device's
+        try:
+            return self.link.graphs.note_capture(current)
+        finally:
+            self.cuda.leave(before)
+
+    cdef NcclWork _new_work(self, bint is_async):
+        """A collective that is about to be launched on the first lane."""
+        cdef NcclWork work = NcclWork.__new__(NcclWork)
+        cdef Launches launches = self.link.launches
+        work.link, work.launched_on = self.link, self.cuda.current_stream()
+        work.is_captured = self._is_captured(work.launched_on)
+        if work.is_captured:
+            work.in_flight = launches.new_record()
+        elif is_async:
+            work.in_flight, work.has_own_record = launches.take_record(), True
+        else:
+            work.in_flight = (<Lane>self.link.lanes[0]).in_flight
+        return work
+
+    cdef int _launch(self, NcclWork work, op, Call *calls, size_t n) except -1:
+        """Launches on the first lane, after the work of the current stream."""
         cdef Link link = self.link
         cdef Lane lane = link.lanes[0]
+        cdef InFlight in_flight = work.in_flight
+        cdef CUstream current = work.launched_on
         cdef CUcontext before = self.cuda.enter()
-        cdef bint is_captured
         cdef int code
         try:
-            is_captured = link.graphs.note_capture(current)
             link.launches.begin(lane, in_flight, op)
+            work.epoch, work.number = link.epoch, in_flight.number
             try:
                 with nogil:  # may wait inside NCCL, which connects at the first collective
                     code = _launch_on(lane, in_flight, current, calls, n)
             finally:
-                link.launches.end(lane, in_flight, is_captured)
+                link.launches.end(lane, in_flight, work.is_captured)
             if code != ncclSuccess:
                 raise link.error(code, name_of(calls))
         except FastcommError as error:
             raise link.reason(error) from error
         finally:
             self.cuda.leave(before)
-        return is_captured
+        return 0
 
 
 cdef int _launch_on(

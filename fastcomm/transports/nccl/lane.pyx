@@ -34,7 +34,11 @@ cdef tuple KIND_NAMES = (
 
 @cython.no_gc_clear  # a work that is collected hands its record on
 cdef class InFlight:
-    """What the watchdog knows of the newest of the collectives that share an event."""
+    """What the watchdog knows of the newest of the collectives that share an event.
+
+    A collective that is captured in a CUDA graph shares its event with no other one: nobody may ask
+    for an event of a capture, and what was launched before may be under way.
+    """
 
     def __cinit__(self):
         self.done, self.mark = Event(), Event()

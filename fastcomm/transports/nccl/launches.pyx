@@ -69,7 +69,7 @@ cdef class Launches:
 
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1:
         """The launch has returned. A launch that was only captured does not run, and its events
-        must not be queried.
+        must not be queried: its record is its own.
         """
         cdef int code
         in_flight.is_pending = not is_captured
@@ -103,8 +103,7 @@ cdef class Launches:
                 _look(looks, n)
             for i in range(n):
                 in_flight = pending[i]
-                # meanwhile another thread may have launched the same bucket again, perhaps in a
-                # capture, of whose events nobody may ask
+                # meanwhile another thread may have launched the same bucket again
                 if in_flight.number != looks[i].number or not in_flight.is_pending:
                     continue
                 if looks[i].code != CUDA_ERROR_NOT_READY:
@@ -149,8 +148,8 @@ cdef void _look(Look *looks, size_t n) noexcept nogil:
 
 
 cdef bint _is_over(InFlight in_flight) noexcept:
-    """Whether the record's launch is over, as far as can be told. A capture on this thread does not
-    mind the question.
+    """Whether the record's launch is over, as far as can be told. A capture on another thread does
+    not mind the question.
     """
     cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
     cdef int code

@@ -7,12 +7,13 @@ from __future__ import annotations
 import gc
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 import fastcomm
-from fastcomm import FastcommError
+from fastcomm import FastcommError, TimeoutError
 from fastcomm.comm.transport import Weight
 from tests.fakes.stand_ins import (
     assert_all_ended,
@@ -324,6 +325,55 @@ def _gather_after_a_capture(place):
 
 def test_a_gather_after_a_capture_on_another_stream_waits_for_no_captured_event():
     stand_in_values(2, _gather_after_a_capture)
+
+
+def _make_a_lane_after_a_capture(place):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    comm.all_reduce(torch.ones(10))
+    assert loaded("cuda").stand_in_capture(END) == 0
+    bucket, parameters = _bucket(comm, lane=1)
+    bucket.gather(parameters)
+    bucket.launch("sum", []).wait()
+    loaded("cuda").stand_in_destroy_graphs()
+    return parameters[0].grad.tolist()
+
+
+def test_a_lane_is_made_after_a_captured_collective():
+    assert stand_in_values(2, _make_a_lane_after_a_capture) == [[2.0] * 100] * 2
+
+
+def _capture_a_bucket_under_way(place):
+    """Returns what the watchdog says."""
+    comm = communicator(place, timeout=timedelta(seconds=1))
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    bucket, parameters = _bucket(comm)
+    time.sleep(0.3)  # the watchdog sees what was launched so far end
+    loaded("cuda").stand_in_hold_events(1)
+    bucket.gather(parameters)
+    bucket.launch("sum", []).wait()
+    loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
+    bucket.gather(parameters)
+    bucket.launch("max", []).wait()
+    assert loaded("cuda").stand_in_capture(END) == 0
+    with pytest.raises(TimeoutError) as caught:
+        _go_on_asking(comm)
+    loaded("cuda").stand_in_destroy_graphs()
+    return str(caught.value)
+
+
+def _go_on_asking(comm):
+    """Until the watchdog has given up, or for SOON after it should have."""
+    deadline = time.monotonic() + 1 + SOON
+    while time.monotonic() < deadline:
+        comm.check()
+        time.sleep(0.01)
+
+
+def test_an_eager_launch_under_way_is_still_watched_when_its_bucket_is_captured():
+    (message,) = stand_in_values(1, _capture_a_bucket_under_way)
+    assert "collective number 2, all_reduce of 101 float32 elements, op sum;" in message
 
 
 def _launch_after_a_work_was_collected(place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -107,24 +108,27 @@ def test_works_take_the_events_of_those_that_are_over(waits):
     assert n_events[0] == n_events[-1] < 20 and n_created < 30
 
 
-def _launch_in_a_capture(place):
-    comm = communicator(place)
+def _launch_beside_a_capture(place):
+    """On a stream that no capture takes in, while another thread captures."""
+    comm, stream = communicator(place), ctypes.c_void_p()
+    with comm.cuda.selected():
+        assert loaded("cuda").cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+    comm.cuda.raw_stream = lambda index: stream.value
     comm.all_reduce(torch.ones(10), async_op=True).wait()
-    comm.cuda.raw_stream = lambda index: LAUNCHED_ON
-    loaded("cuda").stand_in_capture(BEGIN_GLOBAL)  # no call may ask about events in it
+    capturing = threading.Thread(target=loaded("cuda").stand_in_capture, args=(BEGIN_GLOBAL,))
+    capturing.start()
+    capturing.join()
     for _ in range(3):
         comm.all_reduce(torch.ones(10), async_op=True).wait()
-    code = loaded("cuda").stand_in_capture(END)
-    loaded("cuda").stand_in_destroy_graphs()
-    return code
+    return loaded("cuda").stand_in_capture(END)
 
 
 def test_a_capture_is_not_spoilt_by_the_look_for_an_event():
-    assert stand_in_values(1, _launch_in_a_capture) == [0]
+    assert stand_in_values(1, _launch_beside_a_capture) == [0]
 
 
 def _capture_what_is_watched(place):
-    """Another launch is captured under a ticket while the watchdog asks for the ticket's event."""
+    """The watchdog asks for the event of a launch, and gets its answer while one is captured."""
     comm = communicator(place)
     cuda = loaded("cuda")
     comm.cuda.raw_stream = lambda index: LAUNCHED_ON
@@ -134,15 +138,48 @@ def _capture_what_is_watched(place):
     time.sleep(0.2)  # the watchdog asks, and gets its answer in a while
     cuda.stand_in_capture(BEGIN_GLOBAL)
     comm.all_reduce(torch.ones(10))
-    assert cuda.stand_in_capture(END) == 0
     time.sleep(1)
+    assert cuda.stand_in_capture(END) == 0
     cuda.stand_in_slow_queries(0)
     comm.check()
     cuda.stand_in_destroy_graphs()
 
 
-def test_an_event_that_is_captured_while_the_watchdog_asks_for_it_is_no_error():
+def test_a_capture_is_not_spoilt_by_a_watchdog_that_has_asked_before():
     stand_in_values(1, _capture_what_is_watched)
+
+
+def _captured_works(comm):
+    """Of an all_reduce and of a bucket, which have been launched before."""
+    flat = comm.empty(101, dtype=torch.float32).fill_(1)
+    bucket = comm.bind_bucket(flat, [flat[:100]], [0], wire_dtype=None, label=0)
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = flat[:100]
+
+    def launch():
+        bucket.gather([parameter])
+        works = [comm.all_reduce(torch.ones(10), async_op=True), bucket.launch("sum", [])]
+        for work in works:
+            work.wait()
+        return works
+
+    launch()
+    loaded("cuda").stand_in_capture(BEGIN_GLOBAL)
+    works = launch()
+    assert loaded("cuda").stand_in_capture(END) == 0
+    return works
+
+
+def _ask_captured_works(place):
+    comm = communicator(place)
+    comm.cuda.raw_stream = lambda index: LAUNCHED_ON
+    are_completed = [work.is_completed() for work in _captured_works(comm)]
+    loaded("cuda").stand_in_destroy_graphs()
+    return are_completed
+
+
+def test_a_captured_work_counts_as_completed():
+    assert stand_in_values(1, _ask_captured_works) == [[True, True]]
 
 
 def _keep_the_gil_from_the_watchdog(place):
