@@ -221,6 +221,13 @@ class Transport(Communicator):
         """
         del what
 
+    def make_window(self, flat: Tensor, *, label: int) -> None:
+        """Lets collectives do without a copy of `flat`, which `empty` has made, where the transport
+        needs to know of it first. Collective. A second call does nothing until the ranks have met
+        anew.
+        """
+        del flat, label
+
     def all_gather_v(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
         """Copies each rank's shard of `flat`, the elements from bounds[rank] to bounds[rank + 1],
         to all others. Returns the Work at once.

@@ -472,9 +472,12 @@ class Bucket(Counter):
         if not self._counts_nonfinite:
             return False
         for i, gradient in self._outside():
-            if gradient is None or gradient is not (self._held or {}).get(i):
+            if gradient is None:
                 return False
-            self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
+            if gradient is (self._held or {}).get(i):
+                self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
+            elif self._has_streams or not _is_copy(gradient, self.views[i]):
+                return False
         return True
 
     def _outside(self) -> list[tuple[int, Tensor | None]]:
@@ -537,6 +540,11 @@ class Bucket(Counter):
             parameter.grad = gradient
         if self.shard is not None:
             self.shard.release(self.parameters)
+
+
+def _is_copy(gradient: Tensor, view: Tensor) -> bool:
+    is_alike = gradient.layout is torch.strided and gradient.dtype == view.dtype
+    return is_alike and torch.equal(gradient, view)
 
 
 def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Tensor]]:

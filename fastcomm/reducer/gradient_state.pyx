@@ -330,7 +330,7 @@ cdef uint32_t _mixed(uint32_t value, const char *element, Py_ssize_t size) noexc
     return value
 
 
-cdef version_of(gradient):
+cpdef version_of(gradient):
     """The tensor's version; -1 for inference tensors, whose writes torch does not count."""
     return -1 if gradient.is_inference() else gradient._version
 

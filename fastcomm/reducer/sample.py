@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fastcomm.reducer.gradient_state import version_of
+
 _PER_GRADIENT = 16
 
 
@@ -48,7 +50,7 @@ class Sample:
         return tells and torch.equal(self._flat[self._places], self._values)
 
     def _count_writes(self, held: Iterable[Tensor]) -> list[int]:
-        return [tensor._version for tensor in (self._flat, *self._views, *held)]
+        return [version_of(tensor) for tensor in (self._flat, *self._views, *held)]
 
 
 def _places(offset: int, numel: int) -> Tensor:

@@ -168,6 +168,9 @@ ncclResult_t begin(ncclComm_t comm, const char *function, int fault) {
         get_stuck(comm);
         result = ncclInProgress;
     } else if (is_ordered(hanging, function)) {
+        if (strcmp(function, "ncclCommFinalize") == 0) {
+            end_use(comm, &comm->is_finalized); /* from here on Revoke is refused */
+        }
         world_wait_until_abandoned(comm->world);
         result = fail(ncclInternalError, function, "aborted");
     }

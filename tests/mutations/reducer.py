@@ -558,6 +558,14 @@ MUTATIONS = (
         tests=(HELD_ALIKE,),
     ),
     Mutation(
+        name="norms: a copy of a reduced gradient is taken for another one",
+        file=BUCKET,
+        within="Bucket._holds_all",
+        old="self._has_streams or not _is_copy(gradient, self.views[i])",
+        new="True",
+        tests=(f"{DEFECTS}::test_ranks_clip_alike_where_one_has_copied_its_gradients",),
+    ),
+    Mutation(
         name="norms: clipping leaves out gradients that the user holds",
         file=BUCKET,
         within="Bucket.scale_",

@@ -244,6 +244,7 @@ class BucketShard:
         """
         if self._is_shared:
             return None
+        self._comm.make_window(self._flat, label=self._label)
         return self._comm.all_gather_v(self._flat, self._bounds, label=self._label)
 
     def release(self, parameters: Sequence[Parameter | None]) -> None:

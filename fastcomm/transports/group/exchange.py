@@ -40,7 +40,7 @@ from fastcomm.transports.group.shards import (
     ShardTransfer,
     Transfer,
     chunks_of,
-    coded_rows,
+    coded_spans,
     tag_of,
 )
 from fastcomm.transports.group.wire import Wire
@@ -173,7 +173,7 @@ class Exchange:
 
     def drain(self, gathered: GatheredCalls) -> None:
         """Ends what ranks have begun to send for calls that do not go together, so that nothing
-        stays in flight: receives it, sends zeros for it, and throws all of it away.
+        stays in flight: receives it, sends as much for it, and throws all of it away.
         """
         calls, own = gathered.calls, gathered.begun
         tags = [tag_of(gathered.index, call) for call in calls]
@@ -292,11 +292,11 @@ os.register_at_fork(after_in_child=_keep_groups)
 
 
 def _chunks_like(call: Call, world_size: int) -> list[Sequence[Tensor]]:
-    """What is sent for a call that has begun before the ranks had announced it, with no meaning."""
+    """Meaningless chunks, of the sizes that this call sends."""
     if call.wire not in BLOCK_DTYPES:
         return chunks_of(torch.zeros(call.numel, dtype=call.wire, device="cpu"), world_size)
     wire = Wire(call.wire, error_feedback=False)
-    return [list(wire.rows_for(world_size, n)) for _, n in coded_rows(call.numel, world_size)]
+    return [list(wire.rows_for(world_size, n)) for _, n in coded_spans(call.numel, world_size)]
 
 
 def gaps_of(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:

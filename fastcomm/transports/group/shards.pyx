@@ -155,6 +155,7 @@ class Announcer:
         if payload is not None:
             frame[_HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes] = payload.view(-1).view(torch.uint8)
         frames = torch.empty(self._world_size, frame.numel(), dtype=torch.uint8, device="cpu")
+        tag = tag_of(self._index + 1, call)
         gathering = self.group._allgather_base(frames.view(-1), frame)
         self._index += 1
         announcement = _Announcement(self._index, gathering, frames, payload, begun)
@@ -162,9 +163,12 @@ class Announcer:
         work.is_announced = True
         if begun is not None:
             try:
-                begun.begin(tag_of(self._index, call), call.op)
+                begun.begin(tag, call.op)
             except RuntimeError as trouble:  # a broken connection
                 announcement.trouble = trouble
+            except BaseException as error:
+                announcement.trouble = RuntimeError(f"its data was not sent: {error!r}")
+                raise
 
 
 class Transfer:
@@ -314,7 +318,7 @@ class ShardTransfer(Transfer):
         self._receives, self._sends = [], []
 
 
-def coded_rows(numel, world_size):
+def coded_spans(numel, world_size):
     """Cuts so many elements into chunks of a row for each rank, for a wire. Returns where each
     chunk begins, and how long its rows are: of whole blocks, so that the last ones are padded.
     """
@@ -332,20 +336,20 @@ class CodedTransfer(ShardTransfer):
 
     gaps: the elements that are in no gradient, which stay 0: a NaN of their block's would spoil its
         scale in every later round.
-    reduce_mask: reduces the used mask, which is behind the gradients, in the order in which ranks
-        begin. No rounding may change it.
+    reduce_mask: reduces the used mask, which is behind the gradients and which no rounding may
+        change. May block: all ranks call it in the order of announcements.
     begins_ahead: whether all that the mask needs comes with the announcement.
     """
 
     def __init__(self, rank, world_size, flat, numel, gaps, wire, group, wait, reduce_mask,
                  begins_ahead):
         """numel: of the gradients."""
-        self._rows_of = coded_rows(flat.numel(), world_size)
-        chunks = [list(wire.rows_for(world_size, n)) for _, n in self._rows_of]
+        self._spans = coded_spans(flat.numel(), world_size)
+        chunks = [list(wire.rows_for(world_size, n)) for _, n in self._spans]
         super().__init__(rank, world_size, chunks, group, wait)
         self._world_size, self._wire, self._gaps = world_size, wire, gaps
         self._gradients, self._reduce_mask = flat[:numel], reduce_mask
-        # What is fed back would be lost in a round that is dropped after it has begun.
+        # Else a round that is dropped would already have changed the residuals.
         self._begins_ahead = begins_ahead and not wire.feeds_back
         self._values = {}  # by chunk, in rows: the gradients themselves, or a copy
 
@@ -353,11 +357,11 @@ class CodedTransfer(ShardTransfer):
         return self._begins_ahead
 
     def _fill(self, index, peers):
-        piece, shape = self._piece(index)
-        if self._is_in_rows(piece, shape):
+        piece, shape = self._gradients_of(index)
+        if self._is_whole(piece, shape):
             values = piece.view(shape)
         else:
-            values = torch.zeros(shape, device="cpu")
+            values = torch.zeros(shape, dtype=torch.float32, device="cpu")
             values.view(-1)[:piece.numel()] = piece
         self._values[index] = values
         for r in peers:
@@ -375,18 +379,18 @@ class CodedTransfer(ShardTransfer):
             values = self._values.pop(index)
             for coded, row in zip(shards, values, strict=True):
                 self._wire.decode(coded, row)
-            piece, shape = self._piece(index)
-            if not self._is_in_rows(piece, shape):
+            piece, shape = self._gradients_of(index)
+            if not self._is_whole(piece, shape):
                 cast(values.view(-1)[:piece.numel()], piece)
         self._gradients.index_fill_(0, self._gaps, 0)
 
-    def _piece(self, index):
+    def _gradients_of(self, index):
         """The gradients of a chunk, and the shape of its rows."""
-        begin, n = self._rows_of[index]
+        begin, n = self._spans[index]
         shape = self._world_size, n
         return self._gradients[begin:begin + self._world_size * n], shape
 
-    def _is_in_rows(self, piece, shape):
+    def _is_whole(self, piece, shape):
         """Whether the gradients can be encoded and decoded where they lie."""
         return piece.dtype is torch.float32 and piece.numel() == shape[0] * shape[1]
 

@@ -265,19 +265,21 @@ cdef class NcclCommunicator:
         with self.cuda.selected():
             return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
 
+    def make_window(self, flat, *, uint32_t label):
+        """The copy engines gather windows only. Does nothing in a capture."""
+        if not self.is_captured():
+            self.link.check_usable()
+            self.link.register(self.link.lanes[0], flat, label)
+
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
         """One launch. A capture waits for it at once. Else wait(), perhaps much later and on
-        another stream, also orders the stream that is current now. Memory of NCCL's becomes a
-        window first, once outside of a capture: the copy engines gather windows only.
+        another stream, also orders the stream that is current now.
         """
         self._check(flat)
         cdef NcclWork work = self._new_work(True)
         cdef InFlight in_flight = work.in_flight
         cdef Call *calls
         cdef size_t n
-        if not work.is_captured:
-            self.link.check_usable()
-            self.link.register(self.link.lanes[0], flat, label)
         calls = <Call *>calloc(self.world_size, sizeof(Call))
         if calls == NULL:
             raise MemoryError("out of memory")

@@ -78,7 +78,7 @@ cdef class Lane:
         """Connects the same ranks again, which meet over a lane they have already."""
         cdef _Split call = _Split(self.device)
         call.ctas = self.ctas
-        call.parent, call.rank = other.comm, rank
+        call.parent, call.rank = other, rank
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
 
@@ -126,7 +126,8 @@ cdef class Lane:
 
     cdef bint is_in_use(self):
         """Whether another thread is inside NCCL with this communicator."""
-        return self.calling is not None or self.n_inside > 0
+        is_calling = self.calling is not None and self.calling.kind != MEETING
+        return is_calling or self.n_inside > 0
 
 
 cdef list errors_of(list calls, double timeout_s):
@@ -199,7 +200,8 @@ cdef class _Init(_Call):
 
 
 cdef class _Split(_Call):
-    cdef ncclComm_t parent, comm
+    cdef Lane parent
+    cdef ncclComm_t comm
     cdef int rank
     cdef Ctas ctas
 
@@ -207,8 +209,10 @@ cdef class _Split(_Call):
         cdef ncclConfig_t config
         cdef int code
         fill_config(&config, self.ctas)
+        self.parent.n_inside += 1
         with nogil:  # waits for all ranks
-            code = nccl.split(self.parent, 0, self.rank, &self.comm, &config)
+            code = nccl.split(self.parent.comm, 0, self.rank, &self.comm, &config)
+        self.parent.n_inside -= 1
         self.note_result(code, b"ncclCommSplit")
 
 
@@ -258,6 +262,7 @@ cdef class _Abort(_End):
 
     cdef Lane lane
     cdef object memory, all_begun
+    cdef bint is_revoked
 
     def make(self):
         try:
@@ -269,14 +274,16 @@ cdef class _Abort(_End):
             self.memory.end_ending()
 
     cdef _revoke(self):
+        cdef int code
         if nccl.revoke != NULL:
             with nogil:  # waits for the kernels to leave
-                nccl.revoke(self.comm, 0)
+                code = nccl.revoke(self.comm, 0)
+            self.is_revoked = code == ncclSuccess  # refused where a close hangs: that is aborted
             if self.all_begun is not None:
                 self.all_begun.wait()
             # An abort frees what a thread inside NCCL uses. One may stay inside: some loops there
             # look at no flag. It is left behind then, and the communicator with it.
-            while self.lane.is_in_use():
+            while self.is_revoked and self.lane.is_in_use():
                 time.sleep(0.005)
 
     cdef _wait_for_graphs(self):
@@ -294,9 +301,8 @@ cdef class _Abort(_End):
     cdef _abort(self):
         cdef int code
         # without a revocation kernels may still use the windows
-        cdef bint is_idle = nccl.revoke != NULL
         self.lane.comm = NULL
-        self.memory.forget(<size_t>self.comm, is_idle)
+        self.memory.forget(<size_t>self.comm, self.is_revoked)
         with nogil:  # waits for the kernels to leave
             code = nccl.abort(self.comm)
         self.note_result(code, b"ncclCommAbort")

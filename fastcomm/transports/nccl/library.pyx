@@ -35,8 +35,6 @@ cdef extern from *:
 
 
 OLDEST = 21800  # the first with ncclCommSplit and all of the configuration's first fields
-# By these NCCL registers memory that is no symmetric window: see memory.pyx. It reads them once.
-REGISTERING = ("NCCL_LOCAL_REGISTER", "NCCL_GRAPH_REGISTER")
 cdef int NEWEST_LAYOUT = 23203  # the version whose ncclConfig_t library.pxd declares
 cdef void *library = NULL
 cdef int version = 0
@@ -56,8 +54,6 @@ def load():
         raise InitError("NCCL_COMM_BLOCKING=0 makes NCCL start a thread for every collective, and "
                         "fastcomm fail: unset it")
     if library == NULL:
-        for name in REGISTERING:
-            os.environ.setdefault(name, "0")
         handle = _open()
         _find_symbols(handle)
         path = os.path.realpath(fastcomm_file_of(<void *>nccl.get_version).decode())
@@ -66,10 +62,20 @@ def load():
             raise InitError(f"NCCL {version_text(version)} in {path} is too old: fastcomm needs "
                             "2.18 or newer")
         _find_newer_symbols(handle)
+        _register_windows_only()
         library = handle
     copies = loaded_copies()
     refuse_second_copy([copy for copy in copies if copy == path or not _is_idle(copy)], path)
     return version, path
+
+
+cdef _register_windows_only():
+    """Keeps NCCL from registering memory that is no symmetric window: see memory.pyx. It reads
+    this when the process makes its first communicator.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if not 22700 <= version < 22800:  # which have no windows without it
+        os.environ.setdefault("NCCL_LOCAL_REGISTER", "0")
 
 
 def _is_idle(copy):

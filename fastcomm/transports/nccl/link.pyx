@@ -409,8 +409,8 @@ cdef class Link:
     # -- before and after every launch --
 
     cdef register(self, Lane lane, memory, uint32_t label):
-        """Makes memory a window, if it can be one and is none. Collective. The watchdog watches: it
-        waits for the peers.
+        """Makes memory of NCCL's a window, unless it was registered. Collective. The watchdog
+        watches: it waits for the peers.
         """
         if self.world_size == 1 or not self.pool.can_register(<void *><size_t>memory.data_ptr()):
             return

@@ -9,8 +9,8 @@ cdef struct Allocation:
     void *memory
     size_t nbytes
     int is_freed
-    ncclComm_t comm  # of which it is a window, or NULL
-    ncclWindow_t window
+    ncclComm_t comm  # with which it was registered, or NULL
+    ncclWindow_t window  # or NULL, where NCCL has given none
     Allocation *next
 
 

@@ -177,15 +177,13 @@ cdef class Pool:
         return allocation
 
     cdef bint can_register(self, const void *data):
-        """Whether this is memory of NCCL's that is no window, and this NCCL has windows."""
+        """Whether this is memory of NCCL's that was not registered, and this NCCL has windows."""
         cdef Allocation *allocation = self._allocation_at(data)
-        return (
-            nccl.register_window != NULL and allocation != NULL and allocation.window == NULL
-        )
+        return nccl.register_window != NULL and allocation != NULL and allocation.comm == NULL
 
     cdef int register(self, const void *data, Lane lane) except -1:
-        """Makes an allocation, for which can_register() is true, a window of a lane's communicator.
-        Collective: all ranks register theirs in the same order.
+        """Makes an allocation, for which can_register() is true, a window of a lane's communicator;
+        NCCL may give none. Collective: all ranks register theirs in the same order.
         """
         cdef Allocation *allocation = self._allocation_at(data)
         cdef ncclComm_t comm = lane.comm

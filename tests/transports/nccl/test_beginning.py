@@ -31,7 +31,7 @@ from tests.support.bodies import finish_together, raised
 from tests.support.models import SMALL_BUCKETS, mlp
 from tests.support.outcomes import values_of
 from tests.support.ranks import torchrun_env
-from tests.transports.nccl import CODES, communicator, outcomes_of
+from tests.transports.nccl import CODES, communicator, outcomes_of, stand_in_values
 
 
 def _fail_to_begin(place, function):
@@ -184,6 +184,22 @@ def test_a_policy_that_nccl_does_not_have_is_an_error(policy, first, version):
     env = {"FASTCOMM_STAND_IN_NCCL_VERSION": f"{major}{minor:02}{patch:02}"}
     (message,) = values_of(outcomes_of(1, _ask_for_a_policy, policy, env=env))
     assert f"cta_policy='{policy}' needs NCCL {first}.0 or newer; this is {version}" in message
+
+
+def _registering(place):
+    communicator(place)
+    names = "NCCL_LOCAL_REGISTER", "NCCL_GRAPH_REGISTER"
+    return [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    "version, user, expected",
+    [("22907", {}, ["0", "0"]), ("22707", {}, [None, "0"]), ("22605", {}, ["0", "0"])]
+    + [("22907", {"NCCL_GRAPH_REGISTER": "1"}, ["0", "1"])],
+)
+def test_nccl_registers_windows_only_unless_it_is_told(version, user, expected):
+    env = {"FASTCOMM_STAND_IN_NCCL_VERSION": version, **user}
+    assert stand_in_values(1, _registering, env=env) == [expected]
 
 
 @pytest.mark.parametrize(
