@@ -466,4 +466,12 @@ MUTATIONS = (
         new="call.label",
         tests=(AHEAD_TESTS,),
     ),
+    Mutation(
+        name="group: an abort waits for an announcement that goes on",
+        file=EXCHANGE,
+        within="Exchange.close",
+        old="ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.announcer.group))",
+        new="pass",
+        tests=(ENDING_TESTS,),
+    ),
 )

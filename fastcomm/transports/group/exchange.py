@@ -13,6 +13,7 @@ announced with it, and fused with it, as far as all ranks have come to them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import time
@@ -53,6 +54,7 @@ FUSED_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
+OVER_S = 1.0  # how long announcements take to end once their connections are broken
 # Tags below those of tag_of, and above those of chunks. What is swapped arrives in the order in
 # which it was sent.
 _SWAPPED, _NEVER_SENT = 2**20, 2**20 + 1
@@ -116,9 +118,17 @@ class Exchange:
                         group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Drops the groups."""
+        """Drops the groups. But not the one over which an announcement goes on, though its wait was
+        ended: Gloo would wait for that as it frees the group.
+        """
         if self._own_groups:
             self.group.close()
+            deadline = time.monotonic() + OVER_S
+            while not self.announcer.is_over():
+                if time.monotonic() > deadline:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.announcer.group))
+                    break
+                time.sleep(0.01)
         self.group = self.announcer.group = None
         self._own_groups = []
 

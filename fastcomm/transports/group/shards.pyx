@@ -127,6 +127,10 @@ class Announcer:
     def __len__(self):
         return len(self._untaken)
 
+    def is_over(self):
+        """Whether Gloo is done with all of them, one way or the other."""
+        return all([one.has_come() for one in tuple(self._untaken)])
+
     def has_come(self):
         """Whether all ranks have announced the call with the index of the oldest one."""
         return self._untaken[0].has_come()

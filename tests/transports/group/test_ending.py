@@ -172,3 +172,25 @@ def test_after_a_failure_no_thread_stays_in_the_shared_memory_of_its_host():
         transport="hierarchical",
     )
     assert outcomes[0].value == 0, outcomes[0]
+
+
+def _abort_while_an_announcement_goes_on(place):
+    comm = communicator(place, timeout=timedelta(seconds=20))
+    comm.barrier()
+    if place.rank == 1:
+        wait_for_note(place, "aborted")
+        return None
+    comm.barrier(async_op=True)
+    with mock.patch.object(comm._exchange, "interrupt"):  # as if it came too early
+        before = time.monotonic()
+        comm.abort()
+        seconds = time.monotonic() - before
+    note(place, aborted=True)
+    return seconds
+
+
+@pytest.mark.usefixtures("transport")
+@over(2, shm=(), nccl=())
+def test_an_abort_waits_for_no_announcement_that_gloo_goes_on_with(transport, world_size):
+    seconds, _ = values_of(new_ranks(transport, world_size, _abort_while_an_announcement_goes_on))
+    assert seconds < 5
