@@ -182,12 +182,14 @@ cdef class Pool:
         return nccl.register_window != NULL and allocation != NULL and allocation.comm == NULL
 
     cdef int register(self, const void *data, Lane lane) except -1:
-        """Makes an allocation, for which can_register() is true, a window of a lane's communicator;
-        NCCL may give none. Collective: all ranks register theirs in the same order.
+        """Makes an allocation a window of a lane's communicator, if can_register() is true; NCCL
+        may give none. Collective: all ranks register theirs in the same order.
         """
         cdef Allocation *allocation = self._allocation_at(data)
         cdef ncclComm_t comm = lane.comm
         cdef ncclWindow_t window = NULL
+        if comm == NULL or not self.can_register(data):
+            return 0
         lane.n_inside += 1
         try:
             with nogil:  # waits for the peers
