@@ -111,8 +111,6 @@ class Watched(Protocol):
         before it, which all ranks have.
         """
 
-    def _enter_thread(self) -> None: ...
-
 
 class Watchdog:
     """Watches one communicator of one rank until `stop`, or until the communicator is gone."""
@@ -147,7 +145,6 @@ class Watchdog:
             self._thread.join(5)
 
     def _run(self) -> None:
-        is_new = True
         while not self._stopped.wait(TICK_S):
             comm = self._comm()
             if comm is None:
@@ -155,9 +152,6 @@ class Watchdog:
                     warnings.warn(self._leak, ResourceWarning, stacklevel=1)
                 break
             try:
-                if is_new:
-                    comm._enter_thread()
-                    is_new = False
                 self._tick(comm)
             except (InitError, MismatchError, NcclError, PeerLostError, TimeoutError) as error:
                 self.give_up(comm, error)

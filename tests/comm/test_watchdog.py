@@ -72,9 +72,6 @@ class Communicator:
     def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
         self.interruptions.append((str(error), epoch, n_kept))
 
-    def _enter_thread(self) -> None:
-        pass
-
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,11 @@ int current_device(void);
 enum needs { DRIVER, CONTEXT };
 CUresult ready(enum needs needs, int fault);
 
-/* As long as stand_in_slow_queries has ordered. */
+/* As long as stand_in_slow_queries has ordered, and while a call waits for room. */
 void take_time_for_query(void);
+
+/* While a call waits for room. */
+void wait_for_lock(void);
 
 /* Waits while the queue is full for this function. Gives the result of the call, or a failure. */
 CUresult wait_for_room(const char *function, CUresult result);

@@ -1,4 +1,5 @@
-/* What the stand-in for the CUDA driver takes its time for: a full queue, a slow query. */
+/* What the stand-in for the CUDA driver takes its time for: a full queue, a slow query. A call that
+ * waits for room holds the driver's lock, and whoever asks for an event waits for that. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -25,6 +26,15 @@ void take_time_for_query(void) {
     if (query_us > 0) {
         usleep((useconds_t)query_us);
     }
+    wait_for_lock();
+}
+
+void wait_for_lock(void) {
+    pthread_mutex_lock(&mutex);
+    while (n_waiting > 0) {
+        pthread_cond_wait(&there_is_room, &mutex);
+    }
+    pthread_mutex_unlock(&mutex);
 }
 
 void stand_in_fill_queue(const char *function, int after) {
@@ -55,6 +65,7 @@ CUresult wait_for_room(const char *function, CUresult result) {
             }
         }
         n_waiting--;
+        pthread_cond_broadcast(&there_is_room);
     }
     pthread_mutex_unlock(&mutex);
     return result;

@@ -339,6 +339,7 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 /* ---- events ---- */
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
+    wait_for_lock();
     size_t number = take_number(&n_events);
     CUresult result =
         ready(CONTEXT, stand_in_called("cuEventCreate event=%zu flags=%u", number, flags));
@@ -353,6 +354,7 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags) {
 }
 
 EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
+    wait_for_lock();
     CUresult result =
         ready(CONTEXT, stand_in_called("cuEventDestroy event=%zu", number_of(handle)));
     if (result != CUDA_SUCCESS) {

@@ -16,6 +16,7 @@ enum {
     LINE_BYTES = 256,
     NAME_BYTES = 64,
     MAX_FAULTS = 32,
+    LOCKED_BYTES = 1 << 12,
 };
 
 struct fault {
@@ -37,6 +38,7 @@ static struct fault faults[MAX_FAULTS];
 static bool has_faults; /* or has had some: most processes never do */
 static struct allocation *allocations;
 static _Atomic bool is_at_once;
+static char with_lock[LOCKED_BYTES]; /* names of functions, a line each */
 
 /* ---- the log ---- */
 
@@ -56,14 +58,18 @@ static void append(const char *call, va_list arguments) {
     log_text[log_length++] = '\n';
 }
 
+static size_t copied(const char *text, size_t length, char *out, size_t nbytes) {
+    if (nbytes > 0) {
+        size_t n = length < nbytes ? length : nbytes - 1;
+        memcpy(out, text, n);
+        out[n] = '\0';
+    }
+    return length;
+}
+
 size_t stand_in_log(char *out, size_t nbytes) {
     pthread_mutex_lock(&mutex);
-    size_t length = log_length;
-    if (nbytes > 0) {
-        size_t copied = length < nbytes ? length : nbytes - 1;
-        memcpy(out, log_text, copied);
-        out[copied] = '\0';
-    }
+    size_t length = copied(log_text, log_length, out, nbytes);
     pthread_mutex_unlock(&mutex);
     return length;
 }
@@ -72,6 +78,33 @@ void stand_in_clear_log(void) {
     pthread_mutex_lock(&mutex);
     log_length = 0;
     pthread_mutex_unlock(&mutex);
+}
+
+/* ---- the interpreter's lock ---- */
+
+/* Whether the calling thread holds it: never where there is no interpreter. */
+static bool holds_lock(void) {
+    static int (*check)(void);
+    if (check == NULL) {
+        *(void **)&check = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    }
+    return check != NULL && check() != 0;
+}
+
+static void note_lock(const char *function) {
+    char line[NAME_BYTES + 1];
+    snprintf(line, sizeof line, "%s\n", function);
+    if (holds_lock() && strstr(with_lock, line) == NULL &&
+        strlen(with_lock) + strlen(line) < sizeof with_lock) {
+        strcat(with_lock, line);
+    }
+}
+
+size_t stand_in_calls_with_lock(char *out, size_t nbytes) {
+    pthread_mutex_lock(&mutex);
+    size_t length = copied(with_lock, strlen(with_lock), out, nbytes);
+    pthread_mutex_unlock(&mutex);
+    return length;
 }
 
 /* ---- faults ---- */
@@ -134,9 +167,8 @@ int stand_in_called(const char *call, ...) {
     va_start(arguments, call);
     pthread_mutex_lock(&mutex);
     append(call, arguments);
-    if (has_faults) {
-        snprintf(function, sizeof function, "%.*s", (int)strcspn(call, " "), call);
-    }
+    snprintf(function, sizeof function, "%.*s", (int)strcspn(call, " "), call);
+    note_lock(function);
     int code = code_of(function);
     pthread_mutex_unlock(&mutex);
     va_end(arguments);
@@ -145,6 +177,7 @@ int stand_in_called(const char *call, ...) {
 
 int stand_in_asked(const char *function) {
     pthread_mutex_lock(&mutex);
+    note_lock(function);
     int code = code_of(function);
     pthread_mutex_unlock(&mutex);
     return code;

@@ -26,6 +26,11 @@ EXPORT int stand_in_fail(const char *function, int code, int after);
  * who measure what the caller itself takes. Off by default. */
 EXPORT void stand_in_return_at_once(int on);
 
+/* Copies, as stand_in_log does, the functions that were called by a thread that held the lock of
+ * the interpreter, a line each: one that has to wait in the driver then keeps all other threads
+ * out. */
+EXPORT size_t stand_in_calls_with_lock(char *out, size_t nbytes);
+
 /* Device memory that is allocated now. */
 EXPORT size_t stand_in_live_bytes(void);
 

@@ -138,6 +138,14 @@ def log_of(library: ctypes.CDLL) -> list[str]:
     return _lines(library.stand_in_log)
 
 
+def calls_with_lock() -> list[str]:
+    """In a rank: the functions of the driver's and of NCCL's that were called by a thread that held
+    the interpreter's lock.
+    """
+    libraries = loaded("cuda"), loaded("nccl")
+    return [name for one in libraries for name in _lines(one.stand_in_calls_with_lock)]
+
+
 def wait_for_call(function: str) -> None:
     """In a rank: waits until some thread has begun a call of the driver's or of NCCL's."""
     library = loaded("nccl" if function.startswith("nccl") else "cuda")

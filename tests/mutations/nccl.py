@@ -28,6 +28,10 @@ _LATE = (
     "tests/reducer/test_failed_steps.py::"
     "test_a_rank_that_is_late_misses_no_step_before_the_one_that_was_abandoned",
 )
+A_PEER_DIES_BEHIND_A_FULL_QUEUE = (
+    "tests/transports/nccl/test_full_queue.py::"
+    "test_a_peer_that_dies_while_a_launch_waits_for_room_is_named"
+)
 
 MUTATIONS = (
     Mutation(
@@ -61,6 +65,30 @@ MUTATIONS = (
         old="self.number = 0",
         new="",
         tests=(f"{ABANDON_TESTS}::test_numbers_begin_anew_when_the_ranks_have_met",),
+    ),
+    Mutation(
+        name="nccl: the watchdog asks the driver itself",
+        file=LINK,
+        within="Link._oldest_unfinished",
+        old="self.launches.look()",
+        new="self.launches.settle()",
+        tests=(A_PEER_DIES_BEHIND_A_FULL_QUEUE,),
+    ),
+    Mutation(
+        name="nccl: the watchdog waits for the driver's answers without an end",
+        file=LAUNCHES,
+        within="Launches.look",
+        old="max(0.0, look.since + ANSWER_S - time.monotonic())",
+        new="60",
+        tests=(A_PEER_DIES_BEHIND_A_FULL_QUEUE,),
+    ),
+    Mutation(
+        name="nccl: the watchdog does not wait for the driver's answers",
+        file=LAUNCHES,
+        within="Launches.look",
+        old="max(0.0, look.since + ANSWER_S - time.monotonic())",
+        new="0",
+        tests=("tests/transports/nccl/test_lost_peers.py::test_what_is_over_needs_no_peer",),
     ),
     Mutation(
         name="nccl: the youngest launch is what the watchdog sees",

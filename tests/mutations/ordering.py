@@ -103,8 +103,8 @@ MUTATIONS = (
         name="order: the event after a division is not recorded",
         file=COMMUNICATOR,
         within="NcclWork._divide",
-        old="driver.record_event(self.divided.handle, current)",
-        new="0",
+        old="cuda.record(self.divided, current)",
+        new="pass",
         tests=(ON_OTHERS,),
     ),
     Mutation(
@@ -237,8 +237,8 @@ MUTATIONS = (
         name="order: a gather waits for an event that was captured",
         file=BUCKET,
         within="NcclBucket._order_after_last",
-        old="self.in_flight.done.handle",
-        new="last.in_flight.done.handle",
+        old="self.in_flight.done",
+        new="last.in_flight.done",
         tests=(
             f"{LAUNCHES_TESTS}::"
             "test_a_gather_after_a_capture_on_another_stream_waits_for_no_captured_event",
@@ -331,16 +331,16 @@ MUTATIONS = (
         name="order: no event of another producer's stream is recorded",
         file=DRIVER,
         within="Producers.order_before",
-        old="driver.record_event(self.side.handle, other)",
-        new="0",
+        old="self.device.record(self.side, other)",
+        new="pass",
         tests=(PRODUCERS,),
     ),
     Mutation(
         name="order: no event of another producer's stream is waited for",
         file=DRIVER,
         within="Producers.order_before",
-        old="driver.wait_event(current, self.side.handle, 0)",
-        new="0",
+        old="self.device.order_after(current, self.side)",
+        new="pass",
         tests=(PRODUCERS,),
     ),
     Mutation(
@@ -354,8 +354,8 @@ MUTATIONS = (
     Mutation(
         name="order: a wait for an event does nothing",
         file=DRIVER,
-        within="Device.order_current_after",
-        old="code = driver.wait_event(current, event.handle, 0)",
+        within="Device.order_after",
+        old="code = driver.wait_event(stream, event.handle, 0)",
         new="code = 0",
         tests=(TRAINING,),
     ),
@@ -502,7 +502,7 @@ MUTATIONS = (
     Mutation(
         name="order: the look for an event spoils a capture on another thread",
         file=LAUNCHES,
-        within="_is_over",
+        within="_look",
         old="cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED",
         new="cdef int mode = 0",
         tests=(f"{WORKS_TESTS}::test_a_capture_is_not_spoilt_by_the_look_for_an_event",),
@@ -538,7 +538,7 @@ MUTATIONS = (
     Mutation(
         name="order: the watchdog lets go of tensors before their collective is over",
         file=LAUNCHES,
-        within="Launches.oldest_unfinished",
+        within="Launches.settle",
         old="if looks[i].code != CUDA_ERROR_NOT_READY:",
         new=("in_flight.tensors = None\nif looks[i].code != CUDA_ERROR_NOT_READY:"),
         tests=(FOR_NOTHING,),

@@ -20,15 +20,22 @@ cdef float REBASE_MS = 1000
 N_COMPARISONS = 3
 
 
-cdef tuple _compared(CUstream idle):
+cdef tuple _compared(Device device, CUstream idle):
     """How long it took the host to hear of an event, in ns, when it did, and the event."""
-    cdef Event event = Event(0)
+    cdef Event event = Event(device, 0)
     begin = time.monotonic_ns()
     with nogil:
-        check(driver.record_event(event.handle, idle), b"cuEventRecord")
-        check(driver.synchronize_stream(idle), b"cuStreamSynchronize")
+        device.record(event, idle)
+        _wait_for(device, idle)
     heard = time.monotonic_ns()
     return heard - begin, heard, event
+
+
+cdef int _wait_for(Device device, CUstream stream) except -1 nogil:
+    cdef CUcontext before = device.enter()
+    cdef int code = driver.synchronize_stream(stream)
+    device.leave(before)
+    return check(code, b"cuStreamSynchronize")
 
 
 cdef class DeviceClock:
@@ -37,22 +44,18 @@ cdef class DeviceClock:
     def __cinit__(self, Device device):
         self.device = device
         cdef CUstream current = device.current_stream()
-        cdef CUcontext before = device.enter()
-        try:
-            with nogil:  # waits for what the stream does
-                check(driver.synchronize_stream(current), b"cuStreamSynchronize")
-            # The quickest: an interruption between the event and the host's time would set the
-            # clocks apart for good.
-            comparisons = [_compared(current) for _ in range(N_COMPARISONS)]
-            _, self.base_ns, self.base = min(comparisons, key=operator.itemgetter(0))
-        finally:
-            device.leave(before)
+        with nogil:
+            _wait_for(device, current)
+        # The quickest: an interruption between the event and the host's time would set the clocks
+        # apart for good.
+        comparisons = [_compared(device, current) for _ in range(N_COMPARISONS)]
+        _, self.base_ns, self.base = min(comparisons, key=operator.itemgetter(0))
 
     cdef Span span(self):
-        """Events of one bucket's way, to be recorded. The device's context is the thread's."""
+        """Events of one bucket's way, to be recorded."""
         cdef Span span = Span.__new__(Span)
         span.clock = self
-        span.gathered, span.began, span.ended = Event(0), Event(0), Event(0)
+        span.gathered, span.began, span.ended = [Event(self.device, 0) for _ in range(3)]
         return span
 
     cdef int64_t time_of(self, Event event) except -1:
@@ -62,12 +65,13 @@ cdef class DeviceClock:
         cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
         cdef float elapsed_ms = 0
         cdef int code
-        cdef CUcontext before = self.device.enter()
+        cdef CUcontext before
         with nogil:
+            before = self.device.enter()
             driver.exchange_capture_mode(&mode)
             code = driver.elapsed_time(&elapsed_ms, self.base.handle, event.handle)
             driver.exchange_capture_mode(&mode)
-        self.device.leave(before)
+            self.device.leave(before)
         if code == CUDA_ERROR_NOT_READY:
             return 0
         check(code, b"cuEventElapsedTime")

@@ -15,7 +15,6 @@ cdef enum:
     CU_EVENT_DISABLE_TIMING = 2
     CU_STREAM_NON_BLOCKING = 1
     CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
     CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
@@ -91,6 +90,8 @@ cdef class Device:
     cdef public object record_stream  # notes that the current stream reads a tensor; or None
     cdef CUstream current_stream(self) except? NULL
     cdef CUstream order_current_after(self, Event event) except? NULL
+    cdef int order_after(self, CUstream stream, Event event) except -1 nogil
+    cdef int record(self, Event event, CUstream stream) except -1 nogil
     cdef CUcontext enter(self) except? NULL nogil
     cdef void leave(self, CUcontext before) noexcept nogil
 

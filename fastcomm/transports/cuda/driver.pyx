@@ -3,7 +3,8 @@
 query.
 
 Whatever enqueues may wait for room in the device's queue, for as long as NCCL's kernels wait for a
-peer that has died. So it is called without the GIL, which the watchdog needs to end those kernels.
+peer that has died, and holds a lock meanwhile for which every other call may wait. So all are made
+without the GIL, which the watchdog needs to end those kernels.
 
 The driver is opened at run time, so the same build works on machines with and without CUDA. Owns
 streams and events; knows neither tensors nor NCCL.
@@ -31,7 +32,7 @@ def load():
     start.
     """
     global library
-    cdef int version = 0
+    cdef int version = 0, code
     if library == NULL:
         path = os.environ.get("FASTCOMM_CUDA_LIBRARY", "libcuda.so.1")
         handle = dlopen(path.encode(), RTLD_NOW | RTLD_LOCAL)
@@ -39,11 +40,13 @@ def load():
             raise InitError(f"there is no CUDA driver on this machine ({dlerror().decode()}); "
                             "fastcomm.init('shm') reduces on the CPU")
         _find_symbols(handle)
-        code = driver.init(0)
+        with nogil:
+            code = driver.init(0)
         if code != CUDA_SUCCESS:
             raise InitError(f"the CUDA driver does not start: cuInit: {describe(code)}")
         library = handle
-    check(driver.version(&version), b"cuDriverGetVersion")
+    with nogil:
+        check(driver.version(&version), b"cuDriverGetVersion")
     return version
 
 
@@ -92,8 +95,9 @@ cdef str describe(int code):
     """A status code in words."""
     cdef const char *name = NULL
     cdef const char *text = NULL
-    driver.error_name(code, &name)
-    driver.error_string(code, &text)
+    with nogil:
+        driver.error_name(code, &name)
+        driver.error_string(code, &text)
     if name == NULL or text == NULL:
         return f"error {code}"
     return f"{name.decode()} ({text.decode()})"
@@ -106,7 +110,9 @@ cdef int check(int code, const char *call) except -1 nogil:
         raise FastcommError(f"{call.decode()} failed: {describe(code)}")
 
 
-cdef void _destroy(int (*destroy)(void *) noexcept nogil, void *handle, CUcontext context) noexcept:
+cdef void _destroy(
+    int (*destroy)(void *) noexcept nogil, void *handle, CUcontext context
+) noexcept nogil:
     """Destroys an event or a stream. The driver wants some context for it, and garbage is collected
     on any thread.
     """
@@ -120,16 +126,24 @@ cdef void _destroy(int (*destroy)(void *) noexcept nogil, void *handle, CUcontex
 
 
 cdef class Event:
-    """A CUDA event, without timing unless flags are 0. Belongs to the process that made it."""
+    """A CUDA event of a device, without timing unless flags are 0. Belongs to the process that made
+    it.
+    """
 
-    def __cinit__(self, unsigned int flags=CU_EVENT_DISABLE_TIMING):
-        self.pid = getpid()
-        check(driver.get_context(&self.context), b"cuCtxGetCurrent")
-        check(driver.create_event(&self.handle, flags), b"cuEventCreate")
+    def __cinit__(self, Device device, unsigned int flags=CU_EVENT_DISABLE_TIMING):
+        cdef CUcontext before
+        cdef int code
+        self.pid, self.context = getpid(), device.context
+        with nogil:
+            before = device.enter()
+            code = driver.create_event(&self.handle, flags)
+            device.leave(before)
+            check(code, b"cuEventCreate")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
-            _destroy(driver.destroy_event, self.handle, self.context)
+            with nogil:
+                _destroy(driver.destroy_event, self.handle, self.context)
 
     cdef bint is_over(self) except -1:
         """Whether all work before its newest record is done."""
@@ -146,18 +160,22 @@ cdef class Stream:
     Belongs to the process that made it.
     """
 
-    def __cinit__(self):
-        cdef int least = 0, greatest = 0
-        self.pid = getpid()
-        check(driver.get_context(&self.context), b"cuCtxGetCurrent")
-        check(driver.priority_range(&least, &greatest), b"cuCtxGetStreamPriorityRange")
+    def __cinit__(self, Device device):
+        cdef CUcontext before
+        cdef int least = 0, greatest = 0, code
+        self.pid, self.context = getpid(), device.context
         with nogil:
-            check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest),
-                  b"cuStreamCreateWithPriority")
+            before = device.enter()
+            code = driver.priority_range(&least, &greatest)
+            if code == CUDA_SUCCESS:
+                code = driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest)
+            device.leave(before)
+            check(code, b"cuStreamCreateWithPriority")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
-            _destroy(driver.destroy_stream, self.handle, self.context)
+            with nogil:
+                _destroy(driver.destroy_stream, self.handle, self.context)
 
 
 cdef class Device:
@@ -168,21 +186,24 @@ cdef class Device:
     """
 
     def __cinit__(self, device):
-        cdef int count = 0, number = 0
+        cdef int count = 0, number = 0, code
         load()
         if device.type != "cuda" and "FASTCOMM_CUDA_LIBRARY" not in os.environ:
             raise InitError(f"NCCL reduces on CUDA devices, not on {device}")
         self.device = device
         self.index = device.index or 0
-        code = driver.device_count(&count)
+        with nogil:
+            code = driver.device_count(&count)
         if code != CUDA_SUCCESS or not 0 <= self.index < count:
             raise InitError(f"there is no CUDA device {self.index}: the driver knows {count} (is "
                             "CUDA_VISIBLE_DEVICES set?)")
-        check(driver.device_get(&number, self.index), b"cuDeviceGet")
-        check(driver.device_attribute(&self.n_multiprocessors,
-                                      CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number),
-              b"cuDeviceGetAttribute")
-        check(driver.retain_primary_context(&self.context, number), b"cuDevicePrimaryCtxRetain")
+        with nogil:
+            check(driver.device_get(&number, self.index), b"cuDeviceGet")
+            check(driver.device_attribute(&self.n_multiprocessors,
+                                          CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number),
+                  b"cuDeviceGetAttribute")
+            check(driver.retain_primary_context(&self.context, number),
+                  b"cuDevicePrimaryCtxRetain")
         self.raw_stream = torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None
         self.record_stream = _record_current_stream if device.type == "cuda" else None
 
@@ -193,14 +214,23 @@ cdef class Device:
     cdef CUstream order_current_after(self, Event event) except? NULL:
         """Makes the current stream wait for the event. Returns that stream."""
         cdef CUstream current = self.current_stream()
-        cdef CUcontext before
-        cdef int code
         with nogil:
-            before = self.enter()
-            code = driver.wait_event(current, event.handle, 0)
-            self.leave(before)
-            check(code, b"cuStreamWaitEvent")
+            self.order_after(current, event)
         return current
+
+    cdef int order_after(self, CUstream stream, Event event) except -1 nogil:
+        """Makes the stream wait for the event."""
+        cdef CUcontext before = self.enter()
+        cdef int code = driver.wait_event(stream, event.handle, 0)
+        self.leave(before)
+        return check(code, b"cuStreamWaitEvent")
+
+    cdef int record(self, Event event, CUstream stream) except -1 nogil:
+        """Makes the event come after what the stream has been given so far."""
+        cdef CUcontext before = self.enter()
+        cdef int code = driver.record_event(event.handle, stream)
+        self.leave(before)
+        return check(code, b"cuEventRecord")
 
     cdef CUcontext enter(self) except? NULL nogil:
         """Makes this device's context the thread's. Returns the one it had, for `leave`."""
@@ -220,20 +250,24 @@ cdef class Device:
     @contextlib.contextmanager
     def selected(self):
         """Makes this device's context the thread's within the block. Not for the hot path."""
-        cdef CUcontext before = self.enter()
+        cdef CUcontext before
+        with nogil:
+            before = self.enter()
         try:
             yield
         finally:
-            self.leave(before)
+            with nogil:
+                self.leave(before)
 
     def synchronize(self):
         """Blocks until all that was launched on the device is done."""
-        cdef CUcontext before = self.enter()
-        try:
-            with nogil:
-                check(driver.synchronize(), b"cuCtxSynchronize")
-        finally:
+        cdef CUcontext before
+        cdef int code
+        with nogil:
+            before = self.enter()
+            code = driver.synchronize()
             self.leave(before)
+            check(code, b"cuCtxSynchronize")
 
 
 def _record_current_stream(tensor):
@@ -244,9 +278,7 @@ cdef class Producers:
     """The streams on which tensors were produced that the current stream will read."""
 
     def __cinit__(self, Device device):
-        self.device, self.streams = device, set()
-        with device.selected():
-            self.side = Event()
+        self.device, self.streams, self.side = device, set(), Event(device)
 
     cpdef note(self):
         """Notes that one has been produced on the current stream."""
@@ -268,15 +300,14 @@ cdef class Producers:
         for stream in self.streams:
             other = <CUstream><size_t>stream
             if other != current:
-                with nogil:  # may wait for room in the device's queue
-                    check(driver.record_event(self.side.handle, other), b"cuEventRecord")
-                    check(driver.wait_event(current, self.side.handle, 0), b"cuStreamWaitEvent")
+                with nogil:
+                    self.device.record(self.side, other)
+                    self.device.order_after(current, self.side)
         return 0
 
     def order_before_current(self):
         """Orders the current stream after them."""
-        with self.device.selected():
-            self.order_before(self.device.current_stream())
+        self.order_before(self.device.current_stream())
 
     cpdef keep(self, tensor):
         """Called when the current stream has been made to read a tensor that is then dropped. Its

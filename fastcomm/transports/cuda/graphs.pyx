@@ -7,14 +7,15 @@ from libc.stdlib cimport calloc
 
 from fastcomm.transports.cuda.driver cimport (
     CU_GRAPH_USER_OBJECT_MOVE, CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
-    CUgraph, CUuserObject, check, driver,
+    CUcontext, CUgraph, CUuserObject, Device, check, driver,
 )
 
 
 cdef class CapturedGraphs:
     """The graphs of one communicator."""
 
-    def __cinit__(self):
+    def __cinit__(self, Device device):
+        self.device = device
         self.n_alive = <int *>calloc(1, sizeof(int))
         if self.n_alive == NULL:
             raise MemoryError("out of memory")
@@ -27,26 +28,32 @@ cdef class CapturedGraphs:
         """Returns whether the stream is being captured into a CUDA graph. Counts the graph until it
         and everything made from it are gone.
         """
-        cdef int status = 0
-        cdef unsigned long long identifier = 0
+        cdef CUcontext before
         cdef CUgraph graph = NULL
-        cdef CUuserObject counted = NULL
+        cdef unsigned long long identifier = 0
+        cdef int status = 0, code
         if current == NULL:  # the legacy default stream, which cannot be captured
             return False
         with nogil:  # the stream may be locked by a launch that waits for room
-            check(driver.capture_info(current, &status, &identifier, &graph, NULL, NULL),
-                  b"cuStreamGetCaptureInfo")
-        if status != CU_STREAM_CAPTURE_STATUS_ACTIVE:
-            return False
-        if identifier != self.newest:
-            self.newest = identifier
-            check(driver.create_user_object(&counted, self.n_alive, _graph_is_gone, 1,
-                                            CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
-                  b"cuUserObjectCreate")
-            check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
-                  b"cuGraphRetainUserObject")
-            fastcomm_count_up(self.n_alive)
-        return True
+            before = self.device.enter()  # a default stream is the current device's
+            code = driver.capture_info(current, &status, &identifier, &graph, NULL, NULL)
+            self.device.leave(before)
+            check(code, b"cuStreamGetCaptureInfo")
+            if status == CU_STREAM_CAPTURE_STATUS_ACTIVE and identifier != self.newest:
+                self._count(graph)
+                self.newest = identifier
+        return status == CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+    cdef int _count(self, CUgraph graph) except -1 nogil:
+        """Counts a graph until it is gone."""
+        cdef CUuserObject counted = NULL
+        check(driver.create_user_object(&counted, self.n_alive, _graph_is_gone, 1,
+                                        CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
+              b"cuUserObjectCreate")
+        check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
+              b"cuGraphRetainUserObject")
+        fastcomm_count_up(self.n_alive)
+        return 0
 
 
 cdef extern from *:

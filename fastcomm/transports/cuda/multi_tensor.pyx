@@ -108,8 +108,9 @@ cdef class MultiTensor:
         cdef Kernel found
         cdef int resident = 0
         found.function = <CUfunction><size_t>kernel(self.device, name)
-        check(driver.resident_blocks(&resident, found.function, 32 * MT_WARPS, 0),
-              b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        with nogil:
+            check(driver.resident_blocks(&resident, found.function, 32 * MT_WARPS, 0),
+                  b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
         found.n_blocks = min((n_tiles + MT_WARPS - 1) // MT_WARPS,
                              self.device.n_multiprocessors * max(resident, 1))
         return found
@@ -161,10 +162,12 @@ cdef class MultiTensor:
         cdef Part *part
         cdef Kernel *kernel
         cdef size_t i, n
+        cdef int code = CUDA_SUCCESS
+        cdef CUcontext before = self.device.enter()
         for i in range(self.n_parts):
             part = &self.parts[i]
             kernel = &part.kernels[<int>which]
-            if kernel.n_blocks == 0:  # tensors without elements
+            if kernel.n_blocks == 0 or code != CUDA_SUCCESS:  # 0: tensors without elements
                 continue
             parameters[0] = &self.addresses[part.first]
             parameters[1], parameters[2], n = &part.tiles, &part.n_tiles, 3
@@ -175,9 +178,10 @@ cdef class MultiTensor:
             else:
                 parameters[n] = &part.stats if with_stats else &no_stats
                 parameters[n + 1] = &part.ticket
-            check(driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0,
-                                stream, parameters, NULL), b"cuLaunchKernel")
-        return 0
+            code = driver.launch(kernel.function, kernel.n_blocks, 1, 1, 32 * MT_WARPS, 1, 1, 0,
+                                 stream, parameters, NULL)
+        self.device.leave(before)
+        return check(code, b"cuLaunchKernel")
 
     # -- the same from Python, on the current stream --
 
@@ -191,12 +195,8 @@ cdef class MultiTensor:
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
         cdef CUstream current = self.device.current_stream()
-        cdef CUcontext before = self.device.enter()
-        try:
-            with nogil:
-                self.flatten_on(current, data, scale, by)
-        finally:
-            self.device.leave(before)
+        with nogil:
+            self.flatten_on(current, data, scale, by)
 
     def unflatten(self, flat, list tensors, double scale=1.0, *, bint with_stats=False):
         """tensors[i] = flat[offsets[i] ...] * scale, cast. with_stats: leaves the sum of squares
@@ -205,12 +205,8 @@ cdef class MultiTensor:
         self._point_at(tensors)
         cdef void *data = self._flat_data(flat)
         cdef CUstream current = self.device.current_stream()
-        cdef CUcontext before = self.device.enter()
-        try:
-            with nogil:
-                self.unflatten_on(current, data, scale, with_stats)
-        finally:
-            self.device.leave(before)
+        with nogil:
+            self.unflatten_on(current, data, scale, with_stats)
 
     def norm(self, list tensors):
         """Reads the tensors once; leaves the sum of squares and the count of non-finite values in
@@ -218,12 +214,8 @@ cdef class MultiTensor:
         """
         self._point_at(tensors)
         cdef CUstream current = self.device.current_stream()
-        cdef CUcontext before = self.device.enter()
-        try:
-            with nogil:
-                self.norm_on(current)
-        finally:
-            self.device.leave(before)
+        with nogil:
+            self.norm_on(current)
 
     @property
     def square_sum(self):
@@ -340,12 +332,11 @@ cdef class Module:
     cdef CUmodule handle
 
     def __cinit__(self, Device device, const unsigned char[::1] image):
-        cdef CUcontext before = device.enter()
+        cdef CUcontext before
         cdef int code
-        try:
-            with nogil:  # may wait for the device
-                code = driver.load_module(&self.handle, &image[0])
-        finally:
+        with nogil:  # may wait for the device
+            before = device.enter()
+            code = driver.load_module(&self.handle, &image[0])
             device.leave(before)
         if code != CUDA_SUCCESS:
             raise InitError(f"the driver does not take the kernels nvcc has made (error {code})")

@@ -603,9 +603,6 @@ class WorkQueue:
     def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
         """Not needed: ranks announce that they abandon a round."""
 
-    def _enter_thread(self) -> None:
-        """Not needed: nothing here belongs to a thread."""
-
 
 class _Watchdog(Watchdog):
     """Does not compare calls: the announcements find ranks that call different collectives, which

@@ -238,36 +238,32 @@ cdef class NcclBucket(GatheringBucket):
             scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
         self.posted = None
         cdef CUstream current = link.cuda.current_stream()
-        cdef CUcontext before = link.cuda.enter()
+        work.is_captured = self.is_captured
+        work.token = self.used_mask.token(op, () if work.is_captured else tuple(missing))
+        if self.token is not work.token:
+            self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
+            self.token = work.token
+        # If nothing moves and nothing is scaled, the wire still holds the last round's used mask:
+        # see used_values.
+        flattens = (bool(missing) or bool(self.kept) or scale != 1 or weight is not None
+                    or self.wire is not self.flat
+                    or self.last is None or self.last.token is not work.token)
+        if link.clock is not None and not work.is_captured:
+            work.span = link.clock.span()
+        work.in_flight = self.in_flight
+        if work.is_captured:
+            work.in_flight = self._new_record(self.in_flight.kind, self.in_flight.label)
+        work.in_flight.step = step
+        link.launches.begin(self.lane, work.in_flight, op)
         try:
-            work.is_captured = self.is_captured
-            work.token = self.used_mask.token(op, () if work.is_captured else tuple(missing))
-            if self.token is not work.token:
-                self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
-                self.token = work.token
-            # If nothing moves and nothing is scaled, the wire still holds the last round's
-            # the used mask: see used_values.
-            flattens = (bool(missing) or bool(self.kept) or scale != 1 or weight is not None
-                        or self.wire is not self.flat
-                        or self.last is None or self.last.token is not work.token)
-            if link.clock is not None and not work.is_captured:
-                work.span = link.clock.span()
-            work.in_flight = self.in_flight
-            if work.is_captured:
-                work.in_flight = self._new_record(self.in_flight.kind, self.in_flight.label)
-            work.in_flight.step = step
-            link.launches.begin(self.lane, work.in_flight, op)
-            try:
-                code = self._launch_on(
-                    work.in_flight, current, scale, divisor, flattens,
-                    op_number(op if weight is None else "sum"), work.span,
-                )
-            finally:
-                link.launches.end(self.lane, work.in_flight, work.is_captured)
-            if code != ncclSuccess:
-                raise link.reason(link.error(code, name_of(self.calls)))
+            code = self._launch_on(
+                work.in_flight, current, scale, divisor, flattens,
+                op_number(op if weight is None else "sum"), work.span,
+            )
         finally:
-            link.cuda.leave(before)
+            link.launches.end(self.lane, work.in_flight, work.is_captured)
+        if code != ncclSuccess:
+            raise link.reason(link.error(code, name_of(self.calls)))
         work.bucket, work.op = self, op
         work.epoch, work.number = link.epoch, work.in_flight.number
         self.posted = self.last = work
@@ -283,6 +279,7 @@ cdef class NcclBucket(GatheringBucket):
         cdef bint scatters = self.scattering is not None
         cdef CUstream stream = self.lane.stream.handle
         cdef CUevent gathered = NULL, began = NULL, ended = NULL
+        cdef CUcontext before
         cdef size_t i
         cdef int code
         if span is not None:
@@ -291,19 +288,23 @@ cdef class NcclBucket(GatheringBucket):
         for i in range(self.n_calls):
             self.calls[i].op = op
         with nogil:  # may wait inside NCCL, which connects at the first collective
-            if flattens:
-                self.gathering.flatten_on(current, wire, scale, divisor)
-            check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
-            _record(gathered, current)
-            check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
-            _record(began, stream)
-            code = call_all(self.calls, self.n_calls, self.lane.comm, stream)
-            if code != ncclSuccess:
-                return code
-            if scatters:
-                self.scattering.unflatten_on(stream, wire, 1, True)
-            _record(ended, stream)
-            check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
+            before = self.link.cuda.enter()
+            try:
+                if flattens:
+                    self.gathering.flatten_on(current, wire, scale, divisor)
+                check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
+                _record(gathered, current)
+                check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
+                _record(began, stream)
+                code = call_all(self.calls, self.n_calls, self.lane.comm, stream)
+                if code != ncclSuccess:
+                    return code
+                if scatters:
+                    self.scattering.unflatten_on(stream, wire, 1, True)
+                _record(ended, stream)
+                check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
+            finally:
+                self.link.cuda.leave(before)
         return ncclSuccess
 
     cdef int _order_gathering(self) except -1:
@@ -311,16 +312,11 @@ cdef class NcclBucket(GatheringBucket):
         and after the last round's results.
         """
         cdef CUstream current = self.link.cuda.current_stream()
-        cdef CUcontext before
         self.link.check_usable()
-        before = self.link.cuda.enter()
-        try:
-            self.is_captured = self.link.graphs.note_capture(current)
-            self.producers.order_before(current)
-            if self.last is not None:
-                self._order_after_last(current)
-        finally:
-            self.link.cuda.leave(before)
+        self.is_captured = self.link.graphs.note_capture(current)
+        self.producers.order_before(current)
+        if self.last is not None:
+            self._order_after_last(current)
         return 0
 
     cdef int _order_after_last(self, CUstream current) except -1:
@@ -329,8 +325,7 @@ cdef class NcclBucket(GatheringBucket):
         # A capture cannot wait for what is outside it; the caller synchronises around it.
         if not is_known and not self.is_captured:
             with nogil:  # may wait for room in the device's queue
-                check(driver.wait_event(current, self.in_flight.done.handle, 0),
-                      b"cuStreamWaitEvent")
+                self.link.cuda.order_after(current, self.in_flight.done)
         return 0
 
     cdef _release(self, CUstream current):
@@ -362,12 +357,8 @@ cdef class NcclBucket(GatheringBucket):
 
     cdef int _measure(self) except -1:
         cdef CUstream current = self.link.cuda.current_stream()
-        cdef CUcontext before = self.link.cuda.enter()
-        try:
-            with nogil:  # may wait for room in the device's queue
-                self.measuring.norm_on(current)
-        finally:
-            self.link.cuda.leave(before)
+        with nogil:  # may wait for room in the device's queue
+            self.measuring.norm_on(current)
         return 0
 
 

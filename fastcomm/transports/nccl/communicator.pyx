@@ -89,14 +89,8 @@ cdef class NcclWork:
 
     cdef int _order_launch(self) except -1:
         """Orders the launch's stream after this work, for streams that waited for it before."""
-        cdef Device cuda = self.link.cuda
-        cdef CUcontext before = cuda.enter()
-        try:
-            with nogil:  # may wait for room in the device's queue
-                check(driver.wait_event(self.launched_on, self.in_flight.done.handle, 0),
-                      b"cuStreamWaitEvent")
-        finally:
-            cuda.leave(before)
+        with nogil:  # may wait for room in the device's queue
+            self.link.cuda.order_after(self.launched_on, self.in_flight.done)
         return 0
 
     cdef _divide(self, CUstream current):
@@ -111,10 +105,9 @@ cdef class NcclWork:
             if current != self.launched_on and cuda.record_stream is not None:
                 cuda.record_stream(total)
         if self.has_own_record:  # else nobody waits again
-            with cuda.selected():
-                self.divided = Event()
-                with nogil:  # may wait for room in the device's queue
-                    check(driver.record_event(self.divided.handle, current), b"cuEventRecord")
+            self.divided = Event(cuda)
+            with nogil:  # may wait for room in the device's queue
+                cuda.record(self.divided, current)
 
     def is_completed(self):
         """Whether the result is in place. True for what was captured: nobody may ask for that."""
@@ -262,8 +255,7 @@ cdef class NcclCommunicator:
             # as bytes: torch has no kernels for some dtypes of one byte
             wire.view(torch.uint8).zero_()
         dtype_number(wire.dtype)
-        with self.cuda.selected():
-            return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
+        return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
 
     def make_window(self, flat, *, uint32_t label):
         """The copy engines gather windows only. Does nothing in a capture."""
@@ -305,7 +297,7 @@ cdef class NcclCommunicator:
         return self._collective(ALL_REDUCE, numbers, numbers, "sum", 0, True, None)
 
     def is_captured(self):
-        return self._is_captured(self.cuda.current_stream())
+        return self.link.graphs.note_capture(self.cuda.current_stream())
 
     def refuse_capture(self, str what):
         if self.is_captured():
@@ -454,19 +446,12 @@ cdef class NcclCommunicator:
             return work
         work.wait()
 
-    cdef bint _is_captured(self, CUstream current) except -1:
-        cdef CUcontext before = self.cuda.enter()  # a default stream is the current device's
-        try:
-            return self.link.graphs.note_capture(current)
-        finally:
-            self.cuda.leave(before)
-
     cdef NcclWork _new_work(self, bint is_async):
         """A collective that is about to be launched on the first lane."""
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Launches launches = self.link.launches
         work.link, work.launched_on = self.link, self.cuda.current_stream()
-        work.is_captured = self._is_captured(work.launched_on)
+        work.is_captured = self.link.graphs.note_capture(work.launched_on)
         if work.is_captured:
             work.in_flight = launches.new_record()
         elif is_async:
@@ -481,7 +466,6 @@ cdef class NcclCommunicator:
         cdef Lane lane = link.lanes[0]
         cdef InFlight in_flight = work.in_flight
         cdef CUstream current = work.launched_on
-        cdef CUcontext before = self.cuda.enter()
         cdef int code
         try:
             link.launches.begin(lane, in_flight, op)
@@ -495,8 +479,6 @@ cdef class NcclCommunicator:
                 raise link.error(code, name_of(calls))
         except FastcommError as error:
             raise link.reason(error) from error
-        finally:
-            self.cuda.leave(before)
         return 0
 
 
@@ -505,12 +487,16 @@ cdef int _launch_on(
 ) except -1 nogil:
     """Returns NCCL's code."""
     cdef CUstream stream = lane.stream.handle
+    cdef CUcontext before = lane.device.enter()
     cdef int code
-    check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
-    check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
-    code = call_all(calls, n, lane.comm, stream)
-    if code == ncclSuccess:
-        check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
+    try:
+        check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
+        check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
+        code = call_all(calls, n, lane.comm, stream)
+        if code == ncclSuccess:
+            check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
+    finally:
+        lane.device.leave(before)
     return code
 
 

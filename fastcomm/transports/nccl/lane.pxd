@@ -37,4 +37,10 @@ cdef class Lane:
     cdef bint is_in_use(self)
 
 
+cdef class ThreadCall:
+    cdef Device device
+    cdef int code
+    cdef readonly object over, error
+
+
 cdef list errors_of(list calls, double timeout_s)

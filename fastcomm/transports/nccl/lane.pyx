@@ -40,8 +40,8 @@ cdef class InFlight:
     for an event of a capture, and what was launched before may be under way.
     """
 
-    def __cinit__(self):
-        self.done, self.mark = Event(), Event()
+    def __cinit__(self, Device device):
+        self.done, self.mark = Event(device), Event(device)
 
     def describe(self):
         if self.kind == MEETING:
@@ -60,7 +60,8 @@ cdef class Lane:
 
     def __cinit__(self, Device device, CapturedGraphs graphs):
         self.device, self.graphs = device, graphs
-        self.stream, self.ready, self.in_flight = Stream(), Event(), InFlight()
+        self.stream, self.ready = Stream(device), Event(device)
+        self.in_flight = InFlight(device)
 
     def connect(self, str identifier, int rank, int world_size, double timeout_s, look):
         """Meets the other ranks. `look()` is called while waiting and raises if one of them has
@@ -137,7 +138,7 @@ cdef list errors_of(list calls, double timeout_s):
     return [call.error for call in over if call.error is not None]
 
 
-def _wait_for(_Call call, str what, double timeout_s, look):
+def _wait_for(ThreadCall call, str what, double timeout_s, look):
     """Waits until the call is over. Meanwhile calls `look()`, which raises when the other ranks
     will not come. Raises the call's error.
     """
@@ -155,24 +156,21 @@ def _wait_for(_Call call, str what, double timeout_s, look):
         raise call.error
 
 
-cdef class _Call:
-    """A call into NCCL on a thread of its own. `over` is set when it has returned, `code` and
-    `error` then say how.
+cdef class ThreadCall:
+    """A call into NCCL or the driver on a thread of its own. `over` is set when it has returned,
+    `code` and `error` then say how.
     """
-
-    cdef Device device
-    cdef int code
-    cdef readonly object over, error
 
     def __cinit__(self, Device device):
         self.device, self.over = device, threading.Event()
 
     def start(self):
-        threading.Thread(target=self._run, name="fastcomm NCCL call", daemon=True).start()
+        threading.Thread(target=self._run, name="fastcomm call", daemon=True).start()
 
     def _run(self):
         try:
-            self.device.enter()
+            with nogil:
+                self.device.enter()
             self.make()
         except Exception as error:
             self.code, self.error = -1, error
@@ -184,7 +182,7 @@ cdef class _Call:
             self.error = error_of(code, name)
 
 
-cdef class _Init(_Call):
+cdef class _Init(ThreadCall):
     cdef ncclComm_t comm
     cdef ncclUniqueId identifier
     cdef int rank, world_size
@@ -199,7 +197,7 @@ cdef class _Init(_Call):
         self.note_result(code, b"ncclCommInitRankConfig")
 
 
-cdef class _Split(_Call):
+cdef class _Split(ThreadCall):
     cdef Lane parent
     cdef ncclComm_t comm
     cdef int rank
@@ -216,7 +214,7 @@ cdef class _Split(_Call):
         self.note_result(code, b"ncclCommSplit")
 
 
-cdef class _End(_Call):
+cdef class _End(ThreadCall):
     cdef ncclComm_t comm
 
 

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint64_t
 
 from fastcomm.transports.cuda.driver cimport Device
-from fastcomm.transports.nccl.lane cimport Lane, InFlight
+from fastcomm.transports.nccl.lane cimport InFlight, Lane, ThreadCall
 
 
 cdef class Launches:
@@ -11,6 +11,7 @@ cdef class Launches:
     cdef object records
     # of works that are gone, the oldest first; their launches may not be over
     cdef readonly object unused
+    cdef ThreadCall newest_look
     cdef InFlight new_record(self)
     cdef InFlight take_record(self)
     cdef forget_tensors(self)
@@ -18,5 +19,7 @@ cdef class Launches:
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1
     cdef InFlight calling(self)
+    cdef look(self)
+    cdef settle(self)
     cdef oldest_unfinished(self)
     cdef list _pending(self)

@@ -3,23 +3,32 @@
 
 Numbers the launches, and keeps the tensors of those that nobody may be waiting for. Only says which
 unfinished launch is the oldest; the watchdog judges it.
+
+The driver may keep whoever asks for an event waiting, while a launch of this process waits for room
+in the device's queue. So the watchdog asks on another thread, and goes on without an answer.
 """
 
+import contextlib
 import time
 import weakref
 from collections import deque
 
+from fastcomm.errors import FastcommError
+
 from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.driver cimport (
-    CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, Device,
-    check, driver,
+    CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUevent, Device, check,
+    driver,
 )
+
+
+cdef double ANSWER_S = 1.0  # how long the watchdog waits for the driver's answers
 
 
 cdef class Launches:
     """The launches of one communicator. The thread that launches calls `begin` and `end` around
-    each launch; the watchdog's thread calls `oldest_unfinished`.
+    each launch; the watchdog's thread calls `look` and `oldest_unfinished`.
     """
 
     def __cinit__(self, Device cuda, list lanes):
@@ -27,11 +36,7 @@ cdef class Launches:
         self.records, self.unused = weakref.WeakSet(), deque()
 
     cdef InFlight new_record(self):
-        cdef CUcontext before = self.cuda.enter()
-        try:
-            in_flight = InFlight()
-        finally:
-            self.cuda.leave(before)
+        in_flight = InFlight(self.cuda)
         self.records.add(in_flight)
         return in_flight
 
@@ -71,12 +76,12 @@ cdef class Launches:
         """The launch has returned. A launch that was only captured does not run, and its events
         must not be queried: its record is its own.
         """
-        cdef int code
         in_flight.is_pending = not is_captured
         if in_flight.is_pending and not in_flight.is_marked:
-            with nogil:  # may wait for room in the device's queue
-                code = driver.record_event(in_flight.mark.handle, lane.stream.handle)
-            in_flight.is_marked = code == CUDA_SUCCESS
+            with contextlib.suppress(FastcommError):
+                with nogil:  # may wait for room in the device's queue
+                    self.cuda.record(in_flight.mark, lane.stream.handle)
+                in_flight.is_marked = True
         lane.calling = None
         return 0
 
@@ -87,8 +92,24 @@ cdef class Launches:
                 return (<Lane>lane).calling
         return None
 
-    cdef oldest_unfinished(self):
-        cdef InFlight in_flight, oldest = self.calling()
+    cdef look(self):
+        """Settles what is over, on a thread of its own. Returns after ANSWER_S at the latest; when
+        the driver does not answer, only its thread stays behind, and no other is begun.
+        """
+        cdef _Look look = self.newest_look
+        if look is None or look.over.is_set():
+            if not self._pending():
+                return
+            look = self.newest_look = _Look(self.cuda)
+            look.launches, look.since = self, time.monotonic()
+            look.start()
+        if look.over.wait(max(0.0, look.since + ANSWER_S - time.monotonic())):
+            if look.error is not None:
+                raise look.error
+
+    cdef settle(self):
+        """Asks the driver which launches are over. Raises FastcommError for a broken device."""
+        cdef InFlight in_flight
         cdef list pending = self._pending()
         cdef size_t i, n = len(pending)
         cdef Look *looks = <Look *>calloc(n + 1, sizeof(Look))
@@ -113,10 +134,15 @@ cdef class Launches:
                     continue
                 if looks[i].has_progress:
                     in_flight.is_marked, in_flight.since = False, time.monotonic()
-                if oldest is None or in_flight.number < oldest.number:
-                    oldest = in_flight
         finally:
             free(looks)
+
+    cdef oldest_unfinished(self):
+        """Its number, seconds without progress, and its description; as far as is known."""
+        cdef InFlight in_flight, oldest = self.calling()
+        for in_flight in self._pending():
+            if oldest is None or in_flight.number < oldest.number:
+                oldest = in_flight
         if oldest is None:
             return None
         return oldest.number, time.monotonic() - oldest.since, oldest.describe()
@@ -130,6 +156,15 @@ cdef class Launches:
         ]
 
 
+cdef class _Look(ThreadCall):
+    cdef Launches launches
+    cdef double since
+
+    def make(self):
+        launches, self.launches = self.launches, None
+        launches.settle()
+
+
 # What one look at a record has found.
 cdef struct Look:
     uint64_t number
@@ -140,24 +175,24 @@ cdef struct Look:
 
 
 cdef void _look(Look *looks, size_t n) noexcept nogil:
+    """A capture on any thread does not mind the questions."""
+    cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
     cdef size_t i
+    driver.exchange_capture_mode(&mode)
     for i in range(n):
         looks[i].code = driver.query_event(looks[i].done)
         if looks[i].code == CUDA_ERROR_NOT_READY and looks[i].mark != NULL:
             looks[i].has_progress = driver.query_event(looks[i].mark) == CUDA_SUCCESS
+    driver.exchange_capture_mode(&mode)
 
 
 cdef bint _is_over(InFlight in_flight) noexcept:
-    """Whether the record's launch is over, as far as can be told. A capture on another thread does
-    not mind the question.
-    """
-    cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
-    cdef int code
+    """Whether the record's launch is over, as far as can be told."""
+    cdef Look look
+    look.done, look.mark = in_flight.done.handle, NULL
     with nogil:
-        driver.exchange_capture_mode(&mode)
-        code = driver.query_event(in_flight.done.handle)
-        driver.exchange_capture_mode(&mode)
-    return code == CUDA_SUCCESS
+        _look(&look, 1)
+    return look.code == CUDA_SUCCESS
 
 
 cdef list _members(weak_set):

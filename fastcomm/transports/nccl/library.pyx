@@ -57,7 +57,8 @@ def load():
         handle = _open()
         _find_symbols(handle)
         path = os.path.realpath(fastcomm_file_of(<void *>nccl.get_version).decode())
-        check(nccl.get_version(&version), b"ncclGetVersion")
+        with nogil:
+            check(nccl.get_version(&version), b"ncclGetVersion")
         if version < OLDEST:
             raise InitError(f"NCCL {version_text(version)} in {path} is too old: fastcomm needs "
                             "2.18 or newer")

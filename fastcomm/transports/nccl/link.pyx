@@ -28,7 +28,6 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from posix.unistd cimport usleep
 
-from fastcomm.transports.cuda.driver cimport CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, check, driver
 from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
@@ -60,7 +59,8 @@ cdef class Link:
         self.life, self.bootstrap = Lifetime(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
-        self.launches, self.graphs = Launches(self.cuda, self.lanes), CapturedGraphs()
+        self.launches = Launches(self.cuda, self.lanes)
+        self.graphs = CapturedGraphs(self.cuda)
         self.heard_in = -1
         facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy))
         refuse_different_versions(facts)
@@ -82,8 +82,7 @@ cdef class Link:
             leave_last_words(self.bootstrap, self.rank, has_raised)
 
     cdef _add_lane(self, look):
-        with self.cuda.selected():
-            lane = Lane(self.cuda, self.graphs)
+        lane = Lane(self.cuda, self.graphs)
         (<Lane>lane).ctas = self.ctas
         self._connect(lane, len(self.lanes), look, look)
         self.launches.records.add((<Lane>lane).in_flight)
@@ -258,10 +257,13 @@ cdef class Link:
                 return 0
             with nogil:
                 usleep(POLL_US)
+            self.launches.settle()
         return self.n_settled
 
     cdef bint _has_unfinished(self, uint64_t n):
-        """Whether one of the first n collectives since the ranks met is under way."""
+        """Whether one of the first n collectives since the ranks met is under way, as far as is
+        known.
+        """
         oldest = self.launches.oldest_unfinished()
         return oldest is not None and oldest[0] <= n
 
@@ -336,26 +338,23 @@ cdef class Link:
 
     # -- what the watchdog asks for; see fastcomm.comm.watchdog.Watched --
 
-    def _enter_thread(self):
-        # else its queries would break other threads' captures
-        cdef int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self.cuda.enter()
-        check(driver.exchange_capture_mode(&mode), b"cuThreadExchangeStreamCaptureMode")
-
     @property
     def number(self):
         return self.launches.number
 
     def _oldest_unfinished(self):
+        self.launches.look()
         return self.launches.oldest_unfinished()
 
     def _asynchronous_error(self):
         cdef int code = ncclSuccess
+        cdef bint is_known
         cdef Lane lane
         for candidate in self.lanes:
             lane = candidate
             if lane.comm != NULL and lane.ending is None:
-                is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
+                with nogil:
+                    is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
                 if is_known and code not in (ncclSuccess, ncclInProgress):
                     error = self.error(code, b"ncclCommGetAsyncError: a collective")
                     return PeerLostError(str(error)) if code == ncclRemoteError else error

@@ -94,6 +94,7 @@ cdef class Pool:
         cdef Allocation *allocation
         cdef Handed *handed
         cdef CUcontext before
+        cdef int code
         self.give_back()
         allocation = <Allocation *>calloc(1, sizeof(Allocation))
         handed = <Handed *>calloc(1, sizeof(Handed))
@@ -101,16 +102,16 @@ cdef class Pool:
             free(allocation)
             free(handed)
             raise MemoryError("out of memory")
-        before = self.device.enter()
         try:
             with nogil:
-                check(nccl.mem_alloc(&allocation.memory, nbytes), b"ncclMemAlloc")
+                before = self.device.enter()
+                code = nccl.mem_alloc(&allocation.memory, nbytes)
+                self.device.leave(before)
+                check(code, b"ncclMemAlloc")
         except BaseException:
             free(allocation)
             free(handed)
             raise
-        finally:
-            self.device.leave(before)
         allocation.nbytes = nbytes
         with self.lock:
             allocation.next, self.first = self.first, allocation
@@ -154,6 +155,7 @@ cdef class Pool:
         cdef Allocation **link = &self.first
         cdef Allocation *allocation
         cdef CUcontext before
+        cdef int code
         while link[0] != NULL:
             allocation = link[0]
             if allocation.is_freed != IDLE:
@@ -161,13 +163,12 @@ cdef class Pool:
                 continue
             link[0] = allocation.next
             _deregister(allocation)
-            before = self.device.enter()
-            try:
-                with nogil:  # waits for the device
-                    check(nccl.mem_free(allocation.memory), b"ncclMemFree")
-            finally:
-                free(allocation)
+            with nogil:  # waits for the device
+                before = self.device.enter()
+                code = nccl.mem_free(allocation.memory)
                 self.device.leave(before)
+                free(allocation)
+                check(code, b"ncclMemFree")
         return 0
 
     cdef Allocation *_allocation_at(self, const void *data):

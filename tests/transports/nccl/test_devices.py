@@ -17,13 +17,15 @@ import torch
 import fastcomm
 from fastcomm.transports.cuda.driver import Producers
 from fastcomm.transports.cuda.multi_tensor import Module, MultiTensor
-from tests.fakes.stand_ins import assert_all_ended, loaded
+from tests.fakes.stand_ins import assert_all_ended, calls_with_lock, loaded
 from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS, backward, mlp
 from tests.transports.nccl import communicator, stand_in_values
 
 # The communicator's device comes first: for torch, the CPU that plays it has no number.
 SECOND_DEVICE = {"FASTCOMM_STAND_IN_DEVICES": "1,0"}
+BEGIN_GLOBAL, END_CAPTURE = 1, 0  # of stand_in_capture
+LEGACY_STREAM = 1  # a handle of the stream that it captures
 PLACES = {"on the first device": 0, "on no device": None}
 
 
@@ -51,6 +53,27 @@ def _train(comm):
         reducer.clip_grad_norm_(1e9)
         reducer.nonfinite_count()
         optimizer.step()
+
+
+def _time(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    with reducer.timeline() as timeline:
+        for _ in range(2):
+            backward(model, comm.rank)
+    assert timeline.steps
+
+
+def _capture(comm):
+    cuda = loaded("cuda")
+    comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+    with comm.cuda.selected():
+        cuda.stand_in_capture(BEGIN_GLOBAL)
+    comm.all_reduce(torch.ones(10))
+    with comm.cuda.selected():
+        assert cuda.stand_in_capture(END_CAPTURE) == 0
+        cuda.stand_in_destroy_graphs()
+    comm.cuda.raw_stream = None
 
 
 def _measure(comm):
@@ -142,6 +165,8 @@ USES = (
     _drop_memory,
     _bind,
     _train,
+    _time,
+    _capture,
     _measure,
     _produce_on_another_stream,
     _load_kernels,
@@ -243,3 +268,19 @@ def _drop(place):
 def test_what_a_thread_without_a_context_collects_is_destroyed():
     (counts,) = stand_in_values(1, _drop, env=SECOND_DEVICE)
     assert counts[1] == counts[2]
+
+
+def _use_without_the_lock(place, end):
+    comm = communicator(place)
+    for use in USES:
+        use(comm)
+    getattr(comm, end)()
+    del comm
+    gc.collect()
+    return calls_with_lock()
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_no_call_of_the_driver_is_made_with_the_interpreter_s_lock(end):
+    """Another thread's launch may keep it waiting until the watchdog ends NCCL's kernels."""
+    assert stand_in_values(1, _use_without_the_lock, end) == [[]]

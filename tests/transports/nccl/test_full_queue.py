@@ -1,6 +1,6 @@
 """The device's queue is full, as when a peer has died and the host goes on launching: a call into
-the driver then blocks until the communicator is aborted. So no such call may keep the GIL, or
-nobody could abort it.
+the driver then blocks until the communicator is aborted, and others may wait for it. So no such
+call may keep the GIL, and the watchdog may not wait for the driver, or nobody could abort it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from functools import partial
 import pytest
 import torch
 
-from fastcomm import FastcommError
+from fastcomm import FastcommError, PeerLostError
 from fastcomm.transports.cuda.multi_tensor import MultiTensor
 from tests.fakes.stand_ins import loaded, log_of
-from tests.transports.nccl import communicator, stand_in_values
+from tests.support.bodies import leave, left
+from tests.support.outcomes import values_of
+from tests.transports.nccl import SOON, communicator, outcomes_of, stand_in_values
 
 SIDE, CURRENT = 1, 2  # streams that the stand-in has from the start
 
@@ -139,3 +141,34 @@ def _call_with_a_full_queue(place, name):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_waits_for_room_lets_another_thread_abort(name):
     assert stand_in_values(1, _call_with_a_full_queue, name) == [True]
+
+
+def _give_room_when_aborted():
+    while not any("ncclCommAbort" in line or "Revoke" in line for line in log_of(loaded("nccl"))):
+        time.sleep(0.001)
+    loaded("cuda").stand_in_fill_queue(None, 0)
+
+
+def _launch_until_a_peer_dies(place, function):
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == 0:
+        loaded("cuda").stand_in_hold_events(1)
+    unfinished = comm.all_reduce(torch.ones(9), async_op=True)  # the watchdog asks for it
+    if place.rank == 1:
+        time.sleep(0.3)
+        leave(place, comm, "killed")
+    threading.Thread(target=_give_room_when_aborted, daemon=True).start()
+    loaded("cuda").stand_in_fill_queue(function.encode(), 0)
+    with pytest.raises(PeerLostError) as lost:
+        comm.all_reduce(torch.ones(9))
+    del unfinished
+    return str(lost.value), *left(place)
+
+
+@pytest.mark.parametrize("function", [RECORD, WAIT])
+def test_a_peer_that_dies_while_a_launch_waits_for_room_is_named(function):
+    survivor, _ = outcomes_of(2, _launch_until_a_peer_dies, function)
+    ((message, pid, seconds),) = values_of([survivor])
+    assert f"rank 1 (pid {pid}) died" in message
+    assert seconds < SOON

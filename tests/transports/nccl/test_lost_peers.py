@@ -124,3 +124,19 @@ def _hold_several_launches(place):
 
 def test_the_oldest_launch_is_the_one_that_is_waited_for():
     values_of(outcomes_of(1, _hold_several_launches))
+
+
+def _finish_before_a_peer_dies(place):
+    comm = communicator(place)
+    loaded("cuda").stand_in_slow_queries(300_000)
+    comm.all_reduce(torch.ones(10))
+    if place.rank == 1:
+        leave(place, comm, "killed")
+    time.sleep(1)  # the watchdog looks several times
+    comm.check()
+    loaded("cuda").stand_in_slow_queries(0)
+
+
+def test_what_is_over_needs_no_peer():
+    """Also where the driver takes its time to say that it is."""
+    values_of(outcomes_of(2, _finish_before_a_peer_dies)[:1])
