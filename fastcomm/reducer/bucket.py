@@ -466,17 +466,18 @@ class Bucket(Counter):
 
     def _holds_all(self) -> bool:
         """Whether the flat buffer has the values of all gradients. Those that the user also holds
-        are brought there: norms have the same bits on all ranks only if all take them in one way,
-        and the other ranks' users may hold none.
+        are brought there, on a device all: norms have the same bits on all ranks only if all take
+        them in one way, and the other ranks' users may hold none.
         """
         if not self._counts_nonfinite:
             return False
         for i, gradient in self._outside():
-            if gradient is None:
+            view = self.views[i]
+            if gradient is None or gradient.is_sparse or gradient.dtype != view.dtype:
                 return False
-            if gradient is (self._held or {}).get(i):
-                self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
-            elif self._has_streams or not _is_copy(gradient, self.views[i]):
+            if self._has_streams or gradient is (self._held or {}).get(i):
+                view.data.copy_(gradient)  # .data: this counts as no write to the view
+            elif not torch.equal(gradient, view):
                 return False
         return True
 
@@ -540,11 +541,6 @@ class Bucket(Counter):
             parameter.grad = gradient
         if self.shard is not None:
             self.shard.release(self.parameters)
-
-
-def _is_copy(gradient: Tensor, view: Tensor) -> bool:
-    is_alike = gradient.layout is torch.strided and gradient.dtype == view.dtype
-    return is_alike and torch.equal(gradient, view)
 
 
 def _gradients_of(parameters: Sequence[Parameter | None]) -> list[tuple[int, Tensor]]:

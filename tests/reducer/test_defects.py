@@ -230,7 +230,6 @@ def _written_past_torch(p):
     p.grad.data.mul_(3)
 
 
-@pytest.mark.transports("shm", "group", "hierarchical")
 @on_ranks(2)
 def test_ranks_clip_alike_where_one_has_copied_its_gradients(comm):
     model = nn.Sequential(*[nn.Linear(65, 65) for _ in range(4)])
