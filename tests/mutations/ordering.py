@@ -198,6 +198,22 @@ MUTATIONS = (
         tests=(TRAINING,),
     ),
     Mutation(
+        name="order: gradients are flattened on the lane whose memory may go before",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="is_in_place = not self.kept",
+        new="is_in_place = True",
+        tests=(TRAINING,),
+    ),
+    Mutation(
+        name="order: gradients in the flat buffer are flattened on the caller's stream",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="is_in_place = not self.kept",
+        new="is_in_place = False",
+        tests=(f"{LAUNCHES_TESTS}::test_gradients_in_the_flat_buffer_are_flattened_on_the_lane",),
+    ),
+    Mutation(
         name="order: a bucket is cast back on the caller's stream",
         file=BUCKET,
         within="NcclBucket._launch_on",

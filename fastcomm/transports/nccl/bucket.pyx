@@ -226,7 +226,10 @@ cdef class NcclBucket(GatheringBucket):
         return len(self.views)
 
     def launch(self, str op, list missing, uint64_t step=0, NcclWeight weight=None):
-        """Flattens on the current stream; reduces, and unflattens, on the lane's."""
+        """Reduces, and unflattens, on the lane's stream; flattens there, too, where all gradients
+        lie in the flat buffer. The memory of others may be used again as soon as the current stream
+        has read them: so they are flattened on that one.
+        """
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
         cdef Link link = self.link
         cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
@@ -276,7 +279,7 @@ cdef class NcclBucket(GatheringBucket):
     ) except -1:
         """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
         cdef void *wire = self.wire_address
-        cdef bint scatters = self.scattering is not None
+        cdef bint scatters = self.scattering is not None, is_in_place = not self.kept
         cdef CUstream stream = self.lane.stream.handle
         cdef CUevent gathered = NULL, began = NULL, ended = NULL
         cdef CUcontext before
@@ -290,11 +293,13 @@ cdef class NcclBucket(GatheringBucket):
         with nogil:  # may wait inside NCCL, which connects at the first collective
             before = self.link.cuda.enter()
             try:
-                if flattens:
+                if flattens and not is_in_place:
                     self.gathering.flatten_on(current, wire, scale, divisor)
                 check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
                 _record(gathered, current)
                 check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
+                if flattens and is_in_place:  # ncclAvg would scale, but without NVLink SHARP
+                    self.gathering.flatten_on(stream, wire, scale, divisor)
                 _record(began, stream)
                 code = call_all(self.calls, self.n_calls, self.lane.comm, stream)
                 if code != ncclSuccess:

@@ -33,13 +33,13 @@ from tests.transports.nccl import SOON, communicator, stand_in_values
 # by the streams' events.
 
 
-def _launch_one_bucket(place, wire_dtype):
+def _launch_one_bucket(place, wire_dtype, set_to_none):
     comm = communicator(place)
     model = torch.nn.Linear(8, 8)
     fastcomm.Reducer(comm, wire_dtype=wire_dtype).attach(model)
     x = torch.ones(2, 8)
     model(x).sum().backward()
-    model.zero_grad()
+    model.zero_grad(set_to_none)
     loss = model(x).sum()
     for library in (loaded("cuda"), loaded("nccl")):
         library.stand_in_clear_log()
@@ -63,7 +63,7 @@ def _without_marks(calls):
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
 def test_a_bucket_is_one_launch_ordered_by_events(wire_dtype):
-    for cuda, nccl in stand_in_values(2, _launch_one_bucket, wire_dtype):
+    for cuda, nccl in stand_in_values(2, _launch_one_bucket, wire_dtype, True):
         (all_reduce,) = nccl
         lane = re.search(r"stream=(0x\w+)", all_reduce)[1]
         assert lane != "0x0"
@@ -82,6 +82,22 @@ def test_a_bucket_is_one_launch_ordered_by_events(wire_dtype):
         assert all(stream == lane for _, stream, _ in cast)
         assert done[1] == lane and done[2] != ready[2]
         assert caller_waits[1:] == ("0x0", done[2])
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+def test_gradients_in_the_flat_buffer_are_flattened_on_the_lane(wire_dtype):
+    """The current stream goes on with the next layers."""
+    for cuda, nccl in stand_in_values(2, _launch_one_bucket, wire_dtype, False):
+        (all_reduce,) = nccl
+        lane = re.search(r"stream=(0x\w+)", all_reduce)[1]
+        calls = _without_marks([_events(line) for line in cuda])
+        ready, lane_waits, *kernels, done, caller_waits = calls
+        assert ready[:2] == ("cuEventRecord", "0x0")
+        assert lane_waits == ("cuStreamWaitEvent", lane, ready[2])
+        assert len(kernels) == (2 if wire_dtype else 1)
+        assert all(call[:2] == ("cuLaunchKernel", lane) for call in kernels)
+        assert done[:2] == ("cuEventRecord", lane)
+        assert caller_waits == ("cuStreamWaitEvent", "0x0", done[2])
 
 
 def _launch_with_weights(place):
@@ -147,9 +163,9 @@ def _note_side_streams(place):
 
 def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
     for calls, values in stand_in_values(2, _note_side_streams):
-        (record, produced_on, event), (wait, waits, awaited), (kernel, flattened_on, _) = calls[:3]
-        assert (record, wait, kernel) == ("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel")
-        assert (produced_on, waits, flattened_on) == ("0x1", "0x2", "0x2") and event == awaited
+        (record, produced_on, event), (wait, waits, awaited), (ready, ready_on, _) = calls[:3]
+        assert (record, wait, ready) == ("cuEventRecord", "cuStreamWaitEvent", "cuEventRecord")
+        assert (produced_on, waits, ready_on) == ("0x1", "0x2", "0x2") and event == awaited
         assert calls[-1][:2] == ("cuStreamWaitEvent", "0x2")
         assert values == [1.0] * 100
 
