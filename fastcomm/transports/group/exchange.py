@@ -55,9 +55,11 @@ SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
 OVER_S = 1.0  # how long announcements take to end once their connections are broken
-# Tags below those of tag_of, and above those of chunks. What is swapped arrives in the order in
-# which it was sent.
-_SWAPPED, _NEVER_SENT = 2**20, 2**20 + 1
+# Tags, all below those of shards.tag_of. What has one tag arrives in the order it was sent in.
+# Over a group that was passed in none may be larger than 2**15 - 1: MPI promises no more.
+_SWAPPED = 2**15 - 1
+_IN_TURN = 2**15 - 3  # and the next one, for results
+_NEVER_SENT = 2**20
 _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _kept: list[Any] = []  # the groups of a forked child's parent
 
@@ -180,6 +182,12 @@ class Exchange:
             lambda op, rows, factors: self.all_reduce(mask, op, rows, factors),
             self._owns_group and mask.nbytes <= PAYLOAD_NBYTES,
         )
+
+    def tag_of(self, index: int, call: Call) -> int:
+        """The tag of a transfer: see shards.tag_of. Over a group that was passed in nothing is sent
+        before all ranks have announced the same, and one call runs after the other.
+        """
+        return tag_of(index, call) if self._owns_group else _IN_TURN
 
     def drain(self, gathered: GatheredCalls) -> None:
         """Ends what ranks have begun to send for calls that do not go together, so that nothing

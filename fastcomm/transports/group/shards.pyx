@@ -145,7 +145,7 @@ class Announcer:
 
     def announce(self, work, behind=(), begun=None):
         """Tells the other ranks this one's call, and sends them its data if it is `begun`, a
-        transfer. Waits for nobody.
+        transfer that is prepared. Waits for nobody.
 
         behind: in place of a payload, calls that could be fused with this one. They differ from
             it in nothing but numel, label and step.
@@ -167,7 +167,7 @@ class Announcer:
         work.is_announced = True
         if begun is not None:
             try:
-                begun.begin(tag, call.op)
+                begun.begin(tag)
             except RuntimeError as trouble:  # a broken connection
                 announcement.trouble = trouble
             except BaseException as error:
@@ -185,10 +185,13 @@ class Transfer:
         self._move = move
 
     def can_begin(self, op):
-        """Whether begin() may come before the ranks have announced it."""
+        """Whether prepare() and begin() may come before the ranks have announced it."""
         return False
 
-    def begin(self, tag, op, factors=None):
+    def prepare(self, op, factors=None):
+        """Makes what begin() sends. May take long, and nothing else has to wait for it."""
+
+    def begin(self, tag):
         """Sends what the other ranks need of this one. Waits for nobody."""
 
     def steps(self, op, payloads, factors):
@@ -213,12 +216,14 @@ class CastTransfer(Transfer):
     def can_begin(self, op):
         return op not in WEIGHTED_OPS.values() and self._inner.can_begin(op)
 
-    def begin(self, tag, op, factors=None):
+    def prepare(self, op, factors=None):
         if op in WEIGHTED_OPS.values():
             torch.mul(self._flat, factors[self._rank], out=self._wire)
         else:
             self._wire.copy_(self._flat)
-        self._inner.begin(tag, op)
+
+    def begin(self, tag):
+        self._inner.begin(tag)
 
     def steps(self, op, payloads, factors):
         if op in WEIGHTED_OPS.values():
@@ -236,8 +241,8 @@ class FusedTransfer(Transfer):
     def __init__(self, flats, fused, inner):
         self._flats, self._fused, self._inner = flats, fused, inner
 
-    def begin(self, tag, op, factors=None):
-        self._inner.begin(tag, op)
+    def begin(self, tag):
+        self._inner.begin(tag)
 
     def steps(self, op, payloads, factors):
         yield from self._inner.steps(op, payloads, factors)
@@ -277,7 +282,7 @@ class ShardTransfer(Transfer):
     def can_begin(self, op):
         return True
 
-    def begin(self, tag, op, factors=None):
+    def begin(self, tag):
         self.send(tag, self._peers)
 
     def send(self, tag, peers):
@@ -285,13 +290,7 @@ class ShardTransfer(Transfer):
         recv, send = self._group.recv, self._group.send
         self._tag = tag
         self._receives = [[recv([rows[r]], r, tag) for r in peers] for rows in self._rows]
-        self._sends = []
-        for index, shards in enumerate(self._chunks):
-            self._fill(index, peers)
-            self._sends += [send([shards[r]], r, tag) for r in peers]
-
-    def _fill(self, index, peers):
-        """Called before the shards of a chunk are sent to these ranks."""
+        self._sends = [send([shards[r]], r, tag) for shards in self._chunks for r in peers]
 
     def _reduce_chunk(self, index, op, factors):
         """Reduces what the ranks have sent of a chunk into this rank's shard."""
@@ -360,16 +359,17 @@ class CodedTransfer(ShardTransfer):
     def can_begin(self, op):
         return self._begins_ahead
 
-    def _fill(self, index, peers):
-        piece, shape = self._gradients_of(index)
-        if self._is_whole(piece, shape):
-            values = piece.view(shape)
-        else:
-            values = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            values.view(-1)[:piece.numel()] = piece
-        self._values[index] = values
-        for r in peers:
-            self._wire.encode((index, r), values[r], self._chunks[index][r])
+    def prepare(self, op, factors=None):
+        for index, shards in enumerate(self._chunks):
+            piece, shape = self._gradients_of(index)
+            if self._is_whole(piece, shape):
+                values = piece.view(shape)
+            else:
+                values = torch.zeros(shape, dtype=torch.float32, device="cpu")
+                values.view(-1)[:piece.numel()] = piece
+            self._values[index] = values
+            for r in self._peers:
+                self._wire.encode((index, r), values[r], shards[r])
 
     def _reduce_chunk(self, index, op, factors):
         coded, values = self._rows[index], self._values[index]

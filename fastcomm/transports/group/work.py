@@ -84,6 +84,7 @@ class GroupWork(BucketWork):
         # The tensor, if others can be fused with it: nothing but its length, label and step tells
         # it from theirs, and it does not travel with its announcement.
         self.fusable = None if is_small or call.nbytes > FUSABLE_NBYTES else fusable
+        self.is_prepared = False  # its data may be sent with its announcement
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
@@ -97,6 +98,13 @@ class GroupWork(BucketWork):
         # Holds something once the work is over. Not an Event: an exception inside its Python code
         # would leave its lock locked.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def prepare(self) -> None:
+        """Makes what is sent with the announcement, if anything may be."""
+        transfer = self.transfer
+        if transfer is not None and transfer.can_begin(self.call.op):
+            transfer.prepare(self.call.op)
+            self.is_prepared = True
 
     def fusable_behind(self, works: list[GroupWork]) -> list[GroupWork]:
         """Those right behind this one that can be fused with it: none once this one is announced,

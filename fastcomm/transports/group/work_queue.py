@@ -52,7 +52,7 @@ from fastcomm.transports.group.call import (
     with_votes,
 )
 from fastcomm.transports.group.exchange import Exchange
-from fastcomm.transports.group.shards import Transfer, tag_of
+from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.work import GroupBucket, GroupWork, see_through
 
 # how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
@@ -253,6 +253,7 @@ class WorkQueue:
 
     def post(self, work: GroupWork) -> None:
         """Hands the work to the thread, or refuses it. Raises nothing itself."""
+        work.prepare()  # before the lock, for which the thread may be waiting
         with self._lock:
             theirs = self._unheard()
             if theirs is None:
@@ -288,9 +289,7 @@ class WorkQueue:
         """Announces the work, and sends its data where that can be: not where it may be fused with
         those behind it.
         """
-        begun = None if behind else work.transfer
-        if begun is not None and not begun.can_begin(work.call.op):
-            begun = None
+        begun = work.transfer if work.is_prepared and not behind else None
         self._announcer.announce(work, behind, begun)
 
     def holds(self, work: GroupWork) -> bool:
@@ -455,7 +454,8 @@ class WorkQueue:
             return nothing
         factors = factors_of(gathered.calls)
         if gathered.begun is None:
-            transfer.begin(tag_of(gathered.index, wanted), wanted.op, factors)
+            transfer.prepare(wanted.op, factors)
+            transfer.begin(self._exchange.tag_of(gathered.index, wanted))
         return transfer.steps(wanted.op, payloads, factors)
 
     def _take_step(self, running: RunningCollective) -> None:

@@ -15,6 +15,7 @@ import torch
 from fastcomm import AbandonedError, MismatchError
 from fastcomm.comm.collective import SKIP
 from fastcomm.transports.group import work_queue
+from fastcomm.transports.group.wire import Wire
 from tests.support.bodies import communicator, note, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -118,6 +119,26 @@ def test_a_bucket_is_of_use_after_a_mismatch_though_the_other_rank_is_late(comm,
         flat.fill_(comm.rank + 1)
         bucket.launch("sum", []).wait()
         assert_holds(flat, 3)
+
+
+@on_ranks(2)
+def test_no_other_thread_waits_while_a_bucket_is_encoded(comm):
+    (flat,), (bucket,) = buckets_of(comm, 1, torch.int8)
+    encode, others, are_over = Wire.encode, [], []
+
+    def encode_slowly(*arguments):
+        if not others:
+            others.append(threading.Thread(target=check_all_reduce, args=(comm, LARGE)))
+            others[0].start()
+            others[0].join(timeout=5)
+            are_over.append(not others[0].is_alive())
+        encode(*arguments)
+
+    with mock.patch.object(Wire, "encode", encode_slowly):
+        bucket.launch("sum", []).wait()
+    others[0].join()
+    assert are_over == [True]
+    assert_holds(flat, 3)
 
 
 @on_ranks(2)

@@ -297,8 +297,11 @@ def test_the_user_may_go_on_using_the_group():
     )
 
 
-def _go_through_a_group_itself(place):
-    """As over a backend of which no second group can be made from a store."""
+@contextlib.contextmanager
+def _over(place, group):
+    """A communicator over the group itself, as over a backend of which no second group can be made
+    from a store.
+    """
     with fastcomm.init("group", group=gloo()) as model:
         comm = GroupCommunicator(
             place.rank,
@@ -307,13 +310,48 @@ def _go_through_a_group_itself(place):
             model._notes,
             timedelta(seconds=20),
             [place.rank],
-            Exchange(place.rank, place.world_size, gloo()),
+            Exchange(place.rank, place.world_size, group),
         )
+        yield comm
+        comm.close()
+        dist.barrier()
+
+
+def _go_through_a_group_itself(place):
+    with _over(place, gloo()) as comm:
         for op in OPS:
             check_all_reduce(comm, 10_000, op=op)
         comm.broadcast(torch.ones(3))
-        comm.close()
-        dist.barrier()
+
+
+class _Noting:
+    """A group that notes the tags it sends by."""
+
+    def __init__(self, group):
+        self._group, self.tags = group, set()
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def send(self, tensors, rank, tag):
+        self.tags.add(tag)
+        return self._group.send(tensors, rank, tag)
+
+
+def _note_tags(place):
+    group = _Noting(gloo())
+    with _over(place, group) as comm:
+        for wire_dtype in (None, torch.bfloat16, torch.int8):
+            flat = torch.full((10_001,), comm.rank + 1.0)
+            bucket = comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=wire_dtype, label=1)
+            for _ in range(2):
+                bucket.launch("mean", []).wait()
+            torch.testing.assert_close(flat[:-1], torch.full((10_000,), 2.0), rtol=1e-6, atol=0)
+    return max(group.tags)
+
+
+def test_tags_in_a_group_of_the_users_are_those_that_mpi_promises():
+    assert max(values_of(fresh_ranks(3, _note_tags, transport="group"))) < 2**15
 
 
 def test_any_group_of_torch_distributed_will_do():
