@@ -126,7 +126,7 @@ def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__)
     parser.add_argument(
         "--hosts",
-        type=parse_hosts,
+        type=report.hosts,
         default="2,2",
         metavar="N,N,...",
         help="ranks on each host (2,2)",
@@ -147,15 +147,6 @@ def parse_options() -> argparse.Namespace:
         parser.error("--mib is at least 1")
     options.contenders = ["gloo", *options.wires, "backend"]
     return options
-
-
-def parse_hosts(text: str) -> list[int]:
-    hosts = [int(n) for n in text.split(",") if n.isdigit()]
-    if len(hosts) < 2 or min(hosts) < 1 or len(hosts) != text.count(",") + 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: at least two hosts, each with at least one rank, as in 2,2"
-        )
-    return hosts
 
 
 def bits_per_second(rate: str) -> float:

@@ -10,11 +10,14 @@ paper found and what was expected beforehand.
     python -m fastcomm bench paper fig12 --device cuda   latency with 1, 3 and 5 communicators
     python -m fastcomm bench paper fig7 --wire network   over links of 1 Gbit/s; needs root
     python -m fastcomm bench paper wires   gradients in 16 and in 8 bits between hosts
+    python -m fastcomm bench paper hosts --rate 10gbit --delay-ms 10 --hosts 1,1,1,1   each
+                                           contender at its best bucket size
     python -m fastcomm bench paper --from bench/results/paper-fig7-shm.json --plot fig7.png
 
 --wire shm: two ranks of this host (four in Fig. 8), fastcomm over shared memory, DDP over Gloo.
 --wire network: two hosts of one rank (Fig. 8: of two), which are network namespaces whose links tc
-limits; fastcomm over backend "hierarchical", DDP over Gloo; from the source tree only.
+limits, or with --delay-ms a process that takes a tenth to a fifth of a core; fastcomm over backend
+"hierarchical", DDP over Gloo; from the source tree only.
 
 Contenders have models of their own and take turns in every round, in a random order. "local" is the
 step without communication. A step takes what it takes the slowest rank; differences are medians
@@ -59,6 +62,8 @@ except ModuleNotFoundError:  # installed: there is no network then
 PHASES = ("forward", "backward", "optimizer")
 WINDOW = 100  # iterations: the losses of Fig. 11 are smoothed over so many
 POINTS = 100  # of each of its curves
+# [round][way][rank]: what paper_rank.Methods.train returns
+Turns = Sequence[Sequence[Sequence[Mapping[str, Any]]]]
 LEAST = 20_000  # parameters of an all-reduce in Fig. 2
 
 
@@ -72,7 +77,7 @@ def main() -> int:
     name, figure = options.figure, FIGURES[options.figure]
     print(f"{name}: {figure.title}\n  paper: {figure.found}")
     print(f"  expected here: {figure.expected[options.wire]}")
-    with start_ranks(figure, options) as ranks:
+    with start_ranks(options) as ranks:
         if name == "fig2":
             results = measure_all_reduce(ranks, figure, options)
         elif name == "fig11":
@@ -83,6 +88,8 @@ def main() -> int:
         "figure": name,
         "wire": options.wire,
         "rate": options.rate if options.wire == "network" else None,
+        "hosts": options.hosts if options.wire == "network" else None,
+        "delay_ms": options.delay_ms,
         "ranks": ranks.world_size,
         "title": figure.title,
         "paper": figure.paper(),
@@ -105,6 +112,18 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rate", default="1gbit", help="of every link of the network, as tc(8) writes it (1gbit)"
+    )
+    parser.add_argument(
+        "--delay-ms",
+        type=float,
+        default=0,
+        help="from each host of the network to each other one: a round trip takes twice that (0)",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=report.hosts,
+        metavar="N,N...",
+        help="ranks on each host of the network (the figure's own)",
     )
     parser.add_argument(
         "--models",
@@ -131,8 +150,9 @@ def parse_options() -> argparse.Namespace:
         parser.error("--device cuda is for fig12")
     if options.figure == "fig12":
         options.wire = "nccl"
-    if options.figure == "wires":
+    if options.figure in ("wires", "hosts"):
         options.wire = "network"
+    options.hosts = options.hosts or list(figure.hosts)
     return options
 
 
@@ -144,18 +164,21 @@ def why_not(options: argparse.Namespace) -> str | None:
         reason = cuda_clock.why_not()
         return reason and f"needs a GPU, and {reason}"
     if options.wire == "network":
-        return namespaces.why_not() if namespaces else "run it in the source tree"
+        if namespaces is None:
+            return "run it in the source tree"
+        return namespaces.why_no_delay() if options.delay_ms else namespaces.why_not()
     return None
 
 
 @contextlib.contextmanager
-def start_ranks(figure: Figure, options: argparse.Namespace) -> Iterator[launch.Ranks]:
+def start_ranks(options: argparse.Namespace) -> Iterator[launch.Ranks]:
     script = Path(__file__).resolve().with_name("paper_rank.py")
     place: dict[str, Any] = {"wire": options.wire}
-    world_size = cuda_clock.device_count() if options.wire == "nccl" else sum(figure.hosts)
+    world_size = cuda_clock.device_count() if options.wire == "nccl" else sum(options.hosts)
     with contextlib.ExitStack() as stack:
         if options.wire == "network":
-            hosts = stack.enter_context(namespaces.Hosts(figure.hosts, rate=options.rate))
+            links = {"rate": options.rate, "delay_s": options.delay_ms / 1e3}
+            hosts = stack.enter_context(namespaces.Hosts(options.hosts, **links))
             place["address"] = hosts.address(0)
             place["hosts"] = [
                 [hosts.namespace(host), hosts.environment(rank)]
@@ -225,22 +248,31 @@ def measure_steps(ranks: launch.Ranks, name: str, options: argparse.Namespace) -
             ways=[way.to_json() for way in figure.ways],
             rounds=options.rounds,
             steps=figure.steps,
+            warm_up=figure.warm_up,
         )
-        results[model] = summarise(name, model, slowest(answers))
+        turns = [[*zip(*rows, strict=True)] for rows in zip(*answers, strict=True)]
+        results[model] = summarise(name, model, slowest(turns), busiest(turns))
         print_steps(results[model])
     return {"models": results}
 
 
-def slowest(answers: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[list[list[float]]]:
-    """answers: [rank][round][way][part]. Of each turn, the parts of the rank that took longest."""
-    return [
-        [max(turns, key=sum) for turns in zip(*rows, strict=True)]
-        for rows in map(list, zip(*answers, strict=True))
-    ]
+def slowest(turns: Turns) -> list[list[list[float]]]:
+    """Of each turn, the parts of the rank that took longest."""
+    return [[max((turn["parts"] for turn in turn_), key=sum) for turn_ in row] for row in turns]
 
 
-def summarise(name: str, model: str, rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """rounds: seconds [round][way][part]."""
+def busiest(turns: Turns) -> list[list[float]]:
+    """Of each turn, the processor's seconds of the rank that took most."""
+    return [[max(turn["processor"] for turn in turn_) for turn_ in row] for row in turns]
+
+
+def summarise(
+    name: str,
+    model: str,
+    rounds: Sequence[Sequence[Sequence[float]]],
+    processor: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """rounds: seconds [round][way][part]. processor: its seconds [round][way]."""
     figure = FIGURES[name]
     case = case_of(figure, model)
     numels = [p.numel() for p in case.make_model().parameters()]
@@ -262,15 +294,41 @@ def summarise(name: str, model: str, rounds: Sequence[Sequence[Sequence[float]]]
         if way.who != "local":
             differences = [a - b for a, b in zip(totals[way], totals[way.local], strict=True)]
             row["over_local_ms"] = Spread.quartiles(differences).rounded()
+            local = figure.ways.index(way.local)
+            busy = [1e3 * (row[number] - row[local]) for row in processor]
+            row["processor_over_local_ms"] = Spread.quartiles(busy).rounded()
         if base is not None and base != way:
             row["saved"] = round(statistics.median(map(saved, totals[way], totals[base])), 4)
             row["saved_against"] = base.name
         rows.append(row)
-    return {
+    result = {
         "model": case.description,
         "parameters": sum(numels),
         "tensors": len(numels),
         "rows": rows,
+    }
+    return result | ({"best": best_of(rows)} if name == "hosts" else {})
+
+
+def best_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By contender and dtype, its best bucket size, and of what DDP adds at its own: what it adds
+    to the step, and to the processor's time.
+    """
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        key = ", ".join(filter(None, (row["who"], row["dtype"])))
+        if row["who"] != "local":
+            best[key] = min(best.get(key, row), row, key=lambda one: one["over_local_ms"].middle)
+    ddp = best["ddp"]
+    return {
+        key: {
+            "bucket_mb": row["bucket_mb"],
+            "of_ddp": round(row["over_local_ms"].middle / ddp["over_local_ms"].middle, 3),
+            "processor_of_ddp": round(
+                row["processor_over_local_ms"].middle / ddp["processor_over_local_ms"].middle, 3
+            ),
+        }
+        for key, row in best.items()
     }
 
 
@@ -282,6 +340,8 @@ def base_of(name: str, way: Way) -> Way | None:
         return Way(way.who, DEFAULT_MB)
     if name == "wires" and way.who != "local":
         return Way("ddp", way.bucket_mb)
+    if name == "hosts":
+        return None
     if name == "fig10":
         return Way(way.who)
     return Way("fastcomm") if way.who == "fastcomm" else None
@@ -322,7 +382,14 @@ def print_steps(result: Mapping[str, Any]) -> None:
         spread = f"{low:.1f} ..{high:8.1f}"
         table.print_row([row["way"], f"{median:.1f}", spread, over, share, row["ms"].mark])
     against = {row["saved_against"] for row in rows if "saved_against" in row}
-    print(f"  saved: against {', '.join(sorted(against))}", flush=True)
+    if against:
+        print(f"  saved: against {', '.join(sorted(against))}", flush=True)
+    for name, best in result.get("best", {}).items():
+        print(
+            f"  {name}: best with {best['bucket_mb']:g} MB, adds {best['of_ddp']:.2f} of what DDP "
+            f"adds, {best['processor_of_ddp']:.2f} of the processor's time",
+            flush=True,
+        )
 
 
 # ---- Fig. 11 -------------------------------------------------------------------------------------

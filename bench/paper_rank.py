@@ -128,23 +128,36 @@ class Methods:
     # ---- Figs. 6, 7, 8, 10 and 12
 
     def train(
-        self, figure: str, model: str, ways: Sequence[Mapping[str, Any]], rounds: int, steps: int
-    ) -> list[list[list[float]]]:
-        """Seconds by round, way and part of a step."""
+        self,
+        figure: str,
+        model: str,
+        ways: Sequence[Mapping[str, Any]],
+        rounds: int,
+        steps: int,
+        warm_up: int,
+    ) -> list[list[dict[str, Any]]]:
+        """By round and way: seconds of the parts of a step, and of the processor in all."""
         case = case_of(FIGURES[figure], model)
         original, batch = case.make(self.comm.rank)
         original, batch = original.to(self.device), batch.to(self.device)
         trainees = [self._trainee(Way(**way), case, original, batch) for way in ways]
-        turns: dict[str, Callable[[], list[float]]] = {}
+        turns: dict[str, Callable[[], dict[str, Any]]] = {}
         for trainee in trainees:
             trainee.steps(max(WARM_UP_STEPS, trainee.way.every))
-            is_host = self.comm.backend != "nccl"
-            turn = trainee.steps if is_host else trainee.steps_on_the_device
-            turns[trainee.way.name] = functools.partial(turn, steps)
-        seconds = [list(row.values()) for row in self._rounds(turns, rounds)]
-        del trainee, turn, trainees, turns  # models go before their groups do
+            turns[trainee.way.name] = functools.partial(self._turn, trainee, warm_up, steps)
+        measured = [list(row.values()) for row in self._rounds(turns, rounds)]
+        del trainee, trainees, turns  # models go before their groups do
         gc.collect()
-        return seconds
+        return measured
+
+    def _turn(self, trainee: Trainee, warm_up: int, n_steps: int) -> dict[str, Any]:
+        if warm_up:
+            trainee.steps(warm_up)
+            self.comm.barrier()
+        is_host = self.comm.backend != "nccl"
+        start = time.process_time()
+        parts = (trainee.steps if is_host else trainee.steps_on_the_device)(n_steps)
+        return {"parts": parts, "processor": (time.process_time() - start) / n_steps}
 
     def _trainee(self, way: Way, case: Case, original: nn.Module, batch: Tensor) -> Trainee:
         model = copy.deepcopy(original)
@@ -155,7 +168,9 @@ class Methods:
             trainee.no_sync = reducer.no_sync
         elif way.who == "ddp" and way.overlap:
             size = None if way.bucket_mb is None else size_of_buckets(way)
-            wrapped = DistributedDataParallel(model, bucket_cap_mb=size)
+            wrapped = DistributedDataParallel(
+                model, bucket_cap_mb=size, gradient_as_bucket_view=way.has_views
+            )
             if way.dtype is not None:
                 wrapped.register_comm_hook(None, DTYPE_HOOKS[way.dtype])
             trainee.model, trainee.no_sync = wrapped, wrapped.no_sync

@@ -8,7 +8,7 @@ parameters from here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,9 +68,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def transformer() -> nn.Module:
+def transformer(n_layers: int = 6) -> nn.Module:
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, n_layers, enable_nested_tensor=False)
 
 
 def conv_net() -> nn.Module:
@@ -78,6 +78,15 @@ def conv_net() -> nn.Module:
     for _ in range(40):
         layers += [nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+def pyramid(widths: Sequence[int], n_classes: int = 1000) -> nn.Module:
+    """Convolutions of these widths, each but the first over half as many pixels."""
+    layers: list[nn.Module] = []
+    for before, after in zip((3, *widths), widths, strict=False):
+        layers += [conv(before, after, 3, 2 if layers else 1), nn.ReLU()]
+    head = nn.Linear(widths[-1], n_classes)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
 class Gpt2(nn.Module):

@@ -17,6 +17,8 @@ WIRES = {"shm": "one host", "nccl": "on GPUs"}
 def draw(figure: Any, results: Mapping[str, Any]) -> None:
     name = results["figure"]
     wire = WIRES.get(results["wire"], f"links of {results['rate']}")
+    if results.get("delay_ms"):
+        wire += f" and {results['delay_ms']:g} ms"
     number = name.removeprefix("fig")
     figure.suptitle(f"Fig. {number}: {results['title']}; {results['ranks']} ranks, {wire}")
     _PICTURES[name](figure, results)
@@ -185,6 +187,19 @@ def _dtypes(figure: Any, results: Mapping[str, Any]) -> None:
     _bars(figure, results, name_of, "ms per step")
 
 
+def _bests(figure: Any, results: Mapping[str, Any]) -> None:
+    """What each contender adds at its best bucket size, of what DDP adds."""
+    _, panels = _panels(figure, len(results["models"]))
+    for axes, model in zip(panels, results["models"].values(), strict=True):
+        _title(axes, model)
+        for number, (name, best) in enumerate(model["best"].items()):
+            color = COLORS[name.partition(",")[0]]
+            axes.bar(number, best["of_ddp"], color=color)
+        names = [name.replace(", ", "\n") for name in model["best"]]
+        axes.set_xticks(range(len(names)), names, fontsize=5.5)
+    panels[0].set_ylabel("added to a step, DDP = 1")
+
+
 def _bars(
     figure: Any,
     results: Mapping[str, Any],
@@ -215,4 +230,5 @@ _PICTURES = {
     "fig11": _losses,
     "fig12": _streams,
     "wires": _dtypes,
+    "hosts": _bests,
 }

@@ -23,6 +23,8 @@ DEFAULT_MB = 25  # of DDP and of a Reducer
 QUARTER_MB = 5
 EVERY = (1, 2, 4, 8)
 STREAMS = (1, 3, 5)
+BETWEEN_MB = (2, 5, 10, 25)  # between hosts; one of them is the best for each contender
+NARROW = ("bfloat16", "int8")
 # Parameters of one all-reduce, of so many in all. A link of the network is slow: a tenth of them.
 TOTALS = {"shm": 60_000_000, "network": 6_000_000}
 PARTS = (3000, 1000, 300, 100, 30, 10, 3, 1)
@@ -34,7 +36,8 @@ CONTENDERS = ("fastcomm", "ddp")
 class Way:
     """How a training step reduces its gradients. `bucket_mb`: None for the contender's default.
     `every`: the reduction comes every so many steps, and the optimizer with it. `dtype`: in which
-    gradients travel, by its name in torch; None for their own.
+    gradients travel, by its name in torch; None for their own. `has_views`: DDP's gradients are
+    views into its buckets, as fastcomm's are.
     """
 
     who: str  # "local", "fastcomm" or "ddp"
@@ -43,6 +46,7 @@ class Way:
     every: int = 1
     streams: int = 1
     dtype: str | None = None
+    has_views: bool = False
 
     @property
     def name(self) -> str:
@@ -87,6 +91,7 @@ class Figure:
     hosts: tuple[int, ...] = (1, 1)  # ranks on each host of the network; in all, on shm
     rounds: int = 8
     steps: int = 1  # of each turn
+    warm_up: int = 0  # steps before those: connections that have been idle close their windows
     models: Mapping[str, Case] = field(default_factory=dict)
 
     def paper(self) -> dict[str, Any]:
@@ -109,6 +114,21 @@ MODELS = {
         "BERT of 6 layers of width 384, 2 x 64 tokens",
         small_bert,
         lambda: torch.randint(1000, (2, 64)),
+        models.mean_square,
+    ),
+}
+# Two more, the first of which has more bytes to send than backward takes.
+MORE_MODELS = {
+    "transformer": Case(
+        "TransformerEncoder of 3 layers of width 512, 4 x 64 tokens",
+        lambda: models.transformer(n_layers=3),
+        lambda: torch.randn(4, 64, 512),
+        models.mean_square,
+    ),
+    "conv": Case(
+        "conv net of 6 layers, 8 images of 32 x 32",
+        lambda: models.pyramid((64, 128, 256, 256, 512, 256)),
+        lambda: torch.randn(8, 3, 32, 32),
         models.mean_square,
     ),
 }
@@ -252,6 +272,27 @@ FIGURES = {
         ),
         rounds=16,
         models=MODELS,
+    ),
+    "hosts": Figure(
+        title="what communication adds to a step between hosts",
+        found="Nothing: its figures are of one network, and of float32.",
+        numbers=(),
+        left_out="",
+        expected={
+            "network": "Each at its best size, of what DDP adds: at 1 Gbit/s with 20 ms a round "
+            "trip 0.95 to 1.0, with bfloat16 0.5, with int8 0.4; at 10 Gbit/s 1.1 to 1.2, and 0.9 "
+            "in fewer bits; with four hosts 1.1, 0.6 and 0.45; with two hosts of two ranks 0.75 to "
+            "0.85, 0.5 and 0.4. Of the processor's time that DDP adds: 1.0 at 1 Gbit/s, 1.1 at 10 "
+            "and with four hosts, 1.2 with hosts of two.",
+        },
+        ways=(
+            Way("local"),
+            *(Way("ddp", mb, has_views=True) for mb in BETWEEN_MB),
+            *(Way("fastcomm", mb) for mb in BETWEEN_MB),
+            *(Way("fastcomm", mb, dtype=dtype) for dtype in NARROW for mb in BETWEEN_MB[:-1]),
+        ),
+        warm_up=1,
+        models=MODELS | MORE_MODELS,
     ),
     "fig12": Figure(
         title="latency with 1, 3 and 5 communicators in turn",

@@ -157,6 +157,16 @@ def several(text: str) -> int:
     return number
 
 
+def hosts(text: str) -> list[int]:
+    """How many ranks each host has, as argparse converts it."""
+    numbers = [int(n) for n in text.split(",") if n.isdigit()]
+    if len(numbers) < 2 or min(numbers) < 1 or len(numbers) != text.count(",") + 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: at least two hosts, each with at least one rank, as in 2,2"
+        )
+    return numbers
+
+
 def _add_options_of_results(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument(

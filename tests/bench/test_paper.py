@@ -89,6 +89,14 @@ def test_a_figure_runs_between_hosts(tmp_path: Path) -> None:
     assert result["wire"] == "network" and result["rate"] == "1gbit" and result["ranks"] == 2
 
 
+@pytest.mark.skipif(namespaces.why_no_delay() is not None, reason=str(namespaces.why_no_delay()))
+def test_the_network_of_a_figure_may_have_a_delay_and_other_hosts(tmp_path: Path) -> None:
+    network = ["--wire", "network", "--rate", "10gbit", "--delay-ms", "1", "--hosts", "1,2"]
+    result = run(tmp_path, [["fig2", *network]])["fig2"]
+    assert result["rate"] == "10gbit" and result["delay_ms"] == 1 and result["hosts"] == [1, 2]
+    assert result["ranks"] == 3
+
+
 def test_communicators_take_turns_on_a_gpu(tmp_path: Path) -> None:
     options = ["fig12", "--device", "cuda", "--models", "mlp"]
     result = run(tmp_path, [options], env=environment(stand_ins()))["fig12"]
@@ -101,21 +109,24 @@ def test_communicators_take_turns_on_a_gpu(tmp_path: Path) -> None:
 # What is computed of the times
 
 
-def seconds_of(figure: Any, rounds: int) -> list[list[list[float]]]:
-    """[round][way][part]: made up, each way slower than the one before, each round by a half."""
-    return [
-        [[0.1, 0.2 + 0.01 * number, 0.05] for number in range(len(figure.ways))]
-        for _ in range(rounds)
-    ]
+def seconds_of(figure: Any, rounds: int) -> tuple[list[list[list[float]]], list[list[float]]]:
+    """[round][way][part]: made up, each way slower than the one before, each round by a half. And
+    the processor's, [round][way].
+    """
+    numbers = range(len(figure.ways))
+    return (
+        [[[0.1, 0.2 + 0.01 * number, 0.05] for number in numbers] for _ in range(rounds)],
+        [[0.3 + 0.02 * number for number in numbers] for _ in range(rounds)],
+    )
 
 
-@pytest.mark.parametrize("name", ["fig6", "fig7", "fig10", "fig12", "wires"])
+@pytest.mark.parametrize("name", ["fig6", "fig7", "fig10", "fig12", "wires", "hosts"])
 def test_every_figure_of_steps_is_summarised_and_drawn(
     bench: dict[str, ModuleType], name: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
     figure = bench["lib.paper_figures"].FIGURES[name]
-    model = bench["paper"].summarise(name, "mlp", seconds_of(figure, 3))
+    model = bench["paper"].summarise(name, "mlp", *seconds_of(figure, 3))
     result = {
         "benchmark": "paper",
         "figure": name,
@@ -137,10 +148,31 @@ def test_differences_are_medians_over_rounds(bench: dict[str, ModuleType]) -> No
     """Not differences of medians: a slow round counts on both sides."""
     ways = bench["lib.paper_figures"].FIGURES["fig6"].ways
     rounds = [[[base + 0.01 * number] for number in range(len(ways))] for base in (0.1, 0.9, 0.5)]
-    rows = bench["paper"].summarise("fig6", "mlp", rounds)["rows"]
+    processor = [[0.0] * len(ways)] * len(rounds)
+    rows = bench["paper"].summarise("fig6", "mlp", rounds, processor)["rows"]
     assert [row["over_local_ms"][1] for row in rows[1:]] == pytest.approx([10, 20, 30, 40])
     assert rows[2]["saved"] == pytest.approx(1 - 0.52 / 0.51, abs=1e-4)
     assert rows[2]["saved_against"] == "fastcomm, 5 MB, no overlap"
+
+
+def test_each_contender_is_compared_at_its_best_size(bench: dict[str, ModuleType]) -> None:
+    """Each way is slower than the one before: the smallest of its sizes is each contender's."""
+    figure = bench["lib.paper_figures"].FIGURES["hosts"]
+    best = bench["paper"].summarise("hosts", "conv", *seconds_of(figure, 3))["best"]
+    assert {name: row["of_ddp"] for name, row in best.items()} == {
+        "ddp": 1,
+        "fastcomm": 5,
+        "fastcomm, bfloat16": 9,
+        "fastcomm, int8": 12,
+    }
+    assert all(row["bucket_mb"] == 2 for row in best.values())
+    assert best["fastcomm"]["processor_of_ddp"] == 5
+
+
+def test_of_a_turn_the_rank_counts_that_took_most(bench: dict[str, ModuleType]) -> None:
+    ranks = [{"parts": [1, 2], "processor": 2}, {"parts": [0, 4], "processor": 1}]
+    assert bench["paper"].slowest([[ranks]]) == [[[0, 4]]]
+    assert bench["paper"].busiest([[ranks]]) == [[2]]
 
 
 def test_without_overlap_gradients_are_reduced_in_buckets(
@@ -179,6 +211,7 @@ def test_without_overlap_gradients_are_reduced_in_buckets(
         (["fig9"], "invalid choice"),
         (["fig7", "--models", "alexnet"], "has no model alexnet"),
         (["fig7", "--rounds", "1"], "at least 2"),
+        (["fig7", "--hosts", "2"], "at least two hosts"),
         (["fig7", "--device", "cuda"], "--device cuda is for fig12"),
     ],
 )

@@ -36,6 +36,7 @@ _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x1, 0x1000, 0x4000
 _CHECKSUMS, _LARGE_IPV4 = 0x1, 0x2  # what the kernel need not do before it hands a packet out
 _HEADER = 10  # struct virtio_net_hdr, in front of each packet: says how large its segments are
 _IPV4 = 4
+_STDIN = 0
 _LARGEST = _HEADER + 2**16
 
 
@@ -73,7 +74,6 @@ class Link:
 
 def forward(links: Sequence[Link], bytes_per_s: float, delay_s: float) -> None:
     """Hands packets on until standard input ends."""
-    control: int = sys.stdin.fileno()
     by_device = {link.device: link for link in links}
     while True:
         now = time.monotonic()
@@ -81,12 +81,12 @@ def forward(links: Sequence[Link], bytes_per_s: float, delay_s: float) -> None:
             link.deliver(now)
         dues = [link.queue[0][0] for link in links if link.queue]
         timeout = max(0.0, min(dues) - time.monotonic()) if dues else None
-        for readable in select.select([control, *by_device], [], [], timeout)[0]:
-            if readable == control:
-                line = sys.stdin.readline()
-                if not line:
+        for readable in select.select([_STDIN, *by_device], [], [], timeout)[0]:
+            if readable == _STDIN:
+                command = os.read(_STDIN, 80)
+                if not command:
                     return
-                links[int(line)].is_cut = True
+                links[int(command)].is_cut = True
                 print("cut", flush=True)
                 continue
             source, packet = by_device[readable], os.read(readable, _LARGEST)
