@@ -467,6 +467,25 @@ MUTATIONS = (
         tests=(AHEAD_TESTS,),
     ),
     Mutation(
+        name="group: a group of the user's gets tags that MPI does not promise",
+        file=EXCHANGE,
+        within="Exchange.tag_of",
+        old="tag_of(index, call) if self._owns_group else _IN_TURN",
+        new="tag_of(index, call)",
+        tests=(
+            "tests/transports/group/test_group.py::"
+            "test_tags_in_a_group_of_the_users_are_those_that_mpi_promises",
+        ),
+    ),
+    Mutation(
+        name="group: a bucket is encoded under the lock",
+        file=QUEUE,
+        within="WorkQueue.post",
+        old="work.prepare()",
+        new="with self._lock:\n    work.prepare()",
+        tests=(AHEAD_TESTS,),
+    ),
+    Mutation(
         name="group: an abort waits for an announcement that goes on",
         file=EXCHANGE,
         within="Exchange.close",

@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         name="weights: between ranks of a group sums go over the wire as they are",
         file="fastcomm/transports/group/shards.pyx",
-        within="CastTransfer.begin",
+        within="CastTransfer.prepare",
         old="if op in WEIGHTED_OPS.values():",
         new="if False:",
         tests=_test("test_sums_over_much_data_fit_a_narrow_wire"),
