@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.clock import offsets_to_rank_0
-from fastcomm.insight.steps import BucketPlan, Step
+from fastcomm.insight.steps import BucketPlan, BucketTimes, Step
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def join(
 ) -> Joined:
     """Gathers what the ranks have recorded. Collective. call: the user's, for messages."""
     offsets = offsets_to_rank_0(comm, call)
-    gathered = gather_objects(comm, [one.shifted(offsets[comm.rank]) for one in steps], call)
+    own = [one.shifted(offsets[comm.rank]) for one in steps]
+    gathered = gather_objects(comm, own, call, [Step, BucketTimes])
     return Joined(what, plan, tuple(map(tuple, gathered)))
 
 

@@ -93,7 +93,8 @@ def compare(
 
     states, call: as gather().
     """
-    by_rank = gather_objects(comm, [_describe(part.piece, states) for part in parts], call)
+    own = [_describe(part.piece, states) for part in parts]
+    by_rank = gather_objects(comm, own, call, [_Cut])
     for i, part in enumerate(parts):
         first, *others = part.spans or [0]
         for rank in others:

@@ -38,7 +38,7 @@ SHOWN = {
 INTERNAL = SHOWN | {
     "where are you?",
     "meeting of the ranks",
-    "fastcomm NCCL call",
+    r"GLOBAL (\S+) was",
     "\nException raised from",
 }
 

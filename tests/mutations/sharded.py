@@ -211,6 +211,22 @@ MUTATIONS = (
         tests=("tests/optim/test_sharded_state.py", "tests/optim/test_sharded_failures.py"),
     ),
     Mutation(
+        name="objects: what a rank has sent may execute code",
+        file="fastcomm/comm/objects.py",
+        within="_read",
+        old="torch.load(io.BytesIO(packed), map_location=here, weights_only=True)",
+        new="torch.load(io.BytesIO(packed), map_location=here, weights_only=False)",
+        tests=("tests/comm/test_objects.py::test_nothing_that_a_peer_has_sent_is_executed",),
+    ),
+    Mutation(
+        name="objects: what the others refuse is sent all the same",
+        file="fastcomm/comm/objects.py",
+        within="_packed",
+        old="torch.load(io.BytesIO(file.getbuffer()), weights_only=True)",
+        new="pass",
+        tests=("tests/comm/test_objects.py::test_what_cannot_be_told_is_an_error_on_every_rank",),
+    ),
+    Mutation(
         name="objects: ranks that make different calls read each other's objects",
         file="fastcomm/comm/objects.py",
         within="gather_objects",

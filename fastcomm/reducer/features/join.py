@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -19,14 +18,21 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS
-from fastcomm.comm.objects import gather_objects, on_host
+from fastcomm.comm.objects import broadcast_object, gather_objects
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import validation
 from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, why_not
-from fastcomm.reducer.features.progress import Progress, Stateful, compare, holds, why_apart
+from fastcomm.reducer.features.progress import (
+    KnownOptimizer,
+    Progress,
+    Stateful,
+    compare,
+    holds,
+    why_apart,
+)
 from fastcomm.reducer.features.torch_helpers import watch_scalers
 from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.optimizer_hooks import refuse_step
@@ -247,7 +253,7 @@ class Join(Generic[T]):
         self._restrict(False)
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
-        ranks = gather_objects(self._comm, ours, "join()")
+        ranks = gather_objects(self._comm, ours, "join()", [Progress, KnownOptimizer])
         compare(ranks)
         rounds = [progress.rounds for progress in ranks]
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
@@ -266,7 +272,7 @@ class Join(Generic[T]):
         if reason is None and self._states:
             self._load_states(src, ours.rounds != rounds[src])
             ours = Progress.of(reducers, self._states)
-            now = gather_objects(self._comm, ours.optimizers, "join()")
+            now = gather_objects(self._comm, ours.optimizers, "join()", [KnownOptimizer])
             loaded = [one._replace(optimizers=new) for one, new in zip(ranks, now, strict=True)]
             reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
         if reason is not None:
@@ -276,22 +282,9 @@ class Join(Generic[T]):
 
     def _load_states(self, src: int, is_behind: bool) -> None:
         """Copies rank src's state dicts to the ranks that have ended earlier."""
-        comm, nbytes = self._comm, torch.zeros(1, dtype=torch.int64)
-        payload = torch.empty(0, dtype=torch.uint8)
-        if comm.rank == src:
-            file = io.BytesIO()
-            torch.save([one.state_dict() for one in self._states], file)
-            payload = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-            nbytes.fill_(payload.numel())
-        nbytes = nbytes.to(comm.device)
-        comm.broadcast(nbytes, src)
-        if comm.rank != src:
-            payload = torch.empty(int(on_host(comm, nbytes)), dtype=torch.uint8)
-        payload = payload.to(comm.device)
-        comm.broadcast(payload, src)
+        own = [one.state_dict() for one in self._states] if self._comm.rank == src else None
+        states = broadcast_object(self._comm, own, src, "join()", is_wanted=is_behind)
         if is_behind:
-            file = io.BytesIO(on_host(comm, payload).numpy().tobytes())
-            states = torch.load(file, map_location="cpu", weights_only=False)
             for one, state in zip(self._states, states, strict=True):
                 one.load_state_dict(state)
 

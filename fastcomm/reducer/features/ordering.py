@@ -81,7 +81,7 @@ class Ordering:
             return
         with all_or_none(reducer, self._stop):
             own = _Seen(self._seen_order(reducer), can_replan)
-            seen = gather_objects(reducer.comm, own, "backward()")
+            seen = gather_objects(reducer.comm, own, "backward()", [_Seen])
             if all(one.can_replan for one in seen):
                 self._decide(reducer, {one.order for one in seen})
             elif is_last or any(one.order is None for one in seen):
