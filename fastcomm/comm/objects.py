@@ -1,17 +1,16 @@
 """Objects that ranks tell each other, and the user's call by which they do, for errors.
 
 Nothing that comes from a peer can execute code: it is read as torch reads checkpoints that nobody
-has to trust (`weights_only`).
+has to trust (`weights_only`): plain data, tensors, and the classes that `tellable` has registered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,20 @@ from fastcomm.comm.lifetime import again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
 
-_PLAIN = (bytes, frozenset)  # what weights_only does not know, but is plain data, too
+T = TypeVar("T")
+
+
+def tellable(kind: type[T]) -> type[T]:
+    """Lets ranks tell each other objects of this class, a dataclass or NamedTuple of plain data.
+
+    For good: torch has one list for the process, and safe_globals() would shorten it for all
+    threads.
+    """
+    torch.serialization.add_safe_globals([kind])
+    return kind
+
+
+tellable(bytes)  # torch knows those that are not empty
 
 
 @contextlib.contextmanager
@@ -44,21 +56,27 @@ def on_host(comm: Transport, result: Tensor) -> Tensor:
     return result
 
 
-def gather_objects(comm: Transport, value: Any, call: str, kinds: Sequence[type] = ()) -> list[Any]:
-    """Every rank's `value`, by rank. call: the user's, for messages.
+def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
+    """Every rank's `value`, by rank; tensors of a device come to this rank's device. call: the
+    user's, for messages.
 
-    value: plain data and tensors, as torch.load takes them with weights_only; kinds: the other
-    classes in it. Raises TypeError on every rank if one has anything else; MismatchError if one has
-    made another call; FastcommError if what one has sent cannot be read.
+    value: plain data and tensors, as torch.load takes them with weights_only, and what is tellable.
+    Raises TypeError on every rank if one has anything else; MismatchError if one has made another
+    call; FastcommError if what one has sent cannot be read.
     """
+
+    def here(storage: Any, location: str) -> Any:
+        is_of_host = location == "cpu"
+        return storage if is_of_host else default_restore_location(storage, str(comm.device))
+
     packed, trouble = b"", None
     try:
-        packed = _packed(value, kinds)
+        packed = _packed(value)
     except TypeError as error:
         trouble = str(error)
     with called_by(call):
         rows = _gather(comm, _packed((call, trouble, packed)))
-    told = [_read(comm, rank, row) for rank, row in enumerate(rows)]
+    told = [_read(rank, row, "cpu") for rank, row in enumerate(rows)]
     first, _, _ = told[0]
     for rank, (theirs, _, _) in enumerate(told):
         if theirs != first:
@@ -66,12 +84,12 @@ def gather_objects(comm: Transport, value: Any, call: str, kinds: Sequence[type]
     for rank, (_, theirs, _) in enumerate(told):
         if theirs is not None:
             raise _refused(call, rank, theirs)
-    return [_read(comm, rank, row, kinds) for rank, (_, _, row) in enumerate(told)]
+    return [_read(rank, row, here) for rank, (_, _, row) in enumerate(told)]
 
 
 def broadcast_object(comm: Transport, value: Any, src: int, call: str, *, is_wanted: bool) -> Any:
-    """Returns rank src's `value`, or None on a rank that does not want it. Values and errors as in
-    gather_objects().
+    """Returns rank src's `value`, its tensors on the CPU, or None on a rank that does not want it.
+    Values and errors as in gather_objects().
     """
     payload, trouble = b"", None
     if comm.rank == src:
@@ -79,15 +97,15 @@ def broadcast_object(comm: Transport, value: Any, src: int, call: str, *, is_wan
             payload = _packed(value)
         except TypeError as error:
             trouble = str(error)
-    about = gather_objects(comm, (len(payload), trouble), call)[src]
-    if about[1] is not None:
-        raise _refused(call, src, about[1])
-    data = torch.zeros(about[0], dtype=torch.uint8)
+    nbytes, theirs = gather_objects(comm, (len(payload), trouble), call)[src]
+    if theirs is not None:
+        raise _refused(call, src, theirs)
+    data = torch.zeros(nbytes, dtype=torch.uint8)
     if comm.rank == src:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     data = data.to(comm.device)
     comm.broadcast(data, src)
-    return _read(comm, src, on_host(comm, data).numpy().tobytes()) if is_wanted else None
+    return _read(src, on_host(comm, data).numpy().tobytes(), "cpu") if is_wanted else None
 
 
 def _refused(call: str, rank: int, trouble: str) -> TypeError:
@@ -108,19 +126,20 @@ def _gather(comm: Transport, packed: bytes) -> list[bytes]:
     return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def _packed(value: Any, kinds: Sequence[type] = ()) -> bytes:
+def _packed(value: Any) -> bytes:
     """The bytes of a value that other ranks can read; see gather_objects(). Raises TypeError for
-    one that they would refuse.
+    one that they would refuse, also for one that cannot be saved.
     """
     file = io.BytesIO()
     try:
         torch.save(value, file)
-        with torch.serialization.safe_globals([*_PLAIN, *kinds]):
-            torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
+        torch.load(io.BytesIO(file.getbuffer()), map_location="meta", weights_only=True)
+    except (
+        Exception
+    ) as error:  # an object may raise anything, and the other ranks are to hear of it
         name = _not_plain(error)
         if name is None:
-            raise TypeError(str(error)) from error
+            raise TypeError(f"{type(error).__name__}: {error}") from error
         raise TypeError(
             f"{name} is not plain data, and could execute code there: if it cannot, call "
             f"torch.serialization.add_safe_globals([{name}]) on every rank"
@@ -134,16 +153,10 @@ def _not_plain(error: Exception) -> str | None:
     return None if refused is None else refused[1]
 
 
-def _read(comm: Transport, rank: int, packed: bytes, kinds: Sequence[type] = ()) -> Any:
-    """What a rank has sent. Tensors of a device come to this rank's."""
-
-    def here(storage: Any, location: str) -> Any:
-        is_of_host = location == "cpu"
-        return storage if is_of_host else default_restore_location(storage, str(comm.device))
-
+def _read(rank: int, packed: bytes, map_location: Any) -> Any:
+    """What a rank has sent."""
     try:
-        with torch.serialization.safe_globals([*_PLAIN, *kinds]):
-            return torch.load(io.BytesIO(packed), map_location=here, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+        return torch.load(io.BytesIO(packed), map_location=map_location, weights_only=True)
+    except Exception as error:  # the bytes may be anything
         what = _not_plain(error) or error
         raise FastcommError(f"rank {rank} has sent {what}, which is not plain data") from error

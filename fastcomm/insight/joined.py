@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.clock import offsets_to_rank_0
-from fastcomm.insight.steps import BucketPlan, BucketTimes, Step
+from fastcomm.insight.steps import BucketPlan, Step
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def join(
     """Gathers what the ranks have recorded. Collective. call: the user's, for messages."""
     offsets = offsets_to_rank_0(comm, call)
     own = [one.shifted(offsets[comm.rank]) for one in steps]
-    gathered = gather_objects(comm, own, call, [Step, BucketTimes])
+    gathered = gather_objects(comm, own, call)
     return Joined(what, plan, tuple(map(tuple, gathered)))
 
 

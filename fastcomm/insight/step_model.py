@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fastcomm.comm.objects import tellable
 from fastcomm.insight.collectives import Cost
 from fastcomm.insight.machine import Machine
 
 Plan = Sequence[Sequence[int]]  # buckets, each of indices into LocalStep.gradients, in launch order
 
 
+@tellable
 class Gradient(NamedTuple):
     """nbytes: on the wire. ready_s: when it is ready, counted from the backward's begin."""
 
@@ -26,6 +28,7 @@ class Gradient(NamedTuple):
     ready_s: float
 
 
+@tellable
 @dataclass(frozen=True)
 class LocalStep:
     """One rank's step without communication, in seconds."""

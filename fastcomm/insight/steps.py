@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
+from fastcomm.comm.objects import tellable
 from fastcomm.insight.recorder import Recorder
 
 Interval = tuple[int, int]
@@ -24,6 +25,7 @@ class BucketPlan:
     nbytes: int
 
 
+@tellable
 @dataclass(frozen=True)
 class BucketTimes:
     """One bucket in one step. launch, launched: when the caller began and ended to gather and post
@@ -46,6 +48,7 @@ class BucketTimes:
         return self.start or self.launched, self.end or self.waited
 
 
+@tellable
 @dataclass(frozen=True)
 class Step:
     """One backward, the forwards before it and the optimizer's step after it.

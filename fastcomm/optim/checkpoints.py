@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects, tellable
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 from fastcomm.reducer import validation
@@ -48,6 +48,7 @@ def pieces_of(
     return {p: part.piece for p, part in among.items() if part and part.piece}
 
 
+@tellable
 class _Cut(NamedTuple):
     """Stands for a tensor that is cut as the parameter is."""
 
@@ -94,7 +95,7 @@ def compare(
     states, call: as gather().
     """
     own = [_describe(part.piece, states) for part in parts]
-    by_rank = gather_objects(comm, own, call, [_Cut])
+    by_rank = gather_objects(comm, own, call)
     for i, part in enumerate(parts):
         first, *others = part.spans or [0]
         for rank in others:

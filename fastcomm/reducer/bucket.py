@@ -447,39 +447,48 @@ class Bucket(Counter):
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch
         for each. None if the transport does not count, or a gradient is not in the flat buffer.
         """
-        return self._bound.square_sum() if self._is_as_counted() else None
+        return self._counted(self._bound.square_sum)
 
     def n_nonfinite_now(self) -> Tensor | None:
         """Counts infinite or NaN elements, as an int64 scalar. None as above."""
-        return self._bound.n_nonfinite() if self._is_as_counted() else None
+        return self._counted(self._bound.n_nonfinite)
 
-    def _is_as_counted(self) -> bool:
-        """Whether what the transport has counted, or can count now, holds for all gradients. Asks
-        it to count in the next rounds.
-        """
-        if not self._holds_all():
-            return False
-        if self._has_streams:
-            return True  # it reads them
-        self._bound.count_results(True)
-        return self._sample.is_unchanged((self._held or {}).values())
-
-    def _holds_all(self) -> bool:
-        """Whether the flat buffer has the values of all gradients. Those that the user also holds
-        are brought there, on a device all: norms have the same bits on all ranks only if all take
-        them in one way, and the other ranks' users may hold none.
+    def _counted(self, count: Callable[[], Tensor | None]) -> Tensor | None:
+        """What `count` finds, if it holds for all gradients. Norms have the same bits on all ranks
+        only if every rank takes them in one way. So gradients that lie elsewhere are copied to the
+        flat buffer: on a device all of them, on the CPU those that the user also holds.
         """
         if not self._counts_nonfinite:
-            return False
+            return None
+        outside = []
         for i, gradient in self._outside():
-            view = self.views[i]
-            if gradient is None or gradient.is_sparse or gradient.dtype != view.dtype:
-                return False
-            if self._has_streams or gradient is (self._held or {}).get(i):
-                view.data.copy_(gradient)  # .data: this counts as no write to the view
-            elif not torch.equal(gradient, view):
-                return False
-        return True
+            if gradient is None or gradient.is_sparse or gradient.dtype != self.views[i].dtype:
+                return None
+            outside.append((i, gradient))
+        if self._has_streams:
+            return self._count_with(outside, count)
+        for i, gradient in outside:
+            if gradient is (self._held or {}).get(i):
+                self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
+            elif not torch.equal(gradient, self.views[i]):
+                return None
+        self._bound.count_results(True)  # in the next rounds
+        return count() if self._sample.is_unchanged((self._held or {}).values()) else None
+
+    def _count_with(
+        self, outside: list[tuple[int, Tensor]], count: Callable[[], Tensor | None]
+    ) -> Tensor | None:
+        """Counts while the flat buffer holds what lies elsewhere. What it had comes back: the user
+        may have a name for it.
+        """
+        places = [self.views[i].data for i, _ in outside]
+        before = [place.clone() for place in places]
+        for place, (_, gradient) in zip(places, outside, strict=True):
+            place.copy_(gradient)
+        found = count()
+        for place, values in zip(places, before, strict=True):
+            place.copy_(values)
+        return found
 
     def _outside(self) -> list[tuple[int, Tensor | None]]:
         """The slots whose gradient is another tensor than the view, or missing."""
@@ -487,11 +496,12 @@ class Bucket(Counter):
         return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients, whose values the flat buffer has, by a scalar on the device."""
+        """Multiplies all gradients, and the flat buffer, by a scalar on the device."""
+        elsewhere = [gradient.detach() for _, gradient in self._outside() if gradient is not None]
+        products = [gradient * factor for gradient in elsewhere]  # first: they may share its memory
         self.flat[: -len(self.views)].mul_(factor)
-        for i, gradient in self._outside():
-            if gradient is not None:
-                gradient.detach().copy_(self.views[i])
+        for gradient, product in zip(elsewhere, products, strict=True):
+            gradient.copy_(product)
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""

@@ -11,10 +11,11 @@ import torch
 
 from fastcomm import FastcommError
 from fastcomm.comm import objects
-from fastcomm.comm.objects import broadcast_object, gather_objects
+from fastcomm.comm.objects import broadcast_object, gather_objects, tellable
 from tests.support.ranks import on_ranks
 
 
+@tellable
 class Told(NamedTuple):
     name: str
     size: torch.Size
@@ -25,12 +26,17 @@ class Stranger:
     pass
 
 
+class Unwilling:
+    def __reduce__(self):
+        raise ValueError("cannot be saved")
+
+
 @pytest.mark.transports("shm", "group", "nccl")
 @on_ranks(2)
 def test_plain_data_and_tensors_are_told(comm):
     values = {"step": torch.tensor(3.0), "mean": torch.arange(6, dtype=torch.bfloat16).view(2, 3)}
     own = [Told(f"rank {comm.rank}", torch.Size([2, 3]), values), (None, 2**80, {1, 2}, b"raw")]
-    for rank, (told, others) in enumerate(gather_objects(comm, own, "the test", [Told])):
+    for rank, (told, others) in enumerate(gather_objects(comm, own, "the test")):
         assert told.name == f"rank {rank}" and told.size == (2, 3)
         assert torch.equal(told.values["mean"], values["mean"])
         assert others == (None, 2**80, {1, 2}, b"raw")
@@ -44,6 +50,8 @@ def test_what_cannot_be_told_is_an_error_on_every_rank(comm):
     own = Stranger() if comm.rank == 1 else 3
     with pytest.raises(TypeError, match=r"the test: rank 1 cannot tell.*Stranger is not plain"):
         gather_objects(comm, own, "the test")
+    with pytest.raises(TypeError, match=r"the test: rank 1 cannot tell.*cannot be saved"):
+        gather_objects(comm, Unwilling() if comm.rank == 1 else 3, "the test")
     with pytest.raises(TypeError, match=r"the test: rank 1 cannot tell.*<lambda>"):
         gather_objects(comm, (lambda: 1) if comm.rank == 1 else 3, "the test")
     with pytest.raises(TypeError, match=r"the test: rank 1 cannot tell.*Stranger is not plain"):
@@ -66,7 +74,7 @@ class Trap:
 def test_nothing_that_a_peer_has_sent_is_executed(comm, tmp_path):
     trap = tmp_path / "executed"
 
-    def pack(value, kinds=()):
+    def pack(value):
         file = io.BytesIO()
         torch.save(Trap(trap), file)
         return file.getvalue()

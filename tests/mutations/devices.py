@@ -9,7 +9,6 @@ from tests.mutations.mutation import Mutation
 BUCKET = "fastcomm/transports/nccl/bucket.pyx"
 COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
 LANE = "fastcomm/transports/nccl/lane.pyx"
-LINK = "fastcomm/transports/nccl/link.pyx"
 MEMORY = "fastcomm/transports/nccl/memory.pyx"
 CLOCK = "fastcomm/transports/cuda/clock.pyx"
 DRIVER = "fastcomm/transports/cuda/driver.pyx"
@@ -117,14 +116,6 @@ MUTATIONS = (
         name="device: garbage is destroyed with the interpreter's lock",
         file=DRIVER,
         within="Event.__dealloc__",
-        old="with nogil:",
-        new="if True:",
-        tests=(WITHOUT_LOCK,),
-    ),
-    Mutation(
-        name="device: NCCL's errors are asked for with the interpreter's lock",
-        file=LINK,
-        within="Link._asynchronous_error",
         old="with nogil:",
         new="if True:",
         tests=(WITHOUT_LOCK,),

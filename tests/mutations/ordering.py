@@ -518,7 +518,7 @@ MUTATIONS = (
     Mutation(
         name="order: the look for an event spoils a capture on another thread",
         file=LAUNCHES,
-        within="_look",
+        within="_query",
         old="cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED",
         new="cdef int mode = 0",
         tests=(f"{WORKS_TESTS}::test_a_capture_is_not_spoilt_by_the_look_for_an_event",),
@@ -555,8 +555,8 @@ MUTATIONS = (
         name="order: the watchdog lets go of tensors before their collective is over",
         file=LAUNCHES,
         within="Launches.settle",
-        old="if looks[i].code != CUDA_ERROR_NOT_READY:",
-        new=("in_flight.tensors = None\nif looks[i].code != CUDA_ERROR_NOT_READY:"),
+        old="if answers[i].code != CUDA_ERROR_NOT_READY:",
+        new=("in_flight.tensors = None\nif answers[i].code != CUDA_ERROR_NOT_READY:"),
         tests=(FOR_NOTHING,),
     ),
 )

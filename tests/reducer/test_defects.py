@@ -245,6 +245,23 @@ def test_ranks_clip_alike_where_one_has_copied_its_gradients(comm):
         assert_same_on_all(comm, told)
 
 
+@on_ranks(2)
+def test_a_norm_leaves_alone_what_the_user_has_taken_out(comm):
+    """Also where the user has put other gradients in its place, as gradient surgery does."""
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(2)])
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(8, 9)).square().sum().backward()
+        reduced = [p.grad for p in model.parameters()]
+        values = [gradient.clone() for gradient in reduced]
+        for p in model.parameters():
+            p.grad = p.grad * 2 + 1
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(reducer.grad_norm(), expected)
+        assert all(map(torch.equal, reduced, values))
+
+
 @pytest.mark.parametrize("write", [None, _written_in_place, _written_past_torch])
 @on_ranks(2)
 def test_ranks_clip_alike_where_one_holds_its_gradients(comm, write):

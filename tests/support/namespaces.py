@@ -165,8 +165,11 @@ def why_not() -> str | None:
 def why_no_delay() -> str | None:
     """Why there can be no such hosts with a delay between them; None if there can."""
     reason = why_not()
-    if reason is None and not TUN.exists():
-        return f"{TUN} was not found: a network with a delay needs it (modprobe tun)"
+    if reason is None:
+        try:
+            TUN.open("r+b", buffering=0).close()
+        except OSError as error:
+            reason = f"a network with a delay needs {TUN} (modprobe tun): {error}"
     return reason
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects, tellable
 from fastcomm.insight.advice import WORTHWHILE, choose_cap, distinct_caps
 from fastcomm.insight.collectives import MeasuredCosts
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
@@ -41,6 +41,7 @@ _LEAST_ROUNDS = 3  # that tell when gradients are ready; with fewer the default 
 _BACKWARD_SHARE = 2 / 3
 
 
+@tellable
 class _Seen(NamedTuple):
     """What one rank tells the others. period_s: of its steps. step: of a step without
     communication, its gradients in the parameters' order; None if too little was seen. can_replan:
@@ -105,7 +106,7 @@ class Tuning:
     def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
         own = self._seen(reducer, can_replan)
-        seen = gather_objects(reducer.comm, own, "backward()", [_Seen, LocalStep, Gradient])
+        seen = gather_objects(reducer.comm, own, "backward()")
         if all(one.can_replan for one in seen):
             decide = self._propose if self._default_s is None else self._judge
             decide(reducer, seen)

@@ -26,7 +26,6 @@ from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, why_not
 from fastcomm.reducer.features.progress import (
-    KnownOptimizer,
     Progress,
     Stateful,
     compare,
@@ -253,7 +252,7 @@ class Join(Generic[T]):
         self._restrict(False)
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
-        ranks = gather_objects(self._comm, ours, "join()", [Progress, KnownOptimizer])
+        ranks = gather_objects(self._comm, ours, "join()")
         compare(ranks)
         rounds = [progress.rounds for progress in ranks]
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
@@ -272,7 +271,7 @@ class Join(Generic[T]):
         if reason is None and self._states:
             self._load_states(src, ours.rounds != rounds[src])
             ours = Progress.of(reducers, self._states)
-            now = gather_objects(self._comm, ours.optimizers, "join()", [KnownOptimizer])
+            now = gather_objects(self._comm, ours.optimizers, "join()")
             loaded = [one._replace(optimizers=new) for one, new in zip(ranks, now, strict=True)]
             reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
         if reason is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects, tellable
 from fastcomm.insight.steps import Step
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.compatibility import Feature
@@ -32,6 +32,7 @@ _GOES_WITH = {
 }
 
 
+@tellable
 class _Seen(NamedTuple):
     """What one rank tells the others. order: the parameters' indices as their gradients have
     arrived; None where rounds differ, or somebody counts on the buckets. can_replan: see
@@ -81,7 +82,7 @@ class Ordering:
             return
         with all_or_none(reducer, self._stop):
             own = _Seen(self._seen_order(reducer), can_replan)
-            seen = gather_objects(reducer.comm, own, "backward()", [_Seen])
+            seen = gather_objects(reducer.comm, own, "backward()")
             if all(one.can_replan for one in seen):
                 self._decide(reducer, {one.order for one in seen})
             elif is_last or any(one.order is None for one in seen):

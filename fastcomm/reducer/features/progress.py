@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch.amp import GradScaler
 
+from fastcomm.comm.objects import tellable
 from fastcomm.errors import MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.features.torch_helpers import scaler_of
@@ -28,6 +29,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+@tellable
 class KnownOptimizer(NamedTuple):
     """An optimizer, as a rank tells the others of it.
 
@@ -46,6 +48,7 @@ class KnownOptimizer(NamedTuple):
         return any(one.get("initial_lr", one.get("lr")) != one.get("lr") for one in self.groups)
 
 
+@tellable
 class Progress(NamedTuple):
     """What a rank tells the others.
 

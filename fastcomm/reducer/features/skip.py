@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.flat_buffers import inside
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import gather_objects, tellable
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import statistics
@@ -33,6 +33,7 @@ _log = logging.getLogger("fastcomm")
 _NAMED = 3  # parameters of one rank in a log entry
 
 
+@tellable
 class Cause(NamedTuple):
     """What one rank has to say about a round that was dropped.
 
@@ -161,7 +162,7 @@ class Skipping(RoundExtension):
             causes = {self._comm.rank: self._cause()}
         else:
             call = "backward() or synchronize()"
-            told = gather_objects(self._comm, self._cause(), call, [Cause])
+            told = gather_objects(self._comm, self._cause(), call)
             causes = dict(enumerate(told))
             self.found_nonfinite = all(cause.vote is None for cause in causes.values())
             if self._comm.rank != 0:

@@ -252,7 +252,9 @@ class WorkQueue:
         self._exchange.close()
 
     def post(self, work: GroupWork) -> None:
-        """Hands the work to the thread, or refuses it. Raises nothing itself."""
+        """Hands the work to the thread, or refuses it. Raises nothing but what work.prepare() does,
+        as where memory is used up: then it is not posted.
+        """
         work.prepare()  # before the lock, for which the thread may be waiting
         with self._lock:
             theirs = self._unheard()

@@ -298,7 +298,7 @@ cdef class NcclBucket(GatheringBucket):
                 check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
                 _record(gathered, current)
                 check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
-                if flattens and is_in_place:  # ncclAvg would scale, but without NVLink SHARP
+                if flattens and is_in_place:  # scaled here: ncclAvg would turn NVLink SHARP off
                     self.gathering.flatten_on(stream, wire, scale, divisor)
                 _record(began, stream)
                 code = call_all(self.calls, self.n_calls, self.lane.comm, stream)

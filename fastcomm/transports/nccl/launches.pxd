@@ -8,10 +8,11 @@ cdef class Launches:
     cdef Device cuda
     cdef list lanes  # the link's own list
     cdef uint64_t number  # of the newest launch in this epoch
+    cdef uint64_t epoch
     cdef object records
     # of works that are gone, the oldest first; their launches may not be over
     cdef readonly object unused
-    cdef ThreadCall newest_look
+    cdef ThreadCall newest_question
     cdef InFlight new_record(self)
     cdef InFlight take_record(self)
     cdef forget_tensors(self)
@@ -19,7 +20,7 @@ cdef class Launches:
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1
     cdef InFlight calling(self)
-    cdef look(self)
+    cdef ask(self)
     cdef settle(self)
     cdef oldest_unfinished(self)
     cdef list _pending(self)

@@ -8,27 +8,24 @@ The driver may keep whoever asks for an event waiting, while a launch of this pr
 in the device's queue. So the watchdog asks on another thread, and goes on without an answer.
 """
 
-import contextlib
 import time
 import weakref
 from collections import deque
 
-from fastcomm.errors import FastcommError
-
 from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.driver cimport (
-    CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUevent, Device, check,
-    driver,
+    CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, Device,
+    check, driver,
 )
 
 
-cdef double ANSWER_S = 1.0  # how long the watchdog waits for the driver's answers
+cdef double DRIVER_ANSWER_S = 1.0  # how long the watchdog waits
 
 
 cdef class Launches:
     """The launches of one communicator. The thread that launches calls `begin` and `end` around
-    each launch; the watchdog's thread calls `look` and `oldest_unfinished`.
+    each launch; the watchdog's thread calls `ask` and `oldest_unfinished`.
     """
 
     def __cinit__(self, Device cuda, list lanes):
@@ -61,6 +58,7 @@ cdef class Launches:
     cdef begin_epoch(self):
         """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
+        self.epoch += 1
         self.forget_tensors()
 
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1:
@@ -76,12 +74,15 @@ cdef class Launches:
         """The launch has returned. A launch that was only captured does not run, and its events
         must not be queried: its record is its own.
         """
+        cdef CUcontext before
+        cdef int code
         in_flight.is_pending = not is_captured
         if in_flight.is_pending and not in_flight.is_marked:
-            with contextlib.suppress(FastcommError):
-                with nogil:  # may wait for room in the device's queue
-                    self.cuda.record(in_flight.mark, lane.stream.handle)
-                in_flight.is_marked = True
+            with nogil:  # may wait for room in the device's queue
+                before = self.cuda.enter()
+                code = driver.record_event(in_flight.mark.handle, lane.stream.handle)
+                self.cuda.leave(before)
+            in_flight.is_marked = code == CUDA_SUCCESS
         lane.calling = None
         return 0
 
@@ -92,50 +93,54 @@ cdef class Launches:
                 return (<Lane>lane).calling
         return None
 
-    cdef look(self):
-        """Settles what is over, on a thread of its own. Returns after ANSWER_S at the latest; when
-        the driver does not answer, only its thread stays behind, and no other is begun.
+    cdef ask(self):
+        """Settles what is over, on a thread of its own. Returns after DRIVER_ANSWER_S at the
+        latest; when the driver does not answer, only that thread stays behind, and no other is
+        begun.
         """
-        cdef _Look look = self.newest_look
-        if look is None or look.over.is_set():
+        cdef _Question question = self.newest_question
+        if question is None or question.over.is_set():
             if not self._pending():
                 return
-            look = self.newest_look = _Look(self.cuda)
-            look.launches, look.since = self, time.monotonic()
-            look.start()
-        if look.over.wait(max(0.0, look.since + ANSWER_S - time.monotonic())):
-            if look.error is not None:
-                raise look.error
+            question = self.newest_question = _Question(self.cuda)
+            question.launches, question.since = self, time.monotonic()
+            question.start()
+        if question.over.wait(max(0.0, question.since + DRIVER_ANSWER_S - time.monotonic())):
+            if question.error is not None:
+                raise question.error
 
     cdef settle(self):
         """Asks the driver which launches are over. Raises FastcommError for a broken device."""
         cdef InFlight in_flight
+        cdef uint64_t epoch = self.epoch
         cdef list pending = self._pending()
         cdef size_t i, n = len(pending)
-        cdef Look *looks = <Look *>calloc(n + 1, sizeof(Look))
-        if looks == NULL:
+        cdef Answer *answers = <Answer *>calloc(n + 1, sizeof(Answer))
+        if answers == NULL:
             raise MemoryError("out of memory")
         try:
             for i in range(n):
                 in_flight = pending[i]
-                looks[i].number, looks[i].done = in_flight.number, in_flight.done.handle
-                looks[i].mark = in_flight.mark.handle if in_flight.is_marked else NULL
+                answers[i].number, answers[i].done = in_flight.number, in_flight.done.handle
+                answers[i].mark = in_flight.mark.handle if in_flight.is_marked else NULL
             with nogil:  # once for all, as another thread may keep the GIL for long
-                _look(looks, n)
+                _query(answers, n)
+            if epoch != self.epoch:  # the ranks have met again: these numbers are others' now
+                return
             for i in range(n):
                 in_flight = pending[i]
                 # meanwhile another thread may have launched the same bucket again
-                if in_flight.number != looks[i].number or not in_flight.is_pending:
+                if in_flight.number != answers[i].number or not in_flight.is_pending:
                     continue
-                if looks[i].code != CUDA_ERROR_NOT_READY:
-                    check(looks[i].code, b"cuEventQuery")
+                if answers[i].code != CUDA_ERROR_NOT_READY:
+                    check(answers[i].code, b"cuEventQuery")
                     in_flight.is_pending = in_flight.is_marked = False
                     in_flight.tensors = None
                     continue
-                if looks[i].has_progress:
+                if answers[i].has_progress:
                     in_flight.is_marked, in_flight.since = False, time.monotonic()
         finally:
-            free(looks)
+            free(answers)
 
     cdef oldest_unfinished(self):
         """Its number, seconds without progress, and its description; as far as is known."""
@@ -156,7 +161,7 @@ cdef class Launches:
         ]
 
 
-cdef class _Look(ThreadCall):
+cdef class _Question(ThreadCall):
     cdef Launches launches
     cdef double since
 
@@ -165,8 +170,8 @@ cdef class _Look(ThreadCall):
         launches.settle()
 
 
-# What one look at a record has found.
-cdef struct Look:
+# What the driver has said of one record.
+cdef struct Answer:
     uint64_t number
     CUevent done
     CUevent mark  # or NULL
@@ -174,25 +179,25 @@ cdef struct Look:
     bint has_progress
 
 
-cdef void _look(Look *looks, size_t n) noexcept nogil:
+cdef void _query(Answer *answers, size_t n) noexcept nogil:
     """A capture on any thread does not mind the questions."""
     cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
     cdef size_t i
     driver.exchange_capture_mode(&mode)
     for i in range(n):
-        looks[i].code = driver.query_event(looks[i].done)
-        if looks[i].code == CUDA_ERROR_NOT_READY and looks[i].mark != NULL:
-            looks[i].has_progress = driver.query_event(looks[i].mark) == CUDA_SUCCESS
+        answers[i].code = driver.query_event(answers[i].done)
+        if answers[i].code == CUDA_ERROR_NOT_READY and answers[i].mark != NULL:
+            answers[i].has_progress = driver.query_event(answers[i].mark) == CUDA_SUCCESS
     driver.exchange_capture_mode(&mode)
 
 
 cdef bint _is_over(InFlight in_flight) noexcept:
     """Whether the record's launch is over, as far as can be told."""
-    cdef Look look
-    look.done, look.mark = in_flight.done.handle, NULL
+    cdef Answer answer
+    answer.done, answer.mark = in_flight.done.handle, NULL
     with nogil:
-        _look(&look, 1)
-    return look.code == CUDA_SUCCESS
+        _query(&answer, 1)
+    return answer.code == CUDA_SUCCESS
 
 
 cdef list _members(weak_set):

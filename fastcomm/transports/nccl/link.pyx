@@ -343,18 +343,17 @@ cdef class Link:
         return self.launches.number
 
     def _oldest_unfinished(self):
-        self.launches.look()
+        self.launches.ask()
         return self.launches.oldest_unfinished()
 
     def _asynchronous_error(self):
         cdef int code = ncclSuccess
-        cdef bint is_known
         cdef Lane lane
         for candidate in self.lanes:
             lane = candidate
             if lane.comm != NULL and lane.ending is None:
-                with nogil:
-                    is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
+                # with the GIL: nobody may free the communicator meanwhile
+                is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
                 if is_known and code not in (ncclSuccess, ncclInProgress):
                     error = self.error(code, b"ncclCommGetAsyncError: a collective")
                     return PeerLostError(str(error)) if code == ncclRemoteError else error
