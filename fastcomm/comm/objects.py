@@ -69,14 +69,13 @@ def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
         is_of_host = location == "cpu"
         return storage if is_of_host else default_restore_location(storage, str(comm.device))
 
-    packed, trouble = b"", None
     try:
-        packed = _packed(value)
+        packed = _packed((call, None, value))
     except TypeError as error:
-        trouble = str(error)
+        packed = _packed((call, str(error), None))
     with called_by(call):
-        rows = _gather(comm, _packed((call, trouble, packed)))
-    told = [_read(rank, row, "cpu") for rank, row in enumerate(rows)]
+        rows = _gather(comm, packed)
+    told = [_read(rank, row, here) for rank, row in enumerate(rows)]
     first, _, _ = told[0]
     for rank, (theirs, _, _) in enumerate(told):
         if theirs != first:
@@ -84,7 +83,7 @@ def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
     for rank, (_, theirs, _) in enumerate(told):
         if theirs is not None:
             raise _refused(call, rank, theirs)
-    return [_read(rank, row, here) for rank, (_, _, row) in enumerate(told)]
+    return [value for _, _, value in told]
 
 
 def broadcast_object(comm: Transport, value: Any, src: int, call: str, *, is_wanted: bool) -> Any:
@@ -134,9 +133,7 @@ def _packed(value: Any) -> bytes:
     try:
         torch.save(value, file)
         torch.load(io.BytesIO(file.getbuffer()), map_location="meta", weights_only=True)
-    except (
-        Exception
-    ) as error:  # an object may raise anything, and the other ranks are to hear of it
+    except Exception as error:  # objects may raise anything, and the other ranks must hear of it
         name = _not_plain(error)
         if name is None:
             raise TypeError(f"{type(error).__name__}: {error}") from error

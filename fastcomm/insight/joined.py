@@ -40,8 +40,7 @@ def join(
 ) -> Joined:
     """Gathers what the ranks have recorded. Collective. call: the user's, for messages."""
     offsets = offsets_to_rank_0(comm, call)
-    own = [one.shifted(offsets[comm.rank]) for one in steps]
-    gathered = gather_objects(comm, own, call)
+    gathered = gather_objects(comm, [one.shifted(offsets[comm.rank]) for one in steps], call)
     return Joined(what, plan, tuple(map(tuple, gathered)))
 
 

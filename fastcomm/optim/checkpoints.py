@@ -94,8 +94,7 @@ def compare(
 
     states, call: as gather().
     """
-    own = [_describe(part.piece, states) for part in parts]
-    by_rank = gather_objects(comm, own, call)
+    by_rank = gather_objects(comm, [_describe(part.piece, states) for part in parts], call)
     for i, part in enumerate(parts):
         first, *others = part.spans or [0]
         for rank in others:

@@ -105,8 +105,7 @@ class Tuning:
 
     def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
-        own = self._seen(reducer, can_replan)
-        seen = gather_objects(reducer.comm, own, "backward()")
+        seen = gather_objects(reducer.comm, self._seen(reducer, can_replan), "backward()")
         if all(one.can_replan for one in seen):
             decide = self._propose if self._default_s is None else self._judge
             decide(reducer, seen)

@@ -161,8 +161,7 @@ class Skipping(RoundExtension):
             self.found_nonfinite = n_nonfinite > 0
             causes = {self._comm.rank: self._cause()}
         else:
-            call = "backward() or synchronize()"
-            told = gather_objects(self._comm, self._cause(), call)
+            told = gather_objects(self._comm, self._cause(), "backward() or synchronize()")
             causes = dict(enumerate(told))
             self.found_nonfinite = all(cause.vote is None for cause in causes.values())
             if self._comm.rank != 0:
