@@ -36,6 +36,7 @@ from lib.flatten_contenders import (
     copying,
     flattening,
     make_places,
+    shapes_in,
     unflattening,
 )
 from lib.flatten_report import Launch, Pass
@@ -116,7 +117,7 @@ def measure(comm: Any, options: argparse.Namespace) -> tuple[list[Pass], list[La
 def measure_mode(name: str, mode: str, cuda: Any, rounds: int) -> Iterator[Pass]:
     """One list in one mode, both ways."""
     dtype, wire = MODES[mode]
-    places, offsets = make_places(LISTS[name](), mode, cuda.device)
+    places, offsets = make_places(shapes_in(name, mode), mode, cuda.device)
     numels = [tensor.numel() for tensor in places[0].tensors]
     nbytes = sum(numels) * (dtype.itemsize + wire.itemsize)
     multi_tensor = MultiTensor(numels, offsets, dtype, wire, cuda)

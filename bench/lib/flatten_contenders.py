@@ -74,6 +74,15 @@ LISTS: dict[str, Callable[[], list[torch.Size]]] = {
 }
 
 
+def shapes_in(name: str, mode: str) -> list[torch.Size]:
+    """The list's shapes. A bucket is closed by the bytes of its gradients: in 16 bits it holds
+    twice as many.
+    """
+    shapes = LISTS[name]()
+    dtype, _ = MODES[mode]
+    return shapes * (torch.float32.itemsize // dtype.itemsize) if name == "bucket" else shapes
+
+
 def make_places(
     shapes: Sequence[torch.Size], mode: str, device: torch.device
 ) -> tuple[list[Place], list[int]]:

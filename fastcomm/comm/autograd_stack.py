@@ -17,6 +17,8 @@ import torch
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
+_thread = threading.local()
+
 
 def enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
     """Whether the backward that ends now ran inside another one, and the autograd Function that ran
@@ -36,6 +38,13 @@ def enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
 
 
 def _is_thread_of_autograd() -> bool:
+    """Looked up once for a thread: it is asked in every step."""
+    if not hasattr(_thread, "is_of_autograd"):
+        _thread.is_of_autograd = _has_autograds_name()
+    return bool(_thread.is_of_autograd)
+
+
+def _has_autograds_name() -> bool:
     """By the name that autograd gives its threads. It is not enough that `threading` has not
     started the thread: users have thread pools of their own in C++.
     """

@@ -92,7 +92,6 @@ class Bucket(Counter):
         self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
         self._is_gathered = False  # in this round
         self._is_vote = False  # launch_vote() has launched it in this round
-        self._n_writes: list[int] = []  # by slot, to the views, when backward launched the bucket
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
@@ -111,7 +110,7 @@ class Bucket(Counter):
     @property
     def parameters(self) -> list[Parameter | None]:
         """The parameters by slot. None stands for one that is gone, with its model."""
-        return [reference() for reference in self._references]
+        return self.gradient_state.parameters()
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """The names and parameters of those that are not gone."""
@@ -311,26 +310,21 @@ class Bucket(Counter):
 
     def watch_gradients(self) -> None:
         """The bucket is under way while backward goes on: from here on nobody may write to it."""
-        self._n_writes = [view._version for view in self.views]
+        self.gradient_state.watch()
 
     def refuse_changed_gradients(self) -> None:
         """Called at the end of backward, when the bucket is under way. Raises FastcommError if a
         hook has written to a gradient since watch_gradients(), or replaced it: what the ranks have
         of it depends on which was faster.
         """
-        if self._is_vote or not self._n_writes:  # else it was launched by no hook
-            return
-        writes = zip(self.parameters, self.views, self._n_writes, strict=True)
-        for i, (parameter, view, n_writes) in enumerate(writes):
-            if parameter is None or i in self._untouched:
-                continue
-            if parameter.grad is not view or view._version != n_writes:
-                raise FastcommError(
-                    f"the gradient of parameter {self.names[i]} was changed by a hook while it was "
-                    "reduced: change gradients after backward(), or in a hook of the parameter "
-                    "itself (register_hook, register_post_accumulate_grad_hook), or use "
-                    "Reducer(overlap=False)"
-                )
+        i = -1 if self._is_vote else self.gradient_state.first_changed(self._untouched)
+        if i >= 0:
+            raise FastcommError(
+                f"the gradient of parameter {self.names[i]} was changed by a hook while it was "
+                "reduced: change gradients after backward(), or in a hook of the parameter itself "
+                "(register_hook, register_post_accumulate_grad_hook), or use "
+                "Reducer(overlap=False)"
+            )
 
     def _refuse_taken(self, i: int) -> None:
         """The gradient is not the one autograd has made. That is fine if autograd has made none, or
@@ -506,7 +500,6 @@ class Bucket(Counter):
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
         self._is_gathered = self._is_vote = False
-        self._n_writes = []
         self._untouched.clear()
         self._emptied.clear()
         self._staying.clear()

@@ -13,7 +13,7 @@ Runs in every step, so it is compiled, and looks at gradients only where it must
 
 from itertools import count
 
-from torch import strided
+from torch import Tensor, strided
 
 from libc.stdint cimport uint32_t
 
@@ -27,6 +27,7 @@ cdef enum:
 cdef Py_ssize_t MOST_COMPARED = 8  # parameters of a bucket in one checksum
 cdef object NEVER = -1
 cdef object NO_VERSION = -2  # of no tensor
+cdef object data_ptr = Tensor.data_ptr  # found once, as it is asked for in every step
 cdef object numbers = count(1)  # of the periods of all buckets; 0 stands for one that was detached
 
 
@@ -46,6 +47,7 @@ cdef class GradientState:
     cdef list versions  # of the views, when they were stepped or left
     cdef list unsynced  # of the views: made under no_sync() in this period
     cdef object period  # from one round to the next
+    cdef list watched  # versions of the views, since watch(); or None
 
     def __cinit__(self, list references, list views, Py_ssize_t n_rounds):
         n = len(views)
@@ -57,12 +59,35 @@ cdef class GradientState:
         for i in range(n):
             self._take_over(i, n_rounds)
 
+    def parameters(self):
+        """The parameters by slot. None stands for one that is gone, with its model."""
+        return [reference() for reference in self.references]
+
+    def watch(self):
+        """From here on first_changed() finds writes to the views."""
+        self.watched = [view._version for view in self.views]
+
+    def first_changed(self, exempt):
+        """The first slot, but for those in `exempt`, whose view has been written to since watch(),
+        or is not the gradient any more; -1 if there is none, or watch() was not called.
+        """
+        cdef Py_ssize_t i
+        if self.watched is None:
+            return -1
+        for i in range(len(self.views)):
+            parameter, view = self.references[i](), self.views[i]
+            if parameter is None or (exempt and i in exempt):
+                continue
+            if parameter.grad is not view or view._version != self.watched[i]:
+                return i
+        return -1
+
     def displaced(self):
         """The slots whose views have another address now: somebody has assigned to their `.data`.
         """
         cdef list found = []
         for i in range(len(self.views)):
-            if self.views[i].data_ptr() != self.addresses[i]:
+            if data_ptr(self.views[i]) != self.addresses[i]:
                 found.append(i)
         return found
 
@@ -88,7 +113,10 @@ cdef class GradientState:
             setattr(gradient, MARK, (ACCEPTED, mark[1]))
 
     def begin_period(self):
-        """Begins a period: all gradients made under no_sync() so far are in a round, or gone."""
+        """Begins a period: all gradients made under no_sync() so far are in a round, or gone. Ends
+        what watch() began.
+        """
+        self.watched = None
         self.unsynced = [False] * len(self.views)
         self.period = next(numbers)
 

@@ -250,11 +250,12 @@ def test_flatten_goes_on_without_a_cupy_that_fails_and_leaves_what_it_has_measur
     assert [row["list"] for row in json.loads(path.read_text())["rows"]] == ["tiny"] * 6
 
 
-def test_flatten_measures_a_list_of_25_mib(monkeypatch):
+@pytest.mark.parametrize(("mode", "itemsize"), [("fp32", 4), ("bf16", 2), ("fp32->bf16", 4)])
+def test_flatten_measures_a_list_of_25_mib(mode, itemsize, monkeypatch):
     """From there on it is to reach 90% of a copy."""
     monkeypatch.syspath_prepend(BENCH)
-    lists = importlib.import_module("lib.flatten_contenders").LISTS
-    assert sum(shape.numel() for shape in lists["bucket"]()) * 4 == 25 << 20
+    shapes = importlib.import_module("lib.flatten_contenders").shapes_in("bucket", mode)
+    assert sum(shape.numel() for shape in shapes) * itemsize == 25 << 20
 
 
 def test_flatten_has_no_contender_where_cupy_fails_when_it_is_used(monkeypatch, capsys):

@@ -525,9 +525,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: writes to a gradient that is being reduced go unseen",
-        file=BUCKET,
-        within="Bucket.refuse_changed_gradients",
-        old="parameter.grad is not view or view._version != n_writes",
+        file=GRADIENT_STATE,
+        within="GradientState.first_changed",
+        old="parameter.grad is not view or view._version != self.watched[i]",
         new="parameter.grad is not view",
         tests=(
             f"{UNREDUCED}::test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error",
