@@ -4,6 +4,7 @@ else.
 
 try:
     from fastcomm.comm.communicator import Communicator, Work
+    from fastcomm.comm.dump import dump
     from fastcomm.launching.rendezvous import init  # which needs what is compiled
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("fastcomm."):
@@ -48,6 +49,7 @@ __all__ = [
     "TimeoutError",
     "Work",
     "all_reduce_hook",
+    "dump",
     "init",
     "launch",
 ]

@@ -1,5 +1,6 @@
-"""`python -m fastcomm run | info | demo | bench | tune`: starts a script on several ranks, says
-what this machine offers, trains a small GPT on two ranks, runs the benchmarks, advises on buckets.
+"""`python -m fastcomm run | info | demo | bench | tune | diagnose`: starts a script on several
+ranks, says what this machine offers, trains a small GPT on two ranks, runs the benchmarks, advises
+on buckets, says what a job hangs in.
 
 The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this
 file finds them and gives them the process.
@@ -21,6 +22,7 @@ from typing import NoReturn
 import torch
 
 import fastcomm
+from fastcomm.insight import diagnosis
 from fastcomm.launching import launchers, runner
 from fastcomm.transports.cuda import driver as cuda_driver
 from fastcomm.transports.cuda import multi_tensor
@@ -66,7 +68,7 @@ def main() -> int:
         return 0  # the first one says it
     parser = make_parser()
     options, rest = parser.parse_known_args(with_name(sys.argv[1:]))
-    if rest and options.command in ("run", "info"):
+    if rest and options.command in ("run", "info", "diagnose"):
         parser.error(f"{options.command} does not take {' '.join(rest)}")
     if options.command == "run":
         return run(options)
@@ -76,6 +78,8 @@ def main() -> int:
         become(str(script("bench", options.benchmark)), *rest)
     if options.command == "tune":
         become(str(script("bench", "tune")), *rest)
+    if options.command == "diagnose":
+        return diagnose(options.folder, options.pid)
     facts = info()
     if options.json:
         print(json.dumps({"version": fastcomm.__version__, **facts}, indent=1))
@@ -93,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fastcomm {fastcomm.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{run,info,demo,bench,tune}"
+        dest="command", required=True, metavar="{run,info,demo,bench,tune,diagnose}"
     )
     says = "starts a Python script on several ranks of this machine, and ends all when one fails"
     of_run = commands.add_parser("run", help=says, description=f"S{says[1:]}.", allow_abbrev=False)
@@ -128,6 +132,19 @@ def make_parser() -> argparse.ArgumentParser:
         names.add_parser(name, help=says, add_help=False, allow_abbrev=False)
     says = "what bucket size, how often to synchronise, which wire; tune --help lists its options"
     commands.add_parser("tune", help=says, add_help=False, allow_abbrev=False)
+    says = "what a job hangs in, or has failed in: which rank did not come, and where it stood"
+    of_diagnose = commands.add_parser(
+        "diagnose",
+        help=says,
+        description=f"Says {says}. Ranks that run with FASTCOMM_DUMP=FOLDER write there when they "
+        "fail, and when they are asked.",
+        allow_abbrev=False,
+    )
+    asked = of_diagnose.add_mutually_exclusive_group(required=True)
+    asked.add_argument("folder", nargs="?", type=Path, help="in which the ranks have left dumps")
+    asked.add_argument(
+        "--pid", nargs="+", type=int, metavar="PID", help="asks these living ranks first"
+    )
     return parser
 
 
@@ -152,6 +169,17 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(failure.text, file=sys.stderr)
     return failure.exit_code
+
+
+def diagnose(folder: Path | None, pids: list[int] | None) -> int:
+    try:
+        if folder is None:
+            folder = diagnosis.ask_processes(pids or [])
+        print("\n".join(diagnosis.diagnose(folder)))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def demo(arguments: list[str]) -> NoReturn:

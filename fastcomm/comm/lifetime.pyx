@@ -5,6 +5,7 @@ error or close() has ended it.
 
 import os
 
+from fastcomm.comm.dump import dump_failure
 from fastcomm.errors import FastcommError
 
 
@@ -37,6 +38,7 @@ cdef class Lifetime:
         """From now on every call raises `failure`. Only the first failure counts."""
         if self.failure is None:
             self.failure = failure
+            dump_failure(failure)
 
     cpdef object refusal(self):
         """Why the communicator cannot be used any more, as an error to raise; or None."""

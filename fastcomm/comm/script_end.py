@@ -10,6 +10,8 @@ import weakref
 from multiprocessing.util import Finalize
 from typing import Protocol
 
+from fastcomm.comm.dump import await_dumps
+
 _FIRST = 1000  # before the stores are closed that the ranks have met at
 
 
@@ -39,3 +41,4 @@ def _tell() -> None:
     has_raised = getattr(sys, "last_value", None) is not None  # and nobody has caught it
     for end in list(_open):
         end.tell_of_end(has_raised)
+    await_dumps()

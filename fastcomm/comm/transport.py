@@ -18,6 +18,7 @@ from fastcomm.comm.abandonment import Abandonment
 from fastcomm.comm.collective import OTHERS_GRADIENT
 from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.comm.flat_buffers import inside
+from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.errors import FastcommError
 
 
@@ -125,6 +126,7 @@ class Transport(Communicator):
     """A communicator, as reducers and the transports themselves see it. May change."""
 
     pids: tuple[int, ...]  # of the ranks' processes
+    flight: FlightRecorder  # the newest collectives
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # the newest one, until note_settled() is called
     abandonment: Abandonment | None

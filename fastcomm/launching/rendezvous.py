@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.dump import watch
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
@@ -110,6 +111,7 @@ def init(
         comm.barrier()
         if bootstrap.rank == 0:
             _warn_of_torch()
+        watch()
         return comm
 
 
@@ -140,6 +142,7 @@ def connect(
             return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
         comm = _connect_on_cpu("auto", bootstrap, timeout, None, neighbours)
         _warn_of_threads(comm, neighbours.ranks)
+        watch()
         return comm, neighbours.ranks
 
 

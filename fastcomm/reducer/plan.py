@@ -41,6 +41,7 @@ def make_buckets(
         own = [pair for pair in named if pair[0] in sparse]
         label = bucket_label(number, len(buckets))
         one = SparseBucket(label, own, comm, options.wire_dtype, n_rounds)
+        comm.flight.names[label] = _in_words(one.names)
         buckets.insert(max(len(buckets) - 1, 0), one)
     for before, bucket in itertools.pairwise(buckets):
         bucket.first = before.first + len(before.names)
@@ -82,8 +83,13 @@ def _dense_buckets(
             bucket.start_counting()
         if sharding is not None and bounds is not None:
             bucket.shard = BucketShard(comm, sharding, bounds, bucket, label)
+        comm.flight.names[label] = _in_words(bucket.names)
         buckets.append(bucket)
     return buckets
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
 
 
 def _binding(

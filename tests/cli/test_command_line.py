@@ -166,7 +166,7 @@ def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((), "{run,info,demo,bench,tune}"),
+        ((), "{run,info,demo,bench,tune,diagnose}"),
         (("bench",), "NAME"),
         (("bench", "everything"), "choose from"),
         (("info", "--yaml"), "--yaml"),

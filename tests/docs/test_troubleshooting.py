@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
 VARIES = "…"
 # What a command prints, and what an object looks like, is no message of an error.
-COMMANDS = ("__main__.py",)
+COMMANDS = ("__main__.py", "diagnosis.py")
 DESCRIPTIONS = ("Feature", "__repr__", "describe")
 # What a timeline's tables and pictures, and a profiler, say.
 SHOWN = {
@@ -37,6 +37,9 @@ SHOWN = {
 # torch's own messages are cut off.
 INTERNAL = SHOWN | {
     "where are you?",
+    # in a dump, for `diagnose`
+    "asked by a rank whose communicator has failed",
+    'File "…", line …, in …',
     "meeting of the ranks",
     r"GLOBAL (\S+) was",
     "\nException raised from",
@@ -95,7 +98,8 @@ def entries() -> list[str]:
 
 
 def spans(text: str) -> list[str]:
-    """What stands in code."""
+    """What stands in code, but not in a block of it."""
+    text = re.sub("```.*?```", "", text, flags=re.DOTALL)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 

@@ -31,6 +31,7 @@ from fastcomm.comm.collective import (
 )
 
 if TYPE_CHECKING:
+    from fastcomm.comm.flight_recorder import Entry, FlightRecorder
     from fastcomm.transports.group.shards import Transfer
 
 SENT_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
@@ -83,6 +84,18 @@ class Call:
     def shard_key(self) -> tuple[object, ...]:
         """Equal on ranks whose shards of the call fit each other."""
         return self.kind, self.numel, self.dtype, self.wire, self.label
+
+    def noted(self, flight: FlightRecorder) -> Entry:
+        has_op = self.kind in ("all_reduce", "reduce_scatter_single")
+        return flight.note(
+            self.kind,
+            self.dtype if self.numel else None,
+            self.numel,
+            op=self.op if has_op else None,
+            src=self.src if self.kind == "broadcast" else -1,
+            label=self.label,
+            step=self.step,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -77,6 +77,7 @@ class GroupCommunicator(Transport):
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))
+    flight = property(attrgetter("_queue.flight"))
     number = property(attrgetter("_queue.number"))  # of the newest collective begun
 
     def __init__(
@@ -96,7 +97,9 @@ class GroupCommunicator(Transport):
         self.pids = tuple(bootstrap.exchange(os.getpid()))
         exchange.connect(bootstrap.store("gloo"), timeout)
         self._notes, self._exchange = bootstrap, exchange
-        self._queue = WorkQueue(rank, self.pids, exchange, bootstrap, timeout, neighbours)
+        self._queue = WorkQueue(
+            self.backend, rank, self.pids, exchange, bootstrap, timeout, neighbours
+        )
         self._queue.communicator = weakref.ref(self)
 
     @property

@@ -88,6 +88,7 @@ class GroupWork(BucketWork):
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
+        self.entry = call.noted(work_queue.flight)
         self._queue = work_queue
         self._n_abandoned = work_queue.n_abandoned
         self._used_mask = used_mask
@@ -209,6 +210,7 @@ class GroupWork(BucketWork):
         """Sets the outcome. The first one counts."""
         if not self._is_over:
             self.error = error
+            self.entry.end(error)
             self.transfer = self.payload = self.fusable = None
             self._is_over = True
             self._bell.put(None)

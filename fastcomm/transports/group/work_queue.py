@@ -24,6 +24,7 @@ import torch
 
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
+from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.script_end import tell_at_end
 from fastcomm.comm.transport import Transport
@@ -104,6 +105,7 @@ class WorkQueue:
 
     def __init__(
         self,
+        backend: str,
         rank: int,
         pids: tuple[int, ...],
         exchange: Exchange,
@@ -118,6 +120,7 @@ class WorkQueue:
         # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
         self.life = Lifetime()
+        self.flight = FlightRecorder(backend, rank, pids)
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
         # Guards what follows. Hold it to resolve a work, so that a resolved one never starts.
@@ -399,6 +402,7 @@ class WorkQueue:
         with self._lock:
             self._current, self._current_number = work, number
             self._since = time.monotonic()
+            work.entry.number = number
 
     def _begin(self, work: GroupWork) -> None:
         """Waits until all ranks have announced the work's call, and takes its first step."""
@@ -422,6 +426,9 @@ class WorkQueue:
             return
         began_ns = time.monotonic_ns()
         fused = behind[: gathered.n_fused]
+        for place, one in enumerate((work, *fused)):
+            one.entry.number = self.number + place
+            one.entry.start()
         self.number += len(fused)
         if fused:
             transfer = self._exchange.fused_transfer_of(flats[: 1 + len(fused)])

@@ -203,6 +203,10 @@ cdef class NcclCommunicator:
         self.link.hear()
 
     @property
+    def flight(self):
+        return self.link.launches.flight
+
+    @property
     def n_abandoned(self):
         return self.link.n_abandoned
 

@@ -1,5 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
+from fastcomm.comm.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.calls cimport Kind
@@ -18,13 +19,18 @@ cdef class InFlight:
     cdef size_t numel
     cdef uint32_t label
     cdef uint64_t step
+    cdef Entry entry  # of the newest launch
+    cdef Entry marked  # of the launch after which `mark` was recorded
     cdef tuple tensors  # that the launch uses, where nothing else may keep them until it is over
     cdef object __weakref__
+
+    cdef int note(self, FlightRecorder flight, int lane) except -1
 
 
 cdef class Lane:
     cdef ncclComm_t comm
     cdef Ctas ctas
+    cdef int index  # among those of the communicator
     cdef Device device
     cdef CapturedGraphs graphs
     cdef Stream stream

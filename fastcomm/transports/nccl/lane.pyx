@@ -17,6 +17,7 @@ from fastcomm.errors import InitError, TimeoutError
 cimport cython
 from libc.string cimport memcpy
 
+from fastcomm.comm.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, driver
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.calls cimport BROADCAST, MEETING
@@ -51,6 +52,16 @@ cdef class InFlight:
             src=self.root if self.kind == BROADCAST else None, label=self.label,
             step=self.step,
         )
+
+    cdef int note(self, FlightRecorder flight, int lane) except -1:
+        """The record's next collective is launched."""
+        self.entry = flight.note(
+            <str>KIND_NAMES[self.kind], self.dtype, self.numel, self.number,
+            <str>self.op if self.op is not None else None,
+            self.root if self.kind == BROADCAST else -1, self.label, self.step,
+        )
+        self.entry.lane = lane
+        return 0
 
 
 cdef class Lane:

@@ -1,10 +1,12 @@
 from libc.stdint cimport uint64_t
 
+from fastcomm.comm.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device
 from fastcomm.transports.nccl.lane cimport InFlight, Lane, ThreadCall
 
 
 cdef class Launches:
+    cdef FlightRecorder flight
     cdef Device cuda
     cdef list lanes  # the link's own list
     cdef uint64_t number  # of the newest launch in this epoch

@@ -28,8 +28,8 @@ cdef class Launches:
     each launch; the watchdog's thread calls `ask` and `oldest_unfinished`.
     """
 
-    def __cinit__(self, Device cuda, list lanes):
-        self.cuda, self.lanes = cuda, lanes
+    def __cinit__(self, Device cuda, list lanes, FlightRecorder flight):
+        self.cuda, self.lanes, self.flight = cuda, lanes, flight
         self.records, self.unused = weakref.WeakSet(), deque()
 
     cdef InFlight new_record(self):
@@ -59,6 +59,7 @@ cdef class Launches:
         """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
         self.epoch += 1
+        self.flight.epoch = self.epoch
         self.forget_tensors()
 
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1:
@@ -68,6 +69,7 @@ cdef class Launches:
         if not in_flight.is_pending:  # else the one before has not ended, as far as is known
             in_flight.since = time.monotonic()
         lane.calling = in_flight
+        in_flight.note(self.flight, lane.index)
         return 0
 
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1:
@@ -77,12 +79,15 @@ cdef class Launches:
         cdef CUcontext before
         cdef int code
         in_flight.is_pending = not is_captured
+        if is_captured:
+            in_flight.entry.end()
         if in_flight.is_pending and not in_flight.is_marked:
             with nogil:  # may wait for room in the device's queue
                 before = self.cuda.enter()
                 code = driver.record_event(in_flight.mark.handle, lane.stream.handle)
                 self.cuda.leave(before)
             in_flight.is_marked = code == CUDA_SUCCESS
+            in_flight.marked = in_flight.entry
         lane.calling = None
         return 0
 
@@ -136,8 +141,10 @@ cdef class Launches:
                     check(answers[i].code, b"cuEventQuery")
                     in_flight.is_pending = in_flight.is_marked = False
                     in_flight.tensors = None
+                    in_flight.entry.end()
                     continue
                 if answers[i].has_progress:
+                    in_flight.marked.end()
                     in_flight.is_marked, in_flight.since = False, time.monotonic()
         finally:
             free(answers)

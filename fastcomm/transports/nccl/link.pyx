@@ -28,6 +28,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from posix.unistd cimport usleep
 
+from fastcomm.comm.flight_recorder cimport FlightRecorder
 from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
@@ -59,7 +60,6 @@ cdef class Link:
         self.life, self.bootstrap = Lifetime(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
-        self.launches = Launches(self.cuda, self.lanes)
         self.graphs = CapturedGraphs(self.cuda)
         self.heard_in = -1
         facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy))
@@ -68,6 +68,9 @@ cdef class Link:
         self.ctas = ctas_of(max_ctas, cta_policy)
         refuse_shared_cards(facts)
         self.pids = tuple(theirs["pid"] for theirs in facts)
+        self.launches = Launches(
+            self.cuda, self.lanes, FlightRecorder("nccl", rank, self.pids)
+        )
         self.pool = pool_of(self.cuda)
         try:
             self._add_lane(bootstrap.look)
@@ -83,7 +86,7 @@ cdef class Link:
 
     cdef _add_lane(self, look):
         lane = Lane(self.cuda, self.graphs)
-        (<Lane>lane).ctas = self.ctas
+        (<Lane>lane).ctas, (<Lane>lane).index = self.ctas, len(self.lanes)
         self._connect(lane, len(self.lanes), look, look)
         self.launches.records.add((<Lane>lane).in_flight)
         self.lanes.append(lane)

@@ -82,6 +82,10 @@ cdef class ShmCommunicator:
     def n_abandoned(self):
         return self.ring.n_abandoned
 
+    @property
+    def flight(self):
+        return self.ring.flight
+
     def __repr__(self):
         return (
             f"<ShmCommunicator: rank {self.rank} of "

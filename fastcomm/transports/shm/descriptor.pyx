@@ -5,6 +5,7 @@ from fastcomm.comm.collective import BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, canoni
 
 # Their order is that of the core's enums. tests/comm/test_collective.py checks that of ops.
 cdef dict BUCKET_OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
+cdef tuple OP_NAMES = BUCKET_OPS, DTYPES = CPU_DTYPES
 cdef dict OP_CODES = {op: BUCKET_OP_CODES[op] for op in OPS}
 cdef tuple KIND_NAMES = (
     "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
@@ -24,11 +25,22 @@ cdef str in_words(shm_descriptor d):
     if d.kind in (SHM_BARRIER, SHM_ABANDON, SHM_SHADOW):
         return KIND_NAMES[d.kind]
     return sentence(
-        KIND_NAMES[d.kind], d.numel, CPU_DTYPES[d.dtype],
-        op=BUCKET_OPS[d.op]
-        if d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SCATTER_V) else None,
+        KIND_NAMES[d.kind], d.numel, DTYPES[d.dtype],
+        op=OP_NAMES[d.op] if _reduces(&d) else None,
         src=d.root if d.kind == SHM_BROADCAST else None, label=d.label, step=d.step,
     )
+
+
+cdef Entry noted(FlightRecorder flight, const shm_descriptor *d, uint32_t seq):
+    return flight.note(
+        <str>KIND_NAMES[d.kind], DTYPES[d.dtype] if d.numel else None, d.numel, seq,
+        <str>OP_NAMES[d.op] if _reduces(d) else None,
+        d.root if d.kind == SHM_BROADCAST else -1, d.label, d.step,
+    )
+
+
+cdef inline bint _reduces(const shm_descriptor *d) noexcept:
+    return d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SCATTER_V)
 
 
 cdef int op_code(op) except -1:

@@ -1,5 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
+from fastcomm.comm.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.comm.lifetime cimport Lifetime
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.memory cimport Segment, Segments
@@ -22,6 +23,7 @@ cdef class ShmWork:
     cdef shm_statistics statistics
     cdef object error
     cdef uint64_t began_ns, ended_ns  # 0 if not noted
+    cdef Entry entry  # once it is to be posted
 
     cdef int take_bounds(self, tuple bounds) except -1
     cdef int resolve(self, object error) except -1
@@ -36,6 +38,7 @@ cdef struct Patience:  # of one wait
 cdef class Ring:
     cdef readonly int rank, world_size
     cdef readonly Lifetime life
+    cdef FlightRecorder flight
     cdef object __weakref__
     cdef int n_abandoned
     cdef Segments segments

@@ -26,7 +26,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
-from fastcomm.transports.shm.descriptor cimport descriptor, in_words
+from fastcomm.transports.shm.descriptor cimport descriptor, in_words, noted
 from fastcomm.transports.shm.memory cimport Segments
 
 
@@ -99,6 +99,7 @@ cdef class ShmWork:
         """Sets the outcome: an error, or None for a result."""
         self.finished = True
         self.error = error
+        self.entry.end(error)
         if error is None and self.wide is not None:
             for wide, narrow in zip(self.wide, self.narrow):
                 wide.copy_(narrow)
@@ -122,6 +123,7 @@ cdef class Ring:
         self.segments, self.rank, self.world_size = segments, rank, world_size
         self.timeout_s = timeout.total_seconds()
         self.life, self.works = Lifetime(), [None] * SHM_RING
+        self.flight = FlightRecorder("shm", rank, segments.pids)
         self.arena = segments.of(rank)
         self.handle = shm_open_comm(
             rank, world_size, segments.bases, segments.pidfds, segments.is_crowded
@@ -229,6 +231,7 @@ cdef class Ring:
         self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
     ):
         cdef ShmWork work
+        cdef Entry entry = None
         cdef uint32_t seq
         cdef int posted = SHM_AGAIN, status = SHM_AGAIN
         if self.interruption is not None:
@@ -236,6 +239,7 @@ cdef class Ring:
         if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
             # The fast path of a blocking call: no Work, and one release of the GIL for posting and
             # the first slice of waiting.
+            entry = noted(self.flight, d, self.last + 1)
             self.busy = True
             with nogil:
                 posted = shm_post(
@@ -247,10 +251,11 @@ cdef class Ring:
             if posted == SHM_OK:
                 self.last = seq
             if status == SHM_OK:
+                entry.end()
                 return None
             self.check_usable()
         work = ShmWork.__new__(ShmWork)
-        work.ring, work.tensors = self, (inp, out)
+        work.ring, work.tensors, work.entry = self, (inp, out), entry
         if posted == SHM_OK:
             work.seq, work.n_abandoned = seq, self.n_abandoned
             self.works[seq % SHM_RING] = work
@@ -277,6 +282,8 @@ cdef class Ring:
             self.finish(older)
         if self.interruption is not None:  # this collective belongs to the abandoned round
             self.hear()
+        if work.entry is None:
+            work.entry = noted(self.flight, d, self.last + 1)
         while True:
             self.check_usable()
             self.busy = True

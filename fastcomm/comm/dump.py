@@ -1,0 +1,362 @@
+"""What a rank was at when a job hung or failed, as files in a folder: the newest collectives of its
+communicators, and where its threads stand. insight/diagnosis.py reads the folder of all ranks.
+
+The environment variable FASTCOMM_DUMP names the folder. Then a rank writes there when its
+communicator fails, when it gets SIGUSR2, and when another rank asks: by a file, as the one that is
+asked may be stuck where no signal handler of Python's runs, or on another host. A rank whose
+communicator has failed asks the others: the late one shows then where it is late.
+"""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastcomm.comm.collective import name_of, sentence
+from fastcomm.comm.flight_recorder import Entry, FlightRecorder, living
+from fastcomm.errors import FastcommError, TimeoutError
+
+FOLDER = "FASTCOMM_DUMP"
+ASK = "ask"  # whoever touches this file in the folder asks all ranks for a dump
+FAILED = "asked by a rank whose communicator has failed"
+LOOK_S = 0.5  # how often a rank looks whether it is asked
+ANSWER_S = 3.0  # how long a rank that has timed out keeps its process for the others to answer
+SETTLED_S = 60.0  # how long a dump of a failure is not replaced by another one
+N_FRAMES = 12  # of each thread, the innermost
+
+# Names by which every torch's fr_trace knows a collective.
+_IN_TORCH = {
+    "all_gather_single": "_all_gather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "barrier": "all_reduce_barrier",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    # of unequal shards: of the whole, so that sizes agree
+    "reduce_scatter_v": "allreduce_coalesced",
+    "all_gather_v": "allreduce_coalesced",
+}
+_TORCH_DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"}
+
+# Errors that end a communicator, and with it what other ranks may still be waiting for.
+_CUT_SHORT = ("FastcommError", "NcclError", "PeerLostError", "TimeoutError")
+
+_running = threading.Lock()  # held by whoever writes
+_n_writing = 0  # dumps that are under way on threads of their own
+_settled_until = 0.0  # by time.monotonic(); see _settle
+_watcher = 0  # the process in which watch() has begun
+
+
+def dump(folder: str | os.PathLike[str]) -> Path:
+    """Writes what this rank's communicators have done last, and where its threads stand, to a file
+    in the folder, which is made if need be; returns its path. Local: no rank waits for another, and
+    any thread may call it at any time. A second dump of this rank replaces the first.
+
+    `python -m fastcomm diagnose FOLDER` says what the files of all ranks show; torch's own fr_trace
+    reads the files torch_trace_* beside them.
+
+    Raises RuntimeError where this process has no communicator, OSError.
+    """
+    return _write(Path(folder), "asked for")
+
+
+def watch() -> None:
+    """Called by init(): lets FASTCOMM_DUMP take effect, once in a process."""
+    global _watcher
+    named = os.environ.get(FOLDER)
+    if not named or _watcher == os.getpid():
+        return
+    _watcher, folder = os.getpid(), Path(named)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, lambda *_: _attempt(folder, "SIGUSR2"))
+    threading.Thread(target=_look, args=(folder,), name="fastcomm dump", daemon=True).start()
+
+
+def _look(folder: Path) -> None:
+    asked = _asked_at(folder)
+    while True:
+        time.sleep(LOOK_S)
+        newest = _asked_at(folder)
+        if newest != asked:
+            asked = newest
+            if time.monotonic() > _settled_until:
+                why = (folder / ASK).read_text()
+                _settle(why == FAILED)
+                _attempt(folder, why)
+
+
+def _asked_at(folder: Path) -> int:
+    try:
+        return (folder / ASK).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def ask(folder: Path, why: str) -> None:
+    """Asks all living ranks for a dump."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / ASK, why.encode())
+
+
+def _settle(is_failure: bool) -> None:
+    """What is dumped now tells most of a failure: what comes right after it does not replace it."""
+    global _settled_until
+    if is_failure:
+        _settled_until = time.monotonic() + SETTLED_S
+
+
+def dump_failure(failure: FastcommError) -> None:
+    """Called when a communicator has failed. Returns at once: a dump is written on a thread of its
+    own, so that no exception out of a signal handler comes between.
+    """
+    global _n_writing
+    folder = os.environ.get(FOLDER)
+    if not folder or type(failure) is FastcommError:  # which is what close() and abort() leave
+        return
+    if time.monotonic() > _settled_until:
+        _settle(True)
+        _n_writing += 1
+        _thread.start_new_thread(_dump_failure, (Path(folder), failure))
+
+
+def await_dumps() -> None:
+    """Called as the process ends: lets dumps come to their end."""
+    deadline = time.monotonic() + ANSWER_S + 1
+    while _n_writing and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _dump_failure(folder: Path, failure: FastcommError) -> None:
+    global _n_writing
+    try:
+        path = _attempt(folder, f"{type(failure).__name__}: {failure}")
+        if path is not None and isinstance(failure, TimeoutError):
+            ask(folder, FAILED)
+            _await_others(path)
+    finally:
+        _n_writing -= 1
+
+
+def _await_others(own: Path) -> None:
+    """The launcher may end all ranks as soon as this one ends."""
+    n_ranks = max((len(recorder.pids) for recorder in living()), default=1)
+    paths = [own.with_name(_name(rank)) for rank in range(n_ranks)]
+    since = time.time() - ANSWER_S
+    deadline = time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline and not all(_is_since(path, since) for path in paths):
+        time.sleep(0.05)
+
+
+def _is_since(path: Path, since: float) -> bool:
+    try:
+        return path.stat().st_mtime >= since
+    except OSError:
+        return False
+
+
+def _attempt(folder: Path, why: str) -> Path | None:
+    try:
+        return _write(folder, why)
+    except (OSError, RuntimeError) as error:
+        print(f"fastcomm: no dump in {folder}: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def _name(rank: int) -> str:
+    return f"fastcomm_rank_{rank}.json"
+
+
+def _write(folder: Path, why: str) -> Path:
+    recorders = living()
+    if not recorders:
+        raise RuntimeError("this process has no communicator")
+    widest = max(recorders, key=lambda recorder: len(recorder.pids))
+    folder.mkdir(parents=True, exist_ok=True)
+    with _running:
+        path = folder / _name(widest.rank)
+        whole = {
+            "version": 1,
+            "rank": widest.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time_ns": time.time_ns(),
+            "why": why,
+            "threads": _threads(),
+            "communicators": [_as_dict(recorder) for recorder in recorders],
+        }
+        _replace(path, json.dumps(whole, indent=1).encode())
+        _replace(folder / f"torch_trace_{widest.rank}", pickle.dumps(_as_torch(recorders)))
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Readers see the old file or the new one, and nothing between."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+def _threads() -> dict[str, list[str]]:
+    """Where each thread stands, the innermost call last; the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    found = {}
+    for ident, frame in frames:
+        if ident == threading.get_ident() and ident != main:
+            continue  # this dump's
+        stack = traceback.extract_stack(frame)[-N_FRAMES:]
+        name = names.get(ident, f"thread {ident}")
+        found[name] = [
+            f'File "{one.filename}", line {one.lineno}, in {one.name}'
+            + (f": {one.line}" if one.line else "")
+            for one in stack
+        ]
+    return found
+
+
+def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
+    return {
+        "backend": recorder.backend,
+        "rank": recorder.rank,
+        "pids": recorder.pids,
+        "names": {str(label): names for label, names in recorder.names.items()},
+        "entries": [
+            {
+                "epoch": entry.epoch,
+                "number": entry.number,
+                "what": in_words(entry),
+                "kind": entry.kind,
+                "op": entry.op,
+                "dtype": None if entry.dtype is None else name_of(entry.dtype),
+                "numel": entry.numel,
+                "nbytes": _nbytes(entry),
+                "src": entry.src,
+                "label": entry.label,
+                "posted_ns": entry.posted_ns,
+                "started_ns": entry.started_ns,
+                "ended_ns": entry.ended_ns,
+                "error": entry.error,
+                "is_over": is_over,
+            }
+            for entry, is_over in _with_end(recorder)
+        ],
+    }
+
+
+def _with_end(recorder: FlightRecorder) -> list[tuple[Entry, bool]]:
+    """Its entries, and whether each is over. Those that no thread has begun get the numbers that
+    they will have.
+    """
+    entries = recorder.entries()
+    for before, entry in itertools.pairwise(entries):
+        if not entry.number and not entry.ended_ns:
+            entry.number = before.number + 1
+    return list(zip(entries, over_of(entries, recorder.epoch), strict=True))
+
+
+def in_words(entry: Entry) -> str:
+    """As error messages call the collective."""
+    if entry.dtype is None:
+        return entry.kind
+    return sentence(
+        entry.kind,
+        entry.numel,
+        entry.dtype,
+        op=entry.op,
+        src=None if entry.src < 0 else entry.src,
+        label=entry.label,
+    )
+
+
+def _nbytes(entry: Entry) -> int:
+    return 0 if entry.dtype is None else entry.numel * entry.dtype.itemsize
+
+
+def over_of(entries: Sequence[Entry], epoch: int) -> list[bool]:
+    """Which entries of a communicator are over: not what its failure has cut short. Nobody is told
+    of each end on a GPU: what comes before one of its lane that is over is over, too, and so is all
+    from before the ranks have met anew.
+    """
+    newest_ended: dict[int, tuple[int, int]] = {}
+    for entry in entries:
+        if _has_ended(entry):
+            newest_ended[entry.lane] = max(newest_ended.get(entry.lane, (0, 0)), _place(entry))
+    return [
+        _has_ended(entry)
+        or entry.epoch < epoch
+        or (entry.number > 0 and _place(entry) <= newest_ended.get(entry.lane, (0, 0)))
+        for entry in entries
+    ]
+
+
+def _has_ended(entry: Entry) -> bool:
+    return bool(entry.ended_ns) and entry.error not in _CUT_SHORT
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.epoch, entry.number
+
+
+def _as_torch(recorders: list[FlightRecorder]) -> dict[str, Any]:
+    """The communicators of all ranks in the format of torch's flight recorder, version 2.10."""
+    n_ranks = max(len(recorder.pids) for recorder in recorders)
+    whole = [recorder for recorder in recorders if len(recorder.pids) == n_ranks]
+    entries: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, str]] = {}
+    for place, recorder in enumerate(whole):
+        name = str(place), f"fastcomm {recorder.backend}"
+        groups[name[0]] = {
+            "name": name[0],
+            "desc": name[1],
+            "ranks": str(list(range(n_ranks))),
+        }
+        for entry, is_over in _with_end(recorder):
+            if entry.kind in _IN_TORCH:
+                entries.append(
+                    {"record_id": len(entries), "pg_id": place, "process_group": name}
+                    | _entry_as_torch(entry, is_over, recorder.backend, n_ranks)
+                )
+    return {"version": "2.10", "entries": entries, "pg_config": groups, "pg_status": {}}
+
+
+def _entry_as_torch(entry: Entry, is_over: bool, backend: str, n_ranks: int) -> dict[str, Any]:
+    kind = _IN_TORCH[entry.kind]
+    source, target = entry.numel, entry.numel
+    if kind == "_all_gather_base":
+        target *= n_ranks
+    elif kind == "_reduce_scatter_base":
+        target //= n_ranks
+    name = "" if entry.dtype is None else name_of(entry.dtype)
+    dtype = [_TORCH_DTYPES.get(name, name.capitalize())]
+    return {
+        "collective_seq_id": entry.number,
+        "p2p_seq_id": 0,
+        "op_id": entry.number,
+        "profiling_name": f"{'nccl' if backend == 'nccl' else 'gloo'}:{kind}",
+        "time_created_ns": entry.posted_ns,
+        "time_discovered_started_ns": entry.started_ns or None,
+        "time_discovered_completed_ns": entry.ended_ns or None,
+        "input_sizes": [[source]],
+        "input_dtypes": dtype,
+        "output_sizes": [[target]],
+        "output_dtypes": dtype,
+        "state": "completed" if is_over else "started" if entry.started_ns else "scheduled",
+        "retired": is_over,
+        "timeout_ms": 0,
+        "is_p2p": False,
+        "frames": [],
+    }

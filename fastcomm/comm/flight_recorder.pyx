@@ -1,0 +1,103 @@
+# cython: language_level=3
+"""FlightRecorder: the newest collectives of one communicator on this rank, for whoever asks later
+what a job was at when it hung. dump.py writes them.
+
+Every collective comes through here, so noting one is a handful of stores and one look at a clock:
+the coarse one, right to within some 4 ms, as the exact one would cost more than all the rest.
+"""
+
+import os
+import weakref
+
+cimport cython
+from posix.time cimport clock_gettime, timespec
+
+
+cdef extern from "<time.h>" nogil:
+    int CLOCK_REALTIME_COARSE  # the time of day, by which dumps of several hosts are compared
+
+
+cdef enum:
+    KEPT = 2048  # a power of two; as many as torch's own flight recorder keeps
+N_KEPT = KEPT
+# of this process, in the order in which they were made
+cdef object recorders = weakref.WeakValueDictionary()
+cdef Py_ssize_t n_recorders = 0
+
+
+cdef inline int64_t now() noexcept nogil:
+    cdef timespec time
+    clock_gettime(CLOCK_REALTIME_COARSE, &time)
+    return <int64_t>time.tv_sec * 1_000_000_000 + time.tv_nsec
+
+
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
+cdef class Entry:
+    """One collective. Equal on all ranks: epoch, number, kind, dtype, numel, op, src, label, step.
+
+    number: of the collective; 0 where that is not known yet. epoch: how often the ranks had met
+        anew, where numbers begin again then.
+    lane: collectives of one lane end in the order of their numbers.
+    error: the kind of error that has ended it, or None.
+    """
+
+    cpdef void start(self) noexcept:
+        """All ranks are there, as far as this one knows."""
+        self.started_ns = now()
+
+    cpdef void end(self, error=None) noexcept:
+        """It is over, with this error if any."""
+        self.ended_ns = now()
+        if error is not None:
+            self.error = type(error).__name__
+
+
+@cython.final
+cdef class FlightRecorder:
+    """The newest N_KEPT collectives of one communicator.
+
+    pids: of the communicator's processes, by rank. owner: the process that has made it.
+    names: what a bucket holds, by label, for those who read the entries.
+    """
+
+    def __cinit__(self, str backend, int rank, tuple pids):
+        global n_recorders
+        self.backend, self.rank, self.pids, self.owner = backend, rank, pids, os.getpid()
+        self.names, self.kept = {}, []
+        recorders[n_recorders] = self
+        n_recorders += 1
+
+    cpdef Entry note(
+        self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int src=-1,
+        uint32_t label=0, uint64_t step=0,
+    ):
+        """Notes a collective that is posted now. op, src: of kinds that have one."""
+        cdef Entry entry = Entry.__new__(Entry)
+        entry.kind, entry.dtype, entry.numel, entry.number = kind, dtype, numel, number
+        entry.op, entry.src, entry.label, entry.step = op, src, label, step
+        entry.epoch, entry.posted_ns = self.epoch, now()
+        if self.n_noted < KEPT:
+            self.kept.append(entry)
+        else:
+            with cython.boundscheck(False), cython.wraparound(False):
+                self.kept[self.n_noted & (KEPT - 1)] = entry
+        self.n_noted += 1
+        return entry
+
+    def entries(self):
+        """The entries that are kept, the oldest first."""
+        cdef list kept = list(self.kept)
+        cdef Py_ssize_t first = self.n_noted & (KEPT - 1) if len(kept) == KEPT else 0
+        return kept[first:] + kept[:first]
+
+
+def living():
+    """The recorders of this process whose communicators are not gone, the oldest first. Those made
+    before a fork are the parent's.
+    """
+    cdef FlightRecorder recorder
+    cdef int pid = os.getpid()
+    found = sorted(recorders.items())
+    return [recorder for _, recorder in found if recorder.owner == pid]

@@ -1,0 +1,252 @@
+"""Diagnosis: what the dumps of all ranks say about a job that hung or failed. Which rank did not
+come, to what, and where it stood; see comm/dump.py for the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fastcomm.comm import dump
+
+ANSWER_S = 10.0  # how long ranks have to answer
+
+
+@dataclass
+class Rank:
+    """One rank of one communicator, as its dump shows it. entries: of its FlightRecorder."""
+
+    rank: int
+    file: dict[str, Any]
+    entries: list[dict[str, Any]]
+    names: dict[str, str]
+
+    def waits_for(self, over: Container[tuple[int, int]]) -> dict[str, Any] | None:
+        """The oldest collective that is over neither here nor, as its place in `over` says,
+        elsewhere.
+        """
+        waiting = (one for one in self.entries if not one["is_over"] and place_of(one) not in over)
+        return next(waiting, None)
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        return self.entries[-1] if self.entries else None
+
+    def in_words(self) -> str:
+        return f"rank {self.rank} (pid {self.file['pid']}, {self.file['host']})"
+
+    def has_posted(self, place: tuple[int, int]) -> bool:
+        return any(place_of(entry) == place for entry in self.entries)
+
+    def named(self, entry: dict[str, Any]) -> str:
+        """The collective in words, with the parameters of a bucket."""
+        names = self.names.get(str(entry["label"]))
+        number = entry["number"] or "still without a number"
+        return f"collective number {number}, {entry['what']}" + (f" of {names}" if names else "")
+
+
+@dataclass
+class Group:
+    """A communicator: the ranks that have the same processes, in the same order."""
+
+    backend: str
+    n_ranks: int
+    ranks: list[Rank] = field(default_factory=list)
+
+
+def diagnose(folder: Path) -> list[str]:
+    """The verdict on the dumps in the folder, as lines for people. Raises FileNotFoundError where
+    there are none, ValueError for a file that is none.
+    """
+    files = read(folder)
+    lines = [f"{len(files)} dump{'s' if len(files) > 1 else ''} in {folder}"]
+    for why, ranks in _reasons(files).items():
+        lines.append(f"  {_ranks_in_words(ranks)}: {why}")
+    for group in groups_of(files):
+        lines += ["", *verdict(group)]
+    return lines
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The dumps in the folder, by rank."""
+    files = []
+    for path in folder.glob("fastcomm_rank_*.json"):
+        try:
+            files.append(json.loads(path.read_text()))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no dump: {error}") from error
+    if not files:
+        raise FileNotFoundError(
+            f"no dump of any rank in {folder}: set {dump.FOLDER}={folder} for all ranks before "
+            "they start, or call fastcomm.dump()"
+        )
+    return sorted(files, key=lambda file: int(file["rank"]))
+
+
+def _reasons(files: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    reasons: dict[str, list[int]] = {}
+    for file in files:
+        reasons.setdefault(file["why"], []).append(file["rank"])
+    return reasons
+
+
+def groups_of(files: Sequence[dict[str, Any]]) -> list[Group]:
+    """The communicators, the widest first. Those of the same processes and backend are told apart
+    by the order in which each rank has made them.
+    """
+    groups: dict[tuple[Any, ...], Group] = {}
+    for file in files:
+        seen: dict[tuple[Any, ...], int] = {}
+        for one in file["communicators"]:
+            alike = one["backend"], *one["pids"]
+            seen[alike] = seen.get(alike, 0) + 1
+            group = groups.setdefault(
+                (seen[alike], *alike), Group(one["backend"], len(one["pids"]))
+            )
+            group.ranks.append(Rank(one["rank"], file, one["entries"], one["names"]))
+    return sorted(groups.values(), key=lambda group: -group.n_ranks)
+
+
+def place_of(entry: dict[str, Any]) -> tuple[int, int]:
+    return entry["epoch"], entry["number"]
+
+
+def verdict(group: Group) -> list[str]:
+    """Who waits for whom, and where that one stands."""
+    return list(_verdict(group))
+
+
+def _verdict(group: Group) -> Iterator[str]:
+    absent = sorted(set(range(group.n_ranks)) - {one.rank for one in group.ranks})
+    yield f"Communicator {group.backend!r} of {group.n_ranks} ranks:"
+    # Over a GPU a rank learns late that something is over. Where a rank has its result, all have
+    # come, but to a broadcast, whose source need not wait.
+    over = {
+        place_of(entry)
+        for one in group.ranks
+        for entry in one.entries
+        if entry["is_over"] and entry["kind"] != "broadcast"
+    }
+    waiting = [one for one in group.ranks if one.waits_for(over) is not None]
+    if not waiting:
+        yield "  no rank that has left a dump waits in a collective"
+    else:
+        place = min(place_of(entry) for one in waiting if (entry := one.waits_for(over)))
+        there = [one for one in waiting if one.has_posted(place)]
+        late = [one for one in group.ranks if not one.has_posted(place)]
+        yield from _who_waits(there, place)
+        for one in late:
+            yield from _who_is_late(one, place)
+        if not late and not absent:
+            yield (
+                "  all ranks have come to it: it moves slowly, or the way between them is broken"
+                if len(_calls(there, place)) == 1
+                else "  the ranks have called different collectives"
+            )
+    if absent:
+        yield (
+            f"  {_ranks_in_words(absent)}: no dump. Dead, stuck where no Python runs, or started "
+            f"without {dump.FOLDER}"
+        )
+
+
+def _calls(ranks: Sequence[Rank], place: tuple[int, int]) -> dict[str, list[int]]:
+    """What the ranks have called there, and which ones."""
+    calls: dict[str, list[int]] = {}
+    for one in ranks:
+        entry = next(entry for entry in one.entries if place_of(entry) == place)
+        calls.setdefault(one.named(entry), []).append(one.rank)
+    return calls
+
+
+def _who_waits(there: Sequence[Rank], place: tuple[int, int]) -> Iterator[str]:
+    for what, ranks in _calls(there, place).items():
+        yield f"  {_ranks_in_words(ranks)} wait{'s' if len(ranks) == 1 else ''} for {what}"
+
+
+def _who_is_late(one: Rank, place: tuple[int, int]) -> Iterator[str]:
+    newest = one.newest
+    yield f"  {one.in_words()} has not come to number {place[1]}"
+    if newest is None:
+        yield "    it has called no collective"
+    elif newest["ended_ns"]:
+        ago = (one.file["time_ns"] - newest["ended_ns"]) / 1e9
+        yield f"    its last was {one.named(newest)}"
+        yield f"    which ended at {_clock(newest['ended_ns'])}, {ago:.1f} s before its dump"
+    else:
+        yield f"    its last was {one.named(newest)}, posted at {_clock(newest['posted_ns'])}"
+    for name, stack in list(one.file["threads"].items())[:1]:
+        yield f"    {name} stood at"
+        yield from (f"      {line}" for line in stack)
+
+
+def _clock(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+# ---- living ranks --------------------------------------------------------------------------------
+
+
+def ask_processes(pids: Sequence[int]) -> Path:
+    """Asks these processes, which run with FASTCOMM_DUMP, for their dumps, and waits for them.
+    Returns the folder. Raises ValueError for one that cannot answer, TimeoutError.
+    """
+    folders = {_folder_of(pid) for pid in pids}
+    if len(folders) > 1:
+        raise ValueError(f"the processes have different folders: {', '.join(map(str, folders))}")
+    (folder,) = folders
+    before = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR2) if _handles(pid, signal.SIGUSR2) else None
+    dump.ask(folder, "asked by diagnose")
+    deadline = time.monotonic() + ANSWER_S
+    while True:
+        answered = {
+            file["pid"] for file in _read_or_nothing(folder) if file["time_ns"] / 1e9 >= before - 1
+        }
+        silent = [pid for pid in pids if pid not in answered]
+        if not silent:
+            return folder
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no answer from {', '.join(map(str, silent))} in {ANSWER_S:g} s")
+        time.sleep(0.1)
+
+
+def _read_or_nothing(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _folder_of(pid: int) -> Path:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        cwd = os.readlink(f"/proc/{pid}/cwd")
+    except OSError as error:
+        raise ValueError(f"process {pid} cannot be asked: {error.strerror}") from error
+    prefix = f"{dump.FOLDER}=".encode()
+    for one in environment:
+        if one.startswith(prefix):
+            return Path(cwd, os.fsdecode(one.removeprefix(prefix)))
+    raise ValueError(f"process {pid} was not started with {dump.FOLDER}=FOLDER: it cannot be asked")
+
+
+def _handles(pid: int, signum: int) -> bool:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False

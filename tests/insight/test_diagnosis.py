@@ -1,0 +1,277 @@
+"""What ranks leave behind when a job hangs or fails, and what is read from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm.comm import dump
+from fastcomm.comm.flight_recorder import N_KEPT, FlightRecorder
+from fastcomm.insight import diagnosis
+from tests.support.bodies import Place, communicator, note, noted, wait_for_note
+from tests.support.forked_python import python
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks
+from tests.support.transports import EVERY_TRANSPORT, environment_of
+
+LATE = 1
+
+
+def _environments(backend, n, folder):
+    return [environment_of(backend, rank) | {dump.FOLDER: str(folder)} for rank in range(n)]
+
+
+def _load_batch(place: Place) -> None:
+    """Does not return before the other ranks have failed."""
+    if place.rank == LATE:
+        for rank in range(place.world_size):
+            if rank != LATE:
+                wait_for_note(place, f"failed_{rank}")
+
+
+def _train(place: Place) -> str | None:
+    comm = communicator(place, timeout=timedelta(seconds=2))
+    model = torch.nn.Linear(3, 2)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.synchronize()
+    _load_batch(place)
+    try:
+        for _ in range(100):  # over NCCL the host does not wait
+            model(torch.ones(1, 3)).sum().backward()
+            reducer.synchronize()
+            time.sleep(0.1)
+    except fastcomm.FastcommError as error:
+        dump.await_dumps()
+        note(place, **{f"failed_{place.rank}": True})
+        return type(error).__name__
+    return None
+
+
+@pytest.mark.parametrize("backend", EVERY_TRANSPORT)
+def test_a_rank_that_does_not_come_is_named_with_the_place_where_it_stands(backend, tmp_path):
+    folder = tmp_path / "dumps"
+    environments = _environments(backend, 3, folder)
+    outcomes = fresh_ranks(3, _train, transport=backend, env=environments)
+    raised = values_of(outcomes)
+    assert "TimeoutError" in raised and None not in raised
+    lines = "\n".join(diagnosis.diagnose(folder))
+    assert "3 dumps" in lines
+    assert "ranks 0 and 2 wait for collective number" in lines, lines
+    assert "of bias ... weight" in lines or "of weight ... bias" in lines, lines
+    assert f"rank {LATE} (pid " in lines and "has not come to number" in lines, lines
+    assert "in _load_batch" in lines, lines
+    assert "no dump" not in lines
+    _check_that_torch_names(LATE, folder)
+
+
+def _check_that_torch_names(rank: int, folder: Path) -> None:
+    """By torch's own program, as it is."""
+    pytest.importorskip("torch.distributed.flight_recorder", reason="torch 2.9 or newer has it")
+    arguments = ["-m", "torch.distributed.flight_recorder.fr_trace", "-p", "torch_trace_", folder]
+    done = python(*map(str, arguments))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert f"missing ranks: {{{rank}}}" in said and "all_reduce" in said, said
+
+
+def _lose_a_rank(place: Place) -> None:
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == LATE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fastcomm.PeerLostError):
+        comm.all_reduce(torch.ones(4))
+    dump.await_dumps()
+
+
+@pytest.mark.parametrize("backend", ["shm", "group"])
+def test_a_rank_that_died_has_left_no_dump(backend, tmp_path):
+    folder = tmp_path / "dumps"
+    outcomes = fresh_ranks(
+        3, _lose_a_rank, transport=backend, env=_environments(backend, 3, folder)
+    )
+    assert [one.kind for one in outcomes] == ["returned", "died", "returned"], outcomes
+    lines = "\n".join(diagnosis.diagnose(folder))
+    assert "2 dumps" in lines and "PeerLostError: rank 1 (pid" in lines, lines
+    assert "wait for collective number" in lines, lines
+    assert f"rank {LATE}: no dump" in lines, lines
+
+
+def _dump_on_a_signal(place: Place) -> str | None:
+    comm = communicator(place)
+    if place.rank == 0:
+        note(place, pid=os.getpid())
+        comm.barrier()
+        return None
+    wait_for_note(place, "pid")
+    os.kill(int(noted(place, "pid")), signal.SIGUSR2)
+    path = Path(os.environ[dump.FOLDER], "fastcomm_rank_0.json")
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (file,) = diagnosis.read(path.parent)
+    comm.barrier()
+    return str(file["why"])
+
+
+def test_a_rank_that_waits_dumps_on_a_signal(tmp_path):
+    env = {dump.FOLDER: str(tmp_path / "dumps")}
+    outcomes = fresh_ranks(2, _dump_on_a_signal, env=env)
+    assert values_of(outcomes) == [None, "SIGUSR2"]
+
+
+def _keep_a_handler(place: Place) -> bool:
+    def own(*_: object) -> None:
+        pass
+
+    signal.signal(signal.SIGUSR2, own)
+    communicator(place).barrier()
+    return signal.getsignal(signal.SIGUSR2) is own
+
+
+def test_a_handler_of_the_users_stays(tmp_path):
+    env = {dump.FOLDER: str(tmp_path / "dumps")}
+    assert values_of(fresh_ranks(1, _keep_a_handler, env=env)) == [True]
+
+
+def _dump_twice(place: Place) -> tuple[str, list[str]]:
+    folder = Path(place.directory, "by hand")
+    with pytest.raises(RuntimeError, match="no communicator"):
+        fastcomm.dump(folder)
+    comm = communicator(place)
+    comm.all_reduce(torch.ones(2))
+    assert fastcomm.dump(folder) == fastcomm.dump(str(folder))
+    return str(sorted(one.name for one in folder.iterdir())), diagnosis.diagnose(folder)
+
+
+def test_a_dump_on_demand_shows_what_is_over():
+    ((names, lines),) = values_of(fresh_ranks(1, _dump_twice))
+    assert names == "['fastcomm_rank_0.json', 'torch_trace_0']"
+    assert lines[1] == "  rank 0: asked for"
+    assert lines[-1] == "  no rank that has left a dump waits in a collective"
+
+
+def _close(place: Place) -> bool:
+    communicator(place).close()
+    dump.await_dumps()
+    return Path(os.environ[dump.FOLDER]).exists()
+
+
+def test_a_job_that_ends_well_leaves_nothing(tmp_path):
+    env = {dump.FOLDER: str(tmp_path / "dumps")}
+    assert values_of(fresh_ranks(2, _close, env=env)) == [False, False]
+
+
+SCRIPT = """
+import pathlib, time
+import fastcomm
+comm = fastcomm.init()
+pathlib.Path(f"pid_{comm.rank}").touch()
+while comm.rank == 1:
+    time.sleep(0.1)
+comm.barrier()
+"""
+
+
+def test_living_ranks_are_asked_by_their_pids(tmp_path):
+    (tmp_path / "hangs.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "fastcomm", "run", "--ranks", "2", "hangs.py"]
+    root = str(Path(fastcomm.__file__).parent.parent)
+    environment = os.environ | {dump.FOLDER: "dumps", "PYTHONPATH": root}
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    try:
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("pid_*"))) < 2:
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.1)
+        folder = diagnosis.ask_processes(_children_of(job.pid))
+        lines = "\n".join(diagnosis.diagnose(folder))
+    finally:
+        job.terminate()
+        job.wait()
+    assert folder.resolve() == (tmp_path / "dumps").resolve()
+    assert "rank 0 waits for collective number" in lines, lines
+    assert "has not come to number" in lines and 'hangs.py", line 7, in <module>' in lines, lines
+
+
+def _children_of(pid: int) -> list[int]:
+    """The ranks: those of the launcher's children that run the script."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], stdout=subprocess.PIPE)
+    children = list(map(int, listed.stdout.split()))
+    return [one for one in children if b"hangs.py" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def test_a_process_that_cannot_be_asked_is_told_so():
+    with pytest.raises(ValueError, match=r"was not started with FASTCOMM_DUMP=FOLDER"):
+        diagnosis.ask_processes([os.getpid()])
+    with pytest.raises(ValueError, match=r"process 4194305 cannot be asked"):
+        diagnosis.ask_processes([4194305])  # above the highest there is
+
+
+def test_a_folder_without_dumps_says_how_to_get_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"set FASTCOMM_DUMP="):
+        diagnosis.diagnose(tmp_path)
+
+
+def test_a_file_that_is_no_dump_is_named(tmp_path):
+    (tmp_path / "fastcomm_rank_0.json").write_text("{")
+    with pytest.raises(ValueError, match=r"fastcomm_rank_0\.json is no dump"):
+        diagnosis.diagnose(tmp_path)
+
+
+# ---- without ranks -------------------------------------------------------------------------------
+
+
+def _recorder() -> FlightRecorder:
+    return FlightRecorder("shm", 0, (1, 2))
+
+
+def test_the_newest_are_kept_in_order():
+    recorder = _recorder()
+    for number in range(1, N_KEPT + 1001):
+        recorder.note("barrier", None, 0, number)
+    numbers = [entry.number for entry in recorder.entries()]
+    assert numbers == list(range(1001, N_KEPT + 1001))
+
+
+def test_what_comes_before_in_a_lane_is_over():
+    recorder = _recorder()
+    entries = [recorder.note("barrier", None, 0, number) for number in range(1, 6)]
+    for entry in entries[1::2]:
+        entry.lane = 1
+    entries[2].end()  # of lane 0
+    over = dump.over_of(recorder.entries(), 0)
+    assert over == [True, False, True, False, False]
+    assert dump.over_of(recorder.entries(), 1) == [True] * 5  # the ranks have met anew
+
+
+@pytest.mark.parametrize("kind", [fastcomm.TimeoutError, fastcomm.PeerLostError])
+def test_what_a_failure_has_cut_short_is_not_over(kind):
+    recorder = _recorder()
+    recorder.note("barrier", None, 0, 1).end(kind("lost"))
+    assert dump.over_of(recorder.entries(), 0) == [False]
+
+
+def test_different_calls_under_one_number_are_shown_side_by_side():
+    def rank(number: int, what: str) -> diagnosis.Rank:
+        entry = {"epoch": 0, "number": 7, "what": what, "label": 0, "is_over": False, "kind": what}
+        return diagnosis.Rank(number, {"pid": 1, "host": "h"}, [entry], {})
+
+    group = diagnosis.Group("nccl", 2, [rank(0, "barrier"), rank(1, "all_reduce of 3")])
+    assert diagnosis.verdict(group) == [
+        "Communicator 'nccl' of 2 ranks:",
+        "  rank 0 waits for collective number 7, barrier",
+        "  rank 1 waits for collective number 7, all_reduce of 3",
+        "  the ranks have called different collectives",
+    ]
