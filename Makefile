@@ -2,6 +2,7 @@
 # make test      the tests, four at a time (most of them wait), or: make test WORKERS=0
 # make flaky     do tests depend on order or speed? one core, load, late ranks (ten minutes)
 # make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
+# make faults    ranks that are killed or stop at random, or: make faults FAULTS=1200 SEED=7
 # make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
 # make docs      the documentation as a site, in build/docs
@@ -17,6 +18,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= ci/constraints.txt
 MINUTES ?= 10
+FAULTS ?= 300
 SEED ?= random
 WORKERS ?= 4
 python := $(VENV)/bin/python
@@ -37,7 +39,7 @@ kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/transports/*/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
-.PHONY: test flaky fuzz mutate demo bench lint docs sanitize format clean
+.PHONY: test flaky fuzz faults mutate demo bench lint docs sanitize format clean
 .NOTPARALLEL:
 
 test: $(VENV)/.installed-dev
@@ -51,6 +53,10 @@ flaky: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(rebuild)
 	$(python) -m tests.programs --minutes $(MINUTES) --seed $(SEED)
+
+faults: $(VENV)/.installed-dev
+	$(rebuild)
+	$(python) -m tests.faults --faults $(FAULTS) --seed $(SEED)
 
 mutate: $(VENV)/.installed-dev
 	$(rebuild)

@@ -53,10 +53,11 @@ _TORCH_DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bf
 # Errors that end a communicator, and with it what other ranks may still be waiting for.
 _CUT_SHORT = ("FastcommError", "NcclError", "PeerLostError", "TimeoutError")
 
-_running = threading.Lock()  # held by whoever writes
+_writing = threading.RLock()  # held by whoever writes; a signal handler may do so in between
 _n_writing = 0  # dumps that are under way on threads of their own
 _settled_until = 0.0  # by time.monotonic(); see _settle
-_watcher = 0  # the process in which watch() has begun
+_folder: Path | None = None  # what FASTCOMM_DUMP named when watch() began
+_watcher = 0  # the process in which that was
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:
@@ -74,11 +75,12 @@ def dump(folder: str | os.PathLike[str]) -> Path:
 
 def watch() -> None:
     """Called by init(): lets FASTCOMM_DUMP take effect, once in a process."""
-    global _watcher
+    global _folder, _watcher
     named = os.environ.get(FOLDER)
     if not named or _watcher == os.getpid():
         return
-    _watcher, folder = os.getpid(), Path(named)
+    folder = Path(named).absolute()  # the script may go elsewhere
+    _watcher, _folder = os.getpid(), folder
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, lambda *_: _attempt(folder, "SIGUSR2"))
@@ -123,13 +125,13 @@ def dump_failure(failure: FastcommError) -> None:
     own, so that no exception out of a signal handler comes between.
     """
     global _n_writing
-    folder = os.environ.get(FOLDER)
-    if not folder or type(failure) is FastcommError:  # which is what close() and abort() leave
+    if _folder is None or _watcher != os.getpid():
         return
-    if time.monotonic() > _settled_until:
+    # FastcommError itself is what close() and abort() leave
+    if type(failure) is not FastcommError and time.monotonic() > _settled_until:
         _settle(True)
         _n_writing += 1
-        _thread.start_new_thread(_dump_failure, (Path(folder), failure))
+        _thread.start_new_thread(_dump_failure, (_folder, failure))
 
 
 def await_dumps() -> None:
@@ -143,9 +145,10 @@ def _dump_failure(folder: Path, failure: FastcommError) -> None:
     global _n_writing
     try:
         path = _attempt(folder, f"{type(failure).__name__}: {failure}")
-        if path is not None and isinstance(failure, TimeoutError):
+        if path is not None:
             ask(folder, FAILED)
-            _await_others(path)
+            if isinstance(failure, TimeoutError):  # else one is lost, and will not answer
+                _await_others(path)
     finally:
         _n_writing -= 1
 
@@ -185,7 +188,7 @@ def _write(folder: Path, why: str) -> Path:
         raise RuntimeError("this process has no communicator")
     widest = max(recorders, key=lambda recorder: len(recorder.pids))
     folder.mkdir(parents=True, exist_ok=True)
-    with _running:
+    with _writing:
         path = folder / _name(widest.rank)
         whole = {
             "version": 1,

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastcomm.comm import dump
 
+OLDEST_S = 3600.0  # the dumps of one job are not further apart
 ANSWER_S = 10.0  # how long ranks have to answer
 
 
@@ -42,8 +43,8 @@ class Rank:
     def in_words(self) -> str:
         return f"rank {self.rank} (pid {self.file['pid']}, {self.file['host']})"
 
-    def has_posted(self, place: tuple[int, int]) -> bool:
-        return any(place_of(entry) == place for entry in self.entries)
+    def has_come_to(self, place: tuple[int, int]) -> bool:
+        return any(place_of(entry) >= place for entry in self.entries)
 
     def named(self, entry: dict[str, Any]) -> str:
         """The collective in words, with the parameters of a bucket."""
@@ -75,8 +76,8 @@ def diagnose(folder: Path) -> list[str]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The dumps in the folder, by rank."""
-    files = []
+    """The dumps in the folder, by rank: not those that an earlier job has left there."""
+    files: list[dict[str, Any]] = []
     for path in folder.glob("fastcomm_rank_*.json"):
         try:
             files.append(json.loads(path.read_text()))
@@ -87,7 +88,9 @@ def read(folder: Path) -> list[dict[str, Any]]:
             f"no dump of any rank in {folder}: set {dump.FOLDER}={folder} for all ranks before "
             "they start, or call fastcomm.dump()"
         )
-    return sorted(files, key=lambda file: int(file["rank"]))
+    newest = max(file["time_ns"] for file in files)
+    of_one_job = [file for file in files if newest - file["time_ns"] < OLDEST_S * 1e9]
+    return sorted(of_one_job, key=lambda file: int(file["rank"]))
 
 
 def _reasons(files: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
@@ -139,8 +142,8 @@ def _verdict(group: Group) -> Iterator[str]:
         yield "  no rank that has left a dump waits in a collective"
     else:
         place = min(place_of(entry) for one in waiting if (entry := one.waits_for(over)))
-        there = [one for one in waiting if one.has_posted(place)]
-        late = [one for one in group.ranks if not one.has_posted(place)]
+        there = [one for one in waiting if one.has_come_to(place)]
+        late = [one for one in group.ranks if not one.has_come_to(place)]
         yield from _who_waits(there, place)
         for one in late:
             yield from _who_is_late(one, place)
@@ -161,8 +164,9 @@ def _calls(ranks: Sequence[Rank], place: tuple[int, int]) -> dict[str, list[int]
     """What the ranks have called there, and which ones."""
     calls: dict[str, list[int]] = {}
     for one in ranks:
-        entry = next(entry for entry in one.entries if place_of(entry) == place)
-        calls.setdefault(one.named(entry), []).append(one.rank)
+        for entry in one.entries:
+            if place_of(entry) == place:
+                calls.setdefault(one.named(entry), []).append(one.rank)
     return calls
 
 

@@ -54,7 +54,8 @@ def test_every_collective_is_noted_alike_on_all_ranks(comm):
         f"{entry.epoch}/{entry.number}: {one}" for entry, one in zip(entries, words, strict=True)
     ]
     told = gather_objects(comm, facts, "a test")
-    assert all(one == told[0] for one in told)
+    for other in told:
+        assert other == told[0], (sorted(set(other) ^ set(told[0])), other)
     reducer.detach()
 
 

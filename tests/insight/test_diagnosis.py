@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -261,6 +262,13 @@ def test_what_a_failure_has_cut_short_is_not_over(kind):
     recorder = _recorder()
     recorder.note("barrier", None, 0, 1).end(kind("lost"))
     assert dump.over_of(recorder.entries(), 0) == [False]
+
+
+def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
+    for rank, age_s in enumerate((5, 7200)):
+        file = {"rank": rank, "time_ns": time.time_ns() - int(age_s * 1e9)}
+        (tmp_path / f"fastcomm_rank_{rank}.json").write_text(json.dumps(file))
+    assert [file["rank"] for file in diagnosis.read(tmp_path)] == [0]
 
 
 def test_different_calls_under_one_number_are_shown_side_by_side():

@@ -12,6 +12,7 @@ from tests.mutations import (
     complex_and_sparse,
     counts,
     devices,
+    dumps,
     group,
     join,
     kernels,
@@ -48,5 +49,6 @@ AREAS = (
     skips,
     counts,
     starting_and_showing,
+    dumps,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

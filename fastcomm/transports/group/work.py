@@ -26,6 +26,7 @@ from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
 from fastcomm.transports.group.shards import MOST_FUSED, PAYLOAD_NBYTES, Transfer
 
 if TYPE_CHECKING:
+    from fastcomm.comm.flight_recorder import Entry
     from fastcomm.transports.group.work_queue import WorkQueue
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock
@@ -88,7 +89,7 @@ class GroupWork(BucketWork):
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
         self.has_followed = False  # a shadow's: it has taken part in what the others called
-        self.entry = call.noted(work_queue.flight)
+        self.entry: Entry | None = None  # once it is posted
         self._queue = work_queue
         self._n_abandoned = work_queue.n_abandoned
         self._used_mask = used_mask
@@ -210,7 +211,8 @@ class GroupWork(BucketWork):
         """Sets the outcome. The first one counts."""
         if not self._is_over:
             self.error = error
-            self.entry.end(error)
+            if self.entry is not None:
+                self.entry.end(error)
             self.transfer = self.payload = self.fusable = None
             self._is_over = True
             self._bell.put(None)

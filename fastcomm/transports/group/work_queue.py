@@ -271,6 +271,8 @@ class WorkQueue:
         if self.life.failure is not None:
             work.refuse(self.life.failure)
             return
+        if work.entry is None:  # else a signal handler has raised in here, and this is the retry
+            work.entry = work.call.noted(self.flight)
         try:
             self._works.append(work)  # this call is what posts it
             if self._can_announce_ahead(work):
@@ -402,7 +404,8 @@ class WorkQueue:
         with self._lock:
             self._current, self._current_number = work, number
             self._since = time.monotonic()
-            work.entry.number = number
+            if work.entry is not None:
+                work.entry.number = number
 
     def _begin(self, work: GroupWork) -> None:
         """Waits until all ranks have announced the work's call, and takes its first step."""
@@ -427,8 +430,9 @@ class WorkQueue:
         began_ns = time.monotonic_ns()
         fused = behind[: gathered.n_fused]
         for place, one in enumerate((work, *fused)):
-            one.entry.number = self.number + place
-            one.entry.start()
+            if one.entry is not None:
+                one.entry.number = self.number + place
+                one.entry.start()
         self.number += len(fused)
         if fused:
             transfer = self._exchange.fused_transfer_of(flats[: 1 + len(fused)])

@@ -44,6 +44,8 @@ cdef class Launches:
             in_flight = self.unused[0]
             if not in_flight.is_pending or _is_over(in_flight):
                 self.unused.popleft()
+                if in_flight.is_pending:
+                    in_flight.entry.end()
                 in_flight.is_pending = in_flight.is_marked = False
                 in_flight.tensors = None
                 self.records.add(in_flight)  # where the work was collected it was thought gone
@@ -59,7 +61,6 @@ cdef class Launches:
         """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
         self.epoch += 1
-        self.flight.epoch = self.epoch
         self.forget_tensors()
 
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1:

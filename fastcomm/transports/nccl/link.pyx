@@ -317,6 +317,7 @@ cdef class Link:
             pass
         self.epoch += 1
         self.launches.begin_epoch()
+        self.launches.flight.epoch = self.epoch
         self.n_settled = 0
         self.is_split_up = False
         self.rejoining = list(self.buckets)
