@@ -164,8 +164,10 @@ def test_a_dump_on_demand_shows_what_is_over():
 
 
 def _close(place: Place) -> bool:
-    communicator(place).close()
+    comm = communicator(place)
+    comm.close()
     dump.await_dumps()
+    assert comm.failure is not None
     return Path(os.environ[dump.FOLDER]).exists()
 
 
@@ -269,6 +271,23 @@ def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
         file = {"rank": rank, "time_ns": time.time_ns() - int(age_s * 1e9)}
         (tmp_path / f"fastcomm_rank_{rank}.json").write_text(json.dumps(file))
     assert [file["rank"] for file in diagnosis.read(tmp_path)] == [0]
+
+
+def _entry(number: int, is_over: bool) -> dict[str, object]:
+    times = {"posted_ns": 1, "ended_ns": int(is_over)}
+    return {"epoch": 0, "number": number, "what": "barrier", "label": 0, "kind": "barrier"} | (
+        times | {"is_over": is_over}
+    )
+
+
+def test_the_verdict_is_on_the_oldest_collective_that_somebody_waits_for():
+    file = {"pid": 1, "host": "h", "time_ns": 1, "threads": {"MainThread": ["in f"]}}
+    ahead = [_entry(6, True), _entry(7, False), _entry(8, False)]
+    ranks = [diagnosis.Rank(0, file, ahead, {}), diagnosis.Rank(1, file, [_entry(6, True)], {})]
+    lines = diagnosis.verdict(diagnosis.Group("shm", 2, ranks))
+    assert lines[1] == "  rank 0 waits for collective number 7, barrier"
+    assert lines[2] == "  rank 1 (pid 1, h) has not come to number 7"
+    assert lines[-1] == "      in f"
 
 
 def test_different_calls_under_one_number_are_shown_side_by_side():

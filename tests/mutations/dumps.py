@@ -74,7 +74,7 @@ MUTATIONS = (
         within="_verdict",
         old="min(place_of(entry) for one in waiting if (entry := one.waits_for(over)))",
         new="max(place_of(one.newest) for one in waiting)",
-        tests=(f"{LATE}[nccl]",),
+        tests=(f"{TESTS}the_verdict_is_on_the_oldest_collective_that_somebody_waits_for",),
     ),
     Mutation(
         name="dumps: what is over on another rank counts as unfinished",
@@ -85,12 +85,15 @@ MUTATIONS = (
         tests=(f"{LATE}[nccl]",),
     ),
     Mutation(
-        name="dumps: a collective between hosts has no number",
+        name="dumps: what is fused between hosts has no numbers",
         file="fastcomm/transports/group/work_queue.py",
         within="WorkQueue._begin",
         old="one.entry.number = self.number + place",
         new="pass",
-        tests=(f"{CONTRACT}every_collective_is_noted_alike_on_all_ranks[group-2]",),
+        tests=(
+            "tests/transports/group/test_group.py::"
+            "test_what_waits_behind_an_all_reduce_is_fused_with_it",
+        ),
     ),
     Mutation(
         name="dumps: nobody notes that a small collective over shared memory is over",

@@ -404,12 +404,12 @@ class WorkQueue:
         with self._lock:
             self._current, self._current_number = work, number
             self._since = time.monotonic()
-            if work.entry is not None:
-                work.entry.number = number
 
     def _begin(self, work: GroupWork) -> None:
         """Waits until all ranks have announced the work's call, and takes its first step."""
         self._note_wait(work, self.number + 1)
+        if work.entry is not None:
+            work.entry.number = self.number + 1
         with self._lock:  # now, as a failure may make works forget their tensors at any time
             transfer, behind = work.transfer, work.fusable_behind(self._works)
             flats = [one.fusable for one in (work, *behind) if one.fusable is not None]

@@ -152,6 +152,8 @@ def test_what_waits_behind_an_all_reduce_is_fused_with_it(comm):
     ops = [op for *_, op in calls]
     _, numbers = _post_while_the_first_is_announced(comm, _reductions(comm, tensors, ops))
     assert numbers == [1, 2, 4, 5, 6, 7, 9, 10, 11, 11 + FUSED_NBYTES // FUSABLE_NBYTES]
+    kept = [entry.number for entry in comm.flight.entries()[-len(calls) :]]
+    assert kept == list(range(kept[0], kept[0] + len(calls)))  # also of what is fused
     for i, (tensor, op) in enumerate(zip(tensors, ops, strict=True)):
         expected = {"sum": 3 * i + 3, "mean": i + 1, "max": i + 2}[op]
         assert_same_bits(tensor, torch.full_like(tensor, expected))
