@@ -17,7 +17,7 @@ import torch
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _BACKWARD_OF_A_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
-_thread = threading.local()
+_known = threading.local()
 
 
 def enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
@@ -39,9 +39,9 @@ def enclosing_backward() -> tuple[bool, torch.autograd.graph.Node | None]:
 
 def _is_thread_of_autograd() -> bool:
     """Looked up once for a thread: it is asked in every step."""
-    if not hasattr(_thread, "is_of_autograd"):
-        _thread.is_of_autograd = _has_autograds_name()
-    return bool(_thread.is_of_autograd)
+    if not hasattr(_known, "is_of_autograd"):
+        _known.is_of_autograd = _has_autograds_name()
+    return bool(_known.is_of_autograd)
 
 
 def _has_autograds_name() -> bool:

@@ -9,14 +9,13 @@ communicator has failed asks the others: the late one shows then where it is lat
 
 from __future__ import annotations
 
-import _thread
-import itertools
 import json
 import os
 import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -26,14 +25,17 @@ from typing import Any
 
 from fastcomm.comm.collective import name_of, sentence
 from fastcomm.comm.flight_recorder import Entry, FlightRecorder, living
+from fastcomm.comm.lifetime import call_on_failure, n_failure_calls
 from fastcomm.errors import FastcommError, TimeoutError
 
-FOLDER = "FASTCOMM_DUMP"
-ASK = "ask"  # whoever touches this file in the folder asks all ranks for a dump
-FAILED = "asked by a rank whose communicator has failed"
+VARIABLE = "FASTCOMM_DUMP"
+# Files in the folder. Whoever touches one asks all ranks for a dump: a person, or a rank whose
+# communicator has failed.
+ASK, FAILED = "ask", "failed"
 LOOK_S = 0.5  # how often a rank looks whether it is asked
 ANSWER_S = 3.0  # how long a rank that has timed out keeps its process for the others to answer
-SETTLED_S = 60.0  # how long a dump of a failure is not replaced by another one
+# How long a dump of a failure stays, whatever other ranks or this one's own later failures ask for.
+SETTLED_S = 60.0
 N_FRAMES = 12  # of each thread, the innermost
 
 # Names by which every torch's fr_trace knows a collective.
@@ -54,8 +56,8 @@ _TORCH_DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bf
 _CUT_SHORT = ("FastcommError", "NcclError", "PeerLostError", "TimeoutError")
 
 _writing = threading.RLock()  # held by whoever writes; a signal handler may do so in between
-_n_writing = 0  # dumps that are under way on threads of their own
-_settled_until = 0.0  # by time.monotonic(); see _settle
+_done: list[None] = []  # an element for each call of _dump_failure that has ended
+_settled_until = 0.0  # by time.monotonic()
 _folder: Path | None = None  # what FASTCOMM_DUMP named when watch() began
 _watcher = 0  # the process in which that was
 
@@ -63,134 +65,129 @@ _watcher = 0  # the process in which that was
 def dump(folder: str | os.PathLike[str]) -> Path:
     """Writes what this rank's communicators have done last, and where its threads stand, to a file
     in the folder, which is made if need be; returns its path. Local: no rank waits for another, and
-    any thread may call it at any time. A second dump of this rank replaces the first.
+    any thread may call it at any time. A second dump of this process replaces the first.
 
     `python -m fastcomm diagnose FOLDER` says what the files of all ranks show; torch's own fr_trace
     reads the files torch_trace_* beside them.
 
-    Raises RuntimeError where this process has no communicator, OSError.
+    Raises RuntimeError if this process has no communicator, OSError if the folder cannot be
+    written.
     """
-    return _write(Path(folder), "asked for")
+    return _write(Path(folder), "asked for", living())
 
 
 def watch() -> None:
     """Called by init(): lets FASTCOMM_DUMP take effect, once in a process."""
-    global _folder, _watcher
-    named = os.environ.get(FOLDER)
+    global _folder, _watcher, _writing, _settled_until
+    named = os.environ.get(VARIABLE)
     if not named or _watcher == os.getpid():
         return
     folder = Path(named).absolute()  # the script may go elsewhere
     _watcher, _folder = os.getpid(), folder
+    _writing, _settled_until = threading.RLock(), 0.0  # not those of a parent
+    _done[:] = [None] * n_failure_calls()
+    call_on_failure(_dump_failure)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, lambda *_: _attempt(folder, "SIGUSR2"))
+        signal.signal(signal.SIGUSR2, lambda *_: _attempt(folder, "SIGUSR2", living()))
     threading.Thread(target=_look, args=(folder,), name="fastcomm dump", daemon=True).start()
 
 
 def _look(folder: Path) -> None:
-    asked = _asked_at(folder)
+    asked, failed = _touched(folder / ASK), _touched(folder / FAILED)
     while True:
         time.sleep(LOOK_S)
-        newest = _asked_at(folder)
-        if newest != asked:
-            asked = newest
-            if time.monotonic() > _settled_until:
-                why = (folder / ASK).read_text()
-                _settle(why == FAILED)
-                _attempt(folder, why)
+        before, asked = asked, _touched(folder / ASK)
+        if asked > before:
+            _attempt(folder, "asked", living())
+        before, failed = failed, _touched(folder / FAILED)
+        if failed > before and not _is_settled():
+            _settle()
+            _attempt(folder, "another rank's communicator has failed", living())
 
 
-def _asked_at(folder: Path) -> int:
+def _touched(path: Path) -> int:
+    """When, in ns; 0: never."""
     try:
-        return (folder / ASK).stat().st_mtime_ns
+        return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-def ask(folder: Path, why: str) -> None:
-    """Asks all living ranks for a dump."""
+def ask(folder: Path, name: str = ASK) -> None:
+    """Asks all living ranks for a dump. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / ASK, why.encode())
+    (folder / name).touch()
 
 
-def _settle(is_failure: bool) -> None:
-    """What is dumped now tells most of a failure: what comes right after it does not replace it."""
+def _is_settled() -> bool:
+    return time.monotonic() < _settled_until
+
+
+def _settle() -> None:
+    """What is dumped now tells most of a failure."""
     global _settled_until
-    if is_failure:
-        _settled_until = time.monotonic() + SETTLED_S
+    _settled_until = time.monotonic() + SETTLED_S
 
 
-def dump_failure(failure: FastcommError) -> None:
-    """Called when a communicator has failed. Returns at once: a dump is written on a thread of its
-    own, so that no exception out of a signal handler comes between.
-    """
-    global _n_writing
-    if _folder is None or _watcher != os.getpid():
-        return
-    # FastcommError itself is what close() and abort() leave
-    if type(failure) is not FastcommError and time.monotonic() > _settled_until:
-        _settle(True)
-        _n_writing += 1
-        _thread.start_new_thread(_dump_failure, (_folder, failure))
+def _dump_failure(failure: FastcommError, recorders: list[FlightRecorder]) -> None:
+    """A communicator has failed: dumps, and lets the other ranks dump. On a thread of its own."""
+    folder = _folder
+    try:
+        # FastcommError itself is what close() and abort() leave
+        is_wanted = type(failure) is not FastcommError and not _is_settled()
+        if folder is not None and _watcher == os.getpid() and is_wanted:
+            _settle()
+            if _attempt(folder, f"{type(failure).__name__}: {failure}", recorders) is not None:
+                ask(folder, FAILED)
+                if isinstance(failure, TimeoutError):  # else one is lost, and will not answer
+                    _await_others(folder, recorders)
+    except OSError as error:
+        _complain(f"{folder}: {error}")
+    finally:
+        _done.append(None)
 
 
 def await_dumps() -> None:
-    """Called as the process ends: lets dumps come to their end."""
-    deadline = time.monotonic() + ANSWER_S + 1
-    while _n_writing and time.monotonic() < deadline:
-        time.sleep(0.02)
+    """Called as the process ends: lets dumps come to their end. The launcher may end all ranks as
+    soon as this one ends.
+    """
+    if _folder is not None and _watcher == os.getpid():
+        deadline = time.monotonic() + ANSWER_S + 1
+        while len(_done) < n_failure_calls() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
-def _dump_failure(folder: Path, failure: FastcommError) -> None:
-    global _n_writing
-    try:
-        path = _attempt(folder, f"{type(failure).__name__}: {failure}")
-        if path is not None:
-            ask(folder, FAILED)
-            if isinstance(failure, TimeoutError):  # else one is lost, and will not answer
-                _await_others(path)
-    finally:
-        _n_writing -= 1
-
-
-def _await_others(own: Path) -> None:
-    """The launcher may end all ranks as soon as this one ends."""
-    n_ranks = max((len(recorder.pids) for recorder in living()), default=1)
-    paths = [own.with_name(_name(rank)) for rank in range(n_ranks)]
-    since = time.time() - ANSWER_S
+def _await_others(folder: Path, recorders: list[FlightRecorder]) -> None:
+    wanted = {f"_{pid}.json" for recorder in recorders for pid in recorder.pids}
     deadline = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline and not all(_is_since(path, since) for path in paths):
+    while time.monotonic() < deadline:
+        there = {path.name for path in folder.glob("fastcomm_rank_*.json")}
+        if all(any(name.endswith(end) for name in there) for end in wanted):
+            return
         time.sleep(0.05)
 
 
-def _is_since(path: Path, since: float) -> bool:
+def _attempt(folder: Path, why: str, recorders: list[FlightRecorder]) -> Path | None:
     try:
-        return path.stat().st_mtime >= since
-    except OSError:
-        return False
-
-
-def _attempt(folder: Path, why: str) -> Path | None:
-    try:
-        return _write(folder, why)
-    except (OSError, RuntimeError) as error:
-        print(f"fastcomm: no dump in {folder}: {error}", file=sys.stderr, flush=True)
+        return _write(folder, why, recorders)
+    except Exception as error:  # in a signal handler, where nobody expects one
+        _complain(f"{folder}: {error}")
         return None
 
 
-def _name(rank: int) -> str:
-    return f"fastcomm_rank_{rank}.json"
+def _complain(what: str) -> None:
+    os.write(2, f"fastcomm: no dump in {what}\n".encode())  # as print() may be under way
 
 
-def _write(folder: Path, why: str) -> Path:
-    recorders = living()
+def _write(folder: Path, why: str, recorders: list[FlightRecorder]) -> Path:
     if not recorders:
         raise RuntimeError("this process has no communicator")
     widest = max(recorders, key=lambda recorder: len(recorder.pids))
     folder.mkdir(parents=True, exist_ok=True)
     with _writing:
-        path = folder / _name(widest.rank)
-        whole = {
+        path = folder / f"fastcomm_rank_{widest.rank}_{os.getpid()}.json"
+        content = {
             "version": 1,
             "rank": widest.rank,
             "pid": os.getpid(),
@@ -200,16 +197,16 @@ def _write(folder: Path, why: str) -> Path:
             "threads": _threads(),
             "communicators": [_as_dict(recorder) for recorder in recorders],
         }
-        _replace(path, json.dumps(whole, indent=1).encode())
+        _replace(path, json.dumps(content, indent=1).encode())
         _replace(folder / f"torch_trace_{widest.rank}", pickle.dumps(_as_torch(recorders)))
     return path
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, and nothing between."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+    """Replaces the file atomically."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as beside:
+        beside.write(content)
+    os.replace(beside.name, path)
 
 
 def _threads() -> dict[str, list[str]]:
@@ -222,7 +219,7 @@ def _threads() -> dict[str, list[str]]:
         if ident == threading.get_ident() and ident != main:
             continue  # this dump's
         stack = traceback.extract_stack(frame)[-N_FRAMES:]
-        name = names.get(ident, f"thread {ident}")
+        name = f"{names.get(ident, 'thread')} ({ident})" if ident != main else "MainThread"
         found[name] = [
             f'File "{one.filename}", line {one.lineno}, in {one.name}'
             + (f": {one.line}" if one.line else "")
@@ -240,7 +237,7 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
         "entries": [
             {
                 "epoch": entry.epoch,
-                "number": entry.number,
+                "number": number,
                 "what": in_words(entry),
                 "kind": entry.kind,
                 "op": entry.op,
@@ -255,20 +252,21 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
                 "error": entry.error,
                 "is_over": is_over,
             }
-            for entry, is_over in _with_end(recorder)
+            for number, entry, is_over in _numbered(recorder)
         ],
     }
 
 
-def _with_end(recorder: FlightRecorder) -> list[tuple[Entry, bool]]:
-    """Its entries, and whether each is over. Those that no thread has begun get the numbers that
-    they will have.
+def _numbered(recorder: FlightRecorder) -> list[tuple[int, Entry, bool]]:
+    """Its entries, each with its number, and whether it is over. Those that no thread has begun get
+    the numbers that they would have had.
     """
     entries = recorder.entries()
-    for before, entry in itertools.pairwise(entries):
-        if not entry.number and not entry.ended_ns:
-            entry.number = before.number + 1
-    return list(zip(entries, over_of(entries, recorder.epoch), strict=True))
+    numbers: list[int] = []
+    for entry in entries:
+        is_guessed = not entry.number and not _has_ended(entry)
+        numbers.append(numbers[-1] + 1 if is_guessed and numbers else entry.number)
+    return list(zip(numbers, entries, over_of(entries, recorder.epoch), strict=True))
 
 
 def in_words(entry: Entry) -> str:
@@ -290,18 +288,19 @@ def _nbytes(entry: Entry) -> int:
 
 
 def over_of(entries: Sequence[Entry], epoch: int) -> list[bool]:
-    """Which entries of a communicator are over: not what its failure has cut short. Nobody is told
-    of each end on a GPU: what comes before one of its lane that is over is over, too, and so is all
+    """Which entries of a communicator are over: not what its failure has cut short. On a GPU most
+    ends go unobserved: what comes before one of its lane that is over is over, too, and so is all
     from before the ranks have met anew.
     """
     newest_ended: dict[int, tuple[int, int]] = {}
     for entry in entries:
-        if _has_ended(entry):
-            newest_ended[entry.lane] = max(newest_ended.get(entry.lane, (0, 0)), _place(entry))
+        if _has_ended(entry) and entry.lane >= 0:
+            newest = newest_ended.get(entry.lane, (0, 0))
+            newest_ended[entry.lane] = max(newest, _position(entry))
     return [
         _has_ended(entry)
         or entry.epoch < epoch
-        or (entry.number > 0 and _place(entry) <= newest_ended.get(entry.lane, (0, 0)))
+        or (entry.number > 0 and _position(entry) <= newest_ended.get(entry.lane, (0, 0)))
         for entry in entries
     ]
 
@@ -310,33 +309,35 @@ def _has_ended(entry: Entry) -> bool:
     return bool(entry.ended_ns) and entry.error not in _CUT_SHORT
 
 
-def _place(entry: Entry) -> tuple[int, int]:
+def _position(entry: Entry) -> tuple[int, int]:
     return entry.epoch, entry.number
 
 
 def _as_torch(recorders: list[FlightRecorder]) -> dict[str, Any]:
     """The communicators of all ranks in the format of torch's flight recorder, version 2.10."""
     n_ranks = max(len(recorder.pids) for recorder in recorders)
-    whole = [recorder for recorder in recorders if len(recorder.pids) == n_ranks]
+    of_all = [recorder for recorder in recorders if len(recorder.pids) == n_ranks]
     entries: list[dict[str, Any]] = []
     groups: dict[str, dict[str, str]] = {}
-    for place, recorder in enumerate(whole):
-        name = str(place), f"fastcomm {recorder.backend}"
+    for i, recorder in enumerate(of_all):
+        name = str(i), f"fastcomm {recorder.backend}"
         groups[name[0]] = {
             "name": name[0],
             "desc": name[1],
             "ranks": str(list(range(n_ranks))),
         }
-        for entry, is_over in _with_end(recorder):
+        for number, entry, is_over in _numbered(recorder):
             if entry.kind in _IN_TORCH:
                 entries.append(
-                    {"record_id": len(entries), "pg_id": place, "process_group": name}
-                    | _entry_as_torch(entry, is_over, recorder.backend, n_ranks)
+                    {"record_id": len(entries), "pg_id": i, "process_group": name}
+                    | _entry_as_torch(number, entry, is_over, recorder.backend, n_ranks)
                 )
     return {"version": "2.10", "entries": entries, "pg_config": groups, "pg_status": {}}
 
 
-def _entry_as_torch(entry: Entry, is_over: bool, backend: str, n_ranks: int) -> dict[str, Any]:
+def _entry_as_torch(
+    number: int, entry: Entry, is_over: bool, backend: str, n_ranks: int
+) -> dict[str, Any]:
     kind = _IN_TORCH[entry.kind]
     source, target = entry.numel, entry.numel
     if kind == "_all_gather_base":
@@ -346,9 +347,9 @@ def _entry_as_torch(entry: Entry, is_over: bool, backend: str, n_ranks: int) -> 
     name = "" if entry.dtype is None else name_of(entry.dtype)
     dtype = [_TORCH_DTYPES.get(name, name.capitalize())]
     return {
-        "collective_seq_id": entry.number,
+        "collective_seq_id": number,
         "p2p_seq_id": 0,
-        "op_id": entry.number,
+        "op_id": number,
         "profiling_name": f"{'nccl' if backend == 'nccl' else 'gloo'}:{kind}",
         "time_created_ns": entry.posted_ns,
         "time_discovered_started_ns": entry.started_ns or None,

@@ -1,9 +1,9 @@
 # cython: language_level=3
-"""FlightRecorder: the newest collectives of one communicator on this rank, for whoever asks later
-what a job was at when it hung. dump.py writes them.
+"""FlightRecorder: the newest collectives of one communicator on this rank, kept for dumps. dump.py
+writes them.
 
-Every collective comes through here, so noting one is a handful of stores and one look at a clock:
-the coarse one, right to within some 4 ms, as the exact one would cost more than all the rest.
+Every collective comes through here. So noting one is a handful of stores and one look at the coarse
+clock, which is right to within 4 ms; the exact one would cost more than everything else here.
 """
 
 import os
@@ -20,9 +20,7 @@ cdef extern from "<time.h>" nogil:
 cdef enum:
     KEPT = 2048  # a power of two; as many as torch's own flight recorder keeps
 N_KEPT = KEPT
-# of this process, in the order in which they were made
-cdef object recorders = weakref.WeakValueDictionary()
-cdef Py_ssize_t n_recorders = 0
+cdef list recorders = []  # weak references, in the order in which they were made
 
 
 cdef inline int64_t now() noexcept nogil:
@@ -39,7 +37,8 @@ cdef class Entry:
 
     number: of the collective; 0 where that is not known yet. epoch: how often the ranks had met
         anew, where numbers begin again then.
-    lane: collectives of one lane end in the order of their numbers.
+    lane: collectives of one lane end in the order of their numbers; below 0: in any order.
+    started_ns: when all ranks were there, where that is known: between hosts.
     error: the kind of error that has ended it, or None.
     """
 
@@ -63,11 +62,10 @@ cdef class FlightRecorder:
     """
 
     def __cinit__(self, str backend, int rank, tuple pids):
-        global n_recorders
+        global recorders
         self.backend, self.rank, self.pids, self.owner = backend, rank, pids, os.getpid()
         self.names, self.kept = {}, []
-        recorders[n_recorders] = self
-        n_recorders += 1
+        recorders = [one for one in recorders if one() is not None] + [weakref.ref(self)]
 
     cpdef Entry note(
         self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int src=-1,
@@ -99,5 +97,9 @@ def living():
     """
     cdef FlightRecorder recorder
     cdef int pid = os.getpid()
-    found = sorted(recorders.items())
-    return [recorder for _, recorder in found if recorder.owner == pid]
+    cdef list found = []
+    for reference in recorders:
+        recorder = reference()
+        if recorder is not None and recorder.owner == pid:
+            found.append(recorder)
+    return found

@@ -1,5 +1,7 @@
+from collections.abc import Callable
 from typing import TypeVar
 
+from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.errors import FastcommError
 
 E = TypeVar("E", bound=FastcommError)
@@ -10,4 +12,8 @@ class Lifetime:
     def end(self, failure: FastcommError) -> None: ...
     def refusal(self) -> FastcommError | None: ...
 
+def n_failure_calls() -> int: ...
+def call_on_failure(
+    function: Callable[[FastcommError, list[FlightRecorder]], None],
+) -> None: ...
 def again(error: E) -> E: ...

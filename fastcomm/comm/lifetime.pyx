@@ -4,12 +4,15 @@ error or close() has ended it.
 """
 
 import os
+from _thread import start_new_thread
 
-from fastcomm.comm.dump import dump_failure
+from fastcomm.comm.flight_recorder import living
 from fastcomm.errors import FastcommError
 
 
 cdef int n_forks = 0
+cdef object on_failure = None
+cdef int n_calls = 0  # of on_failure
 
 
 def _after_fork_in_child():
@@ -38,7 +41,8 @@ cdef class Lifetime:
         """From now on every call raises `failure`. Only the first failure counts."""
         if self.failure is None:
             self.failure = failure
-            dump_failure(failure)
+            if on_failure is not None:
+                _start_thread(failure)
 
     cpdef object refusal(self):
         """Why the communicator cannot be used any more, as an error to raise; or None."""
@@ -47,6 +51,31 @@ cdef class Lifetime:
                                  "process was forked from it: "
                                  "call fastcomm.init here, or start workers with the spawn method")
         return None if self.failure is None else again(self.failure)
+
+
+def n_failure_calls():
+    """How many threads have been started for what call_on_failure() was given."""
+    return n_calls
+
+
+def call_on_failure(function):
+    """From now on a communicator that fails calls function(failure, recorders), on a thread of its
+    own. recorders: of all communicators of this process.
+    """
+    global on_failure
+    on_failure = function
+
+
+cdef void _start_thread(failure) noexcept:
+    """Runs no Python code here: a signal handler might raise in it, and the peers would not hear
+    of the failure.
+    """
+    global n_calls
+    try:
+        start_new_thread(on_failure, (failure, living()))
+        n_calls += 1
+    except RuntimeError:  # there is no room for a thread
+        pass
 
 
 def again(error):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from typing import Any
 
 from fastcomm.comm import dump
 
-OLDEST_S = 3600.0  # the dumps of one job are not further apart
-ANSWER_S = 10.0  # how long ranks have to answer
+APART_S = 600.0  # the dumps of one job are not further apart
+PATIENCE_S = 10.0  # how long ranks have to answer
 
 
 @dataclass
@@ -30,10 +29,12 @@ class Rank:
     names: dict[str, str]
 
     def waits_for(self, over: Container[tuple[int, int]]) -> dict[str, Any] | None:
-        """The oldest collective that is over neither here nor, as its place in `over` says,
+        """The oldest collective that is over neither here nor, as its position in `over` says,
         elsewhere.
         """
-        waiting = (one for one in self.entries if not one["is_over"] and place_of(one) not in over)
+        waiting = (
+            one for one in self.entries if not one["is_over"] and position_of(one) not in over
+        )
         return next(waiting, None)
 
     @property
@@ -43,8 +44,8 @@ class Rank:
     def in_words(self) -> str:
         return f"rank {self.rank} (pid {self.file['pid']}, {self.file['host']})"
 
-    def has_come_to(self, place: tuple[int, int]) -> bool:
-        return any(place_of(entry) >= place for entry in self.entries)
+    def has_come_to(self, position: tuple[int, int]) -> bool:
+        return any(position_of(entry) >= position for entry in self.entries)
 
     def named(self, entry: dict[str, Any]) -> str:
         """The collective in words, with the parameters of a bucket."""
@@ -64,7 +65,7 @@ class Group:
 
 def diagnose(folder: Path) -> list[str]:
     """The verdict on the dumps in the folder, as lines for people. Raises FileNotFoundError where
-    there are none, ValueError for a file that is none.
+    there are none, ValueError for a file that is not a dump.
     """
     files = read(folder)
     lines = [f"{len(files)} dump{'s' if len(files) > 1 else ''} in {folder}"]
@@ -76,20 +77,24 @@ def diagnose(folder: Path) -> list[str]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The dumps in the folder, by rank: not those that an earlier job has left there."""
+    """The dumps in the folder, by rank: without those that are much older than the newest, which an
+    earlier job has left there.
+    """
     files: list[dict[str, Any]] = []
     for path in folder.glob("fastcomm_rank_*.json"):
         try:
-            files.append(json.loads(path.read_text()))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no dump: {error}") from error
+            file = json.loads(path.read_text())
+            file["communicators"], file["time_ns"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a dump: {error}") from error
+        files.append(file)
     if not files:
         raise FileNotFoundError(
-            f"no dump of any rank in {folder}: set {dump.FOLDER}={folder} for all ranks before "
+            f"no dump of any rank in {folder}: set {dump.VARIABLE}={folder} for all ranks before "
             "they start, or call fastcomm.dump()"
         )
     newest = max(file["time_ns"] for file in files)
-    of_one_job = [file for file in files if newest - file["time_ns"] < OLDEST_S * 1e9]
+    of_one_job = [file for file in files if newest - file["time_ns"] < APART_S * 1e9]
     return sorted(of_one_job, key=lambda file: int(file["rank"]))
 
 
@@ -117,7 +122,7 @@ def groups_of(files: Sequence[dict[str, Any]]) -> list[Group]:
     return sorted(groups.values(), key=lambda group: -group.n_ranks)
 
 
-def place_of(entry: dict[str, Any]) -> tuple[int, int]:
+def position_of(entry: dict[str, Any]) -> tuple[int, int]:
     return entry["epoch"], entry["number"]
 
 
@@ -129,55 +134,58 @@ def verdict(group: Group) -> list[str]:
 def _verdict(group: Group) -> Iterator[str]:
     absent = sorted(set(range(group.n_ranks)) - {one.rank for one in group.ranks})
     yield f"Communicator {group.backend!r} of {group.n_ranks} ranks:"
-    # Over a GPU a rank learns late that something is over. Where a rank has its result, all have
-    # come, but to a broadcast, whose source need not wait.
+    # On a GPU a rank learns late that something is over. Where one has its result, all have come to
+    # it: but not to a broadcast, whose source need not wait, nor to what gathers shards, of which
+    # one may be empty.
     over = {
-        place_of(entry)
+        position_of(entry)
         for one in group.ranks
         for entry in one.entries
-        if entry["is_over"] and entry["kind"] != "broadcast"
+        if entry["is_over"] and entry["kind"] in ("all_reduce", "barrier")
     }
     waiting = [one for one in group.ranks if one.waits_for(over) is not None]
     if not waiting:
         yield "  no rank that has left a dump waits in a collective"
     else:
-        place = min(place_of(entry) for one in waiting if (entry := one.waits_for(over)))
-        there = [one for one in waiting if one.has_come_to(place)]
-        late = [one for one in group.ranks if not one.has_come_to(place)]
-        yield from _who_waits(there, place)
+        position = min(position_of(entry) for one in waiting if (entry := one.waits_for(over)))
+        there = [one for one in waiting if one.has_come_to(position)]
+        late = [one for one in group.ranks if not one.has_come_to(position)]
+        yield from _who_waits(there, position)
         for one in late:
-            yield from _who_is_late(one, place)
+            yield from _who_is_late(one, position)
         if not late and not absent:
             yield (
                 "  all ranks have come to it: it moves slowly, or the way between them is broken"
-                if len(_calls(there, place)) == 1
+                if len(_calls(there, position)) == 1
                 else "  the ranks have called different collectives"
             )
     if absent:
         yield (
             f"  {_ranks_in_words(absent)}: no dump. Dead, stuck where no Python runs, or started "
-            f"without {dump.FOLDER}"
+            f"without {dump.VARIABLE}"
         )
 
 
-def _calls(ranks: Sequence[Rank], place: tuple[int, int]) -> dict[str, list[int]]:
-    """What the ranks have called there, and which ones."""
+def _calls(ranks: Sequence[Rank], position: tuple[int, int]) -> dict[str, list[int]]:
+    """What the ranks wait for there, as the first of them names it, and which ranks."""
     calls: dict[str, list[int]] = {}
+    names: dict[str, str] = {}  # ranks may name parameters differently
     for one in ranks:
         for entry in one.entries:
-            if place_of(entry) == place:
-                calls.setdefault(one.named(entry), []).append(one.rank)
+            if position_of(entry) == position and not entry["is_over"]:
+                name = names.setdefault(entry["what"], one.named(entry))
+                calls.setdefault(name, []).append(one.rank)
     return calls
 
 
-def _who_waits(there: Sequence[Rank], place: tuple[int, int]) -> Iterator[str]:
-    for what, ranks in _calls(there, place).items():
+def _who_waits(there: Sequence[Rank], position: tuple[int, int]) -> Iterator[str]:
+    for what, ranks in _calls(there, position).items():
         yield f"  {_ranks_in_words(ranks)} wait{'s' if len(ranks) == 1 else ''} for {what}"
 
 
-def _who_is_late(one: Rank, place: tuple[int, int]) -> Iterator[str]:
+def _who_is_late(one: Rank, position: tuple[int, int]) -> Iterator[str]:
     newest = one.newest
-    yield f"  {one.in_words()} has not come to number {place[1]}"
+    yield f"  {one.in_words()} has not come to number {position[1]}"
     if newest is None:
         yield "    it has called no collective"
     elif newest["ended_ns"]:
@@ -213,10 +221,8 @@ def ask_processes(pids: Sequence[int]) -> Path:
         raise ValueError(f"the processes have different folders: {', '.join(map(str, folders))}")
     (folder,) = folders
     before = time.time()
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR2) if _handles(pid, signal.SIGUSR2) else None
-    dump.ask(folder, "asked by diagnose")
-    deadline = time.monotonic() + ANSWER_S
+    dump.ask(folder)
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         answered = {
             file["pid"] for file in _read_or_nothing(folder) if file["time_ns"] / 1e9 >= before - 1
@@ -225,7 +231,7 @@ def ask_processes(pids: Sequence[int]) -> Path:
         if not silent:
             return folder
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer from {', '.join(map(str, silent))} in {ANSWER_S:g} s")
+            raise TimeoutError(f"no answer from {', '.join(map(str, silent))} in {PATIENCE_S:g} s")
         time.sleep(0.1)
 
 
@@ -242,15 +248,10 @@ def _folder_of(pid: int) -> Path:
         cwd = os.readlink(f"/proc/{pid}/cwd")
     except OSError as error:
         raise ValueError(f"process {pid} cannot be asked: {error.strerror}") from error
-    prefix = f"{dump.FOLDER}=".encode()
+    prefix = f"{dump.VARIABLE}=".encode()
     for one in environment:
         if one.startswith(prefix):
             return Path(cwd, os.fsdecode(one.removeprefix(prefix)))
-    raise ValueError(f"process {pid} was not started with {dump.FOLDER}=FOLDER: it cannot be asked")
-
-
-def _handles(pid: int, signum: int) -> bool:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    return False
+    raise ValueError(
+        f"process {pid} was not started with {dump.VARIABLE}=FOLDER: it cannot be asked"
+    )

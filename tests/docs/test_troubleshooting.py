@@ -38,7 +38,7 @@ SHOWN = {
 INTERNAL = SHOWN | {
     "where are you?",
     # in a dump, for `diagnose`
-    "asked by a rank whose communicator has failed",
+    "another rank's communicator has failed",
     'File "…", line …, in …',
     "meeting of the ranks",
     r"GLOBAL (\S+) was",

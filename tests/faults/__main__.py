@@ -4,7 +4,7 @@
 
 Prints for each transport and kind of fault how many there were, how many ranks hung or came out of
 it otherwise than they should, and how long it took until the last rank heard of it. Ends with 1 if
-there was any trouble.
+there was any trouble; a late rank is none, as other load may be the reason.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def in_words(verdicts: list[Verdict]) -> str:
     latencies = [one.latency_s for one in verdicts if one.latency_s is not None]
     if latencies:
         median, worst = statistics.median(latencies), max(latencies)
-        words += f"; heard of after {1e3 * median:.0f} ms (median), {1e3 * worst:.0f} ms (worst)"
+        n_late = sum(one.is_late for one in verdicts)
+        words += f", {n_late} late; heard of after {1e3 * median:.0f} ms (median)"
+        words += f", {1e3 * worst:.0f} ms (worst)"
     return words
 
 

@@ -27,7 +27,6 @@ def _seen(**others):
         (_seen(), None),
         (_seen(error="TimeoutError"), "raised TimeoutError"),
         (_seen(message="rank 2 (pid 7) died"), "does not name rank 1"),
-        (_seen(latency_s=30.0), "heard of it after 30.00 s"),
         (_seen(n_leaked=2), "2 descriptors were left open"),
     ],
 )

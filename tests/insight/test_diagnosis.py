@@ -28,15 +28,23 @@ LATE = 1
 
 
 def _environments(backend, n, folder):
-    return [environment_of(backend, rank) | {dump.FOLDER: str(folder)} for rank in range(n)]
+    return [environment_of(backend, rank) | {dump.VARIABLE: str(folder)} for rank in range(n)]
 
 
 def _load_batch(place: Place) -> None:
-    """Does not return before the other ranks have failed."""
+    """Does not return before the other ranks have failed, and this one has been asked."""
     if place.rank == LATE:
+        _await_dump(Path(os.environ[dump.VARIABLE]), os.getpid())
         for rank in range(place.world_size):
             if rank != LATE:
                 wait_for_note(place, f"failed_{rank}")
+
+
+def _await_dump(folder: Path, pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(f"fastcomm_rank_*_{pid}.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _train(place: Place) -> str | None:
@@ -116,18 +124,15 @@ def _dump_on_a_signal(place: Place) -> str | None:
         return None
     wait_for_note(place, "pid")
     os.kill(int(noted(place, "pid")), signal.SIGUSR2)
-    path = Path(os.environ[dump.FOLDER], "fastcomm_rank_0.json")
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    (file,) = diagnosis.read(path.parent)
+    folder = Path(os.environ[dump.VARIABLE])
+    _await_dump(folder, int(noted(place, "pid")))
+    (file,) = diagnosis.read(folder)
     comm.barrier()
     return str(file["why"])
 
 
 def test_a_rank_that_waits_dumps_on_a_signal(tmp_path):
-    env = {dump.FOLDER: str(tmp_path / "dumps")}
+    env = {dump.VARIABLE: str(tmp_path / "dumps")}
     outcomes = fresh_ranks(2, _dump_on_a_signal, env=env)
     assert values_of(outcomes) == [None, "SIGUSR2"]
 
@@ -142,7 +147,7 @@ def _keep_a_handler(place: Place) -> bool:
 
 
 def test_a_handler_of_the_users_stays(tmp_path):
-    env = {dump.FOLDER: str(tmp_path / "dumps")}
+    env = {dump.VARIABLE: str(tmp_path / "dumps")}
     assert values_of(fresh_ranks(1, _keep_a_handler, env=env)) == [True]
 
 
@@ -153,12 +158,13 @@ def _dump_twice(place: Place) -> tuple[str, list[str]]:
     comm = communicator(place)
     comm.all_reduce(torch.ones(2))
     assert fastcomm.dump(folder) == fastcomm.dump(str(folder))
-    return str(sorted(one.name for one in folder.iterdir())), diagnosis.diagnose(folder)
+    names = str(sorted(one.name for one in folder.iterdir())).replace(str(os.getpid()), "PID")
+    return names, diagnosis.diagnose(folder)
 
 
 def test_a_dump_on_demand_shows_what_is_over():
     ((names, lines),) = values_of(fresh_ranks(1, _dump_twice))
-    assert names == "['fastcomm_rank_0.json', 'torch_trace_0']"
+    assert names == "['fastcomm_rank_0_PID.json', 'torch_trace_0']"
     assert lines[1] == "  rank 0: asked for"
     assert lines[-1] == "  no rank that has left a dump waits in a collective"
 
@@ -168,11 +174,11 @@ def _close(place: Place) -> bool:
     comm.close()
     dump.await_dumps()
     assert comm.failure is not None
-    return Path(os.environ[dump.FOLDER]).exists()
+    return Path(os.environ[dump.VARIABLE]).exists()
 
 
 def test_a_job_that_ends_well_leaves_nothing(tmp_path):
-    env = {dump.FOLDER: str(tmp_path / "dumps")}
+    env = {dump.VARIABLE: str(tmp_path / "dumps")}
     assert values_of(fresh_ranks(2, _close, env=env)) == [False, False]
 
 
@@ -191,15 +197,18 @@ def test_living_ranks_are_asked_by_their_pids(tmp_path):
     (tmp_path / "hangs.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "fastcomm", "run", "--ranks", "2", "hangs.py"]
     root = str(Path(fastcomm.__file__).parent.parent)
-    environment = os.environ | {dump.FOLDER: "dumps", "PYTHONPATH": root}
+    environment = os.environ | {dump.VARIABLE: "dumps", "PYTHONPATH": root}
     job = subprocess.Popen(command, cwd=tmp_path, env=environment)
     try:
         deadline = time.monotonic() + 100
         while len(list(tmp_path.glob("pid_*"))) < 2:
             assert time.monotonic() < deadline and job.poll() is None
             time.sleep(0.1)
-        folder = diagnosis.ask_processes(_children_of(job.pid))
-        lines = "\n".join(diagnosis.diagnose(folder))
+        lines = ""
+        while "rank 0 waits" not in lines:  # it may not have come to the barrier yet
+            assert time.monotonic() < deadline, lines
+            folder = diagnosis.ask_processes(_children_of(job.pid))
+            lines = "\n".join(diagnosis.diagnose(folder))
     finally:
         job.terminate()
         job.wait()
@@ -227,9 +236,10 @@ def test_a_folder_without_dumps_says_how_to_get_them(tmp_path):
         diagnosis.diagnose(tmp_path)
 
 
-def test_a_file_that_is_no_dump_is_named(tmp_path):
-    (tmp_path / "fastcomm_rank_0.json").write_text("{")
-    with pytest.raises(ValueError, match=r"fastcomm_rank_0\.json is no dump"):
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "1"])
+def test_a_file_that_is_no_dump_is_named(text, tmp_path):
+    (tmp_path / "fastcomm_rank_0.json").write_text(text)
+    with pytest.raises(ValueError, match=r"fastcomm_rank_0\.json is not a dump"):
         diagnosis.diagnose(tmp_path)
 
 
@@ -268,7 +278,8 @@ def test_what_a_failure_has_cut_short_is_not_over(kind):
 
 def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
     for rank, age_s in enumerate((5, 7200)):
-        file = {"rank": rank, "time_ns": time.time_ns() - int(age_s * 1e9)}
+        age = {"time_ns": time.time_ns() - int(age_s * 1e9)}
+        file = {"rank": rank, "communicators": []} | age
         (tmp_path / f"fastcomm_rank_{rank}.json").write_text(json.dumps(file))
     assert [file["rank"] for file in diagnosis.read(tmp_path)] == [0]
 

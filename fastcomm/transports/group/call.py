@@ -87,7 +87,7 @@ class Call:
 
     def noted(self, flight: FlightRecorder) -> Entry:
         has_op = self.kind in ("all_reduce", "reduce_scatter_single")
-        return flight.note(
+        entry = flight.note(
             self.kind,
             self.dtype if self.numel else None,
             self.numel,
@@ -96,6 +96,8 @@ class Call:
             label=self.label,
             step=self.step,
         )
+        entry.lane = -1  # several are under way at once
+        return entry
 
     @property
     def nbytes(self) -> int:

@@ -69,8 +69,8 @@ cdef class Launches:
         in_flight.number, in_flight.op = self.number, op
         if not in_flight.is_pending:  # else the one before has not ended, as far as is known
             in_flight.since = time.monotonic()
-        lane.calling = in_flight
         in_flight.note(self.flight, lane.index)
+        lane.calling = in_flight
         return 0
 
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1:
@@ -80,7 +80,8 @@ cdef class Launches:
         cdef CUcontext before
         cdef int code
         in_flight.is_pending = not is_captured
-        if is_captured:
+        if is_captured:  # which says nothing of what was launched before
+            in_flight.entry.lane = -1
             in_flight.entry.end()
         if in_flight.is_pending and not in_flight.is_marked:
             with nogil:  # may wait for room in the device's queue
