@@ -330,14 +330,12 @@ def _as_torch(recorders: list[FlightRecorder]) -> dict[str, Any]:
             if entry.kind in _IN_TORCH:
                 entries.append(
                     {"record_id": len(entries), "pg_id": i, "process_group": name}
-                    | _entry_as_torch(number, entry, is_over, recorder.backend, n_ranks)
+                    | _entry_as_torch(number, entry, is_over, n_ranks)
                 )
     return {"version": "2.10", "entries": entries, "pg_config": groups, "pg_status": {}}
 
 
-def _entry_as_torch(
-    number: int, entry: Entry, is_over: bool, backend: str, n_ranks: int
-) -> dict[str, Any]:
+def _entry_as_torch(number: int, entry: Entry, is_over: bool, n_ranks: int) -> dict[str, Any]:
     kind = _IN_TORCH[entry.kind]
     source, target = entry.numel, entry.numel
     if kind == "_all_gather_base":
@@ -350,7 +348,7 @@ def _entry_as_torch(
         "collective_seq_id": number,
         "p2p_seq_id": 0,
         "op_id": number,
-        "profiling_name": f"{'nccl' if backend == 'nccl' else 'gloo'}:{kind}",
+        "profiling_name": f"nccl:{kind}",  # whatever it was: older ones know no other name
         "time_created_ns": entry.posted_ns,
         "time_discovered_started_ns": entry.started_ns or None,
         "time_discovered_completed_ns": entry.ended_ns or None,
