@@ -5,8 +5,9 @@ them is in transport.py.
 from __future__ import annotations
 
 import abc
+from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from fastcomm.comm.collective import Op
 from fastcomm.errors import FastcommError
 
 C = TypeVar("C", bound="Communicator")
+_LONGEST_WAIT = timedelta(seconds=30)  # for ranks that live and do not come to a rebuild()
 
 
 class Work(abc.ABC):
@@ -41,6 +43,7 @@ class Communicator(abc.ABC):
     rank: of this process, from 0 to world_size - 1.
     world_size: how many ranks there are.
     local_rank: this rank's number among those of its host.
+    timeout: how long a collective waits for other ranks.
     device: where tensors have to be: torch.device("cpu"), or this rank's CUDA device.
     backend: "shm", "nccl", "group" or "hierarchical". To choose what to do, ask for what follows.
     wire_dtypes: what Reducer(wire_dtype=...) may be here.
@@ -64,6 +67,8 @@ class Communicator(abc.ABC):
     wire_dtypes: tuple[torch.dtype, ...]
     feeds_back_errors: bool
     progresses_itself: bool
+    timeout: timedelta
+    membership: Any = None  # for rebuild(): see Transport
 
     @property
     @abc.abstractmethod
@@ -144,6 +149,33 @@ class Communicator(abc.ABC):
         """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
         others. For errors that this rank cannot go on from; see abandon() for one step.
         """
+
+    def rebuild(self, *, timeout: timedelta | None = None) -> Communicator:
+        """Brings together anew the ranks that are left, after PeerLostError or TimeoutError, and
+        processes that wait in init() to take the place of lost ones. Returns their communicator;
+        this one is closed. Every rank that is left calls it, then refresh() of each reducer, and
+        catch_up(). Reducer.elastic() does all of this.
+
+        Ranks are numbered anew, in the order in which they were started. It ends as soon as every
+        rank has come or is known to be lost.
+
+        timeout: how long to wait for ranks that live and do not come. The others go on without
+            these; one that comes later joins the next rebuild(). None: 30 s, or init()'s timeout if
+            that is less.
+
+        Raises FastcommError for ranks that have met in a torch.distributed group; InitError where
+        the store they have met at is gone with its host; TimeoutError where ranks are lost again
+        and again meanwhile.
+        """
+        if self.membership is None:
+            raise FastcommError(
+                "these ranks have met in a torch.distributed group, which none can leave: make "
+                "another group of those that are left, and call fastcomm.init(group=...)"
+            )
+        rebuilt: Communicator = self.membership.rebuild(
+            self, min(self.timeout, _LONGEST_WAIT) if timeout is None else timeout
+        )
+        return rebuilt
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -6,6 +6,7 @@ that their watchdogs leave each other. What the ranks do once they have met is i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -34,6 +35,7 @@ _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 # Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
 _FEW = 16
 _KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
+_TAKEN_IN = "taken in"
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
 _file_stores: dict[str, FileStore] = {}  # by path, those that are kept until the process ends
 
@@ -49,10 +51,22 @@ class Caller(NamedTuple):
 _INIT = Caller("fastcomm.init")
 
 
+class TakenIn(BaseException):
+    """While this process waited for ranks to meet for the first time, others that have met before
+    have taken it in. note: what they have left for it; see membership.py.
+    """
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.note = note
+
+
 class StoreBootstrap:
     """Ranks that meet at a torch.distributed store. It passes their values on as JSON, and tells
     all ranks when one has failed.
     """
+
+    point: MeetingPoint | None = None  # where ranks can meet anew; see membership.py
 
     def __init__(
         self,
@@ -152,10 +166,14 @@ class StoreBootstrap:
         )
 
     def look(self) -> None:
-        """Raises InitError if another rank is lost or has failed, or the store is gone."""
+        """Raises InitError if another rank is lost or has failed, or the store is gone; TakenIn, in
+        the first exchange.
+        """
         try:
             if self._look_at_peers is not None:
                 self._look_at_peers()
+            if self._exchange == "1" and self._store.check([_TAKEN_IN]):
+                raise TakenIn(json.loads(self._store.get(_TAKEN_IN)))
             if self._store.check(["failed"]):
                 raise InitError(self._store.get("failed").decode())
         except PeerLostError as error:
@@ -280,8 +298,74 @@ def meet(
         raise InitError(
             f"rank {rank} of {world_size} cannot open the meeting point {where!r}: {reason}"
         ) from error
-    part, pass_on = own_part(store, rank)
-    return StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
+    return MeetingPoint(place, store).bootstrap(rank, world_size, timeout)
+
+
+class MeetingPoint:
+    """The store at a place, which is opened anew when the process that has served it is gone.
+
+    prefix: of the keys of what these ranks have met for.
+    """
+
+    def __init__(self, place: ParseResult, store: Store) -> None:
+        self.store = store
+        self.prefix = ""
+        self._place = place
+
+    def bootstrap(self, rank: int, world_size: int, timeout: timedelta) -> StoreBootstrap:
+        """The bootstrap of a rank that comes here for the first time, or anew."""
+        self.prefix, pass_on = _enter_part(self.store, rank)
+        part = PrefixStore(self.prefix, self.store)
+        met = StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
+        met.point = self
+        return met
+
+    def waiting(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
+        """Which of these ranks wait here for a first meeting, and their processes: pid and host."""
+        part = self._next_part()
+        return {
+            rank: json.loads(self.store.get(f"{part}/came/{rank}"))[1:]
+            for rank in ranks
+            if self.store.check([f"{part}/came/{rank}"])
+        }
+
+    def take_in(self, note: Any) -> None:
+        """Tells those who wait. Who comes afterwards waits for another meeting."""
+        number = self.store.add(_counter(), 0)
+        self.store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", json.dumps(note))
+        _end_part(self.store, number)
+
+    def _next_part(self) -> str:
+        return f"{_prefix()}/{self.store.add(_counter(), 0)}"
+
+    def reopen(self, timeout: timedelta) -> None:
+        """Opens the store anew. Where the process that has served it is gone, one of the same host
+        serves it from now on. Raises InitError.
+        """
+        if self._place.scheme != "tcp":
+            return
+        until = time.monotonic() + timeout.total_seconds()
+        while time.monotonic() < until:
+            is_served = _listens(self._place)
+            with contextlib.suppress(RuntimeError):  # it went, or another was faster
+                if is_served or _is_here(self._place):
+                    self.store = _tcp_store(self._place, not is_served, timeout)
+                    return
+            time.sleep(_KNOCK_S)
+        raise InitError(
+            f"the meeting point {self._place.geturl()!r} is gone with the process that has served "
+            "it, and no rank of its host is left: start the ranks under a launcher that serves it "
+            "(torchrun), or let them meet at a file"
+        )
+
+
+def _prefix(name: str = "ranks") -> str:
+    # torchrun restarts all ranks after a failure, on the same store: keep the attempts apart.
+    return f"fastcomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+
+
+def _counter(name: str = "ranks") -> str:
+    return f"{_prefix(name)}/n_meetings"
 
 
 def own_part(store: Store, rank: int, name: str = "ranks") -> tuple[Store, Callable[[], None]]:
@@ -292,21 +376,35 @@ def own_part(store: Store, rank: int, name: str = "ranks") -> tuple[Store, Calla
     not, meet as well. A meeting that has failed is left by each rank as it comes again, so that
     those who have not come yet learn of the failure.
     """
-    # torchrun restarts all ranks after a failure, on the same store: keep the attempts apart.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"fastcomm/{attempt}/{name}"
-    counter, visitor = f"{prefix}/n_meetings", f"{_PROCESS}/{os.getpid()}"
+    prefix, pass_on = _enter_part(store, rank, name)
+    return PrefixStore(prefix, store), pass_on
 
-    def end(number: int) -> None:  # the first rank does; for the others it is over already
-        store.compare_set(counter, str(number), str(number + 1))
 
+def _enter_part(store: Store, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
+    counter, visitor = _counter(name), json.dumps([_PROCESS, os.getpid(), host_identity()])
     number = store.add(counter, 0)
-    came = f"{prefix}/{number}/came/{rank}"
+    came = f"{_prefix(name)}/{number}/came/{rank}"
     if store.check([came]) and store.get(came).decode() == visitor:
-        end(number)
+        _end_part(store, number, name)
         number = store.add(counter, 0)
-    store.set(f"{prefix}/{number}/came/{rank}", visitor)
-    return PrefixStore(f"{prefix}/{number}", store), partial(end, number)
+    store.set(f"{_prefix(name)}/{number}/came/{rank}", visitor)
+    return f"{_prefix(name)}/{number}", partial(_end_part, store, number, name)
+
+
+def _end_part(store: Store, number: int, name: str = "ranks") -> None:
+    """The first rank ends it; for the others it is over already."""
+    store.compare_set(_counter(name), str(number), str(number + 1))
+
+
+def host_identity() -> str:
+    """A string that is equal for two processes exactly if they can map each other's memory: the
+    same kernel and the same pid namespace. FASTCOMM_HOST_ID overrides it.
+    """
+    override = os.environ.get("FASTCOMM_HOST_ID")
+    if override is not None:
+        return override
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def own_connection(store: Store) -> Store:
@@ -329,7 +427,12 @@ def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_serv
         )
     if not is_server:
         _await_server(place.hostname, place.port, timeout.total_seconds())
-    # The store must not wait for the ranks: it could not say which one is missing.
+    return _tcp_store(place, is_server, timeout)
+
+
+def _tcp_store(place: ParseResult, is_server: bool, timeout: timedelta) -> TCPStore:
+    """Does not wait for the ranks: it could not say which one is missing."""
+    assert place.hostname is not None and place.port is not None  # for the type checker
     return TCPStore(
         place.hostname,
         place.port,
@@ -338,6 +441,18 @@ def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_serv
         wait_for_workers=False,
         multi_tenant=True,
     )
+
+
+def _is_here(place: ParseResult) -> bool:
+    """Whether the place is one of this host's addresses."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(place.hostname, 0):
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+    except OSError:
+        pass
+    return False
 
 
 def _listens(place: ParseResult) -> bool:

@@ -31,6 +31,8 @@ from fastcomm.launching.bootstrap import (
     meet,
     own_connection,
 )
+from fastcomm.launching.bootstrap import host_identity as _host_identity
+from fastcomm.launching.membership import arrive
 from fastcomm.transports.group.communicator import GroupCommunicator
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.hierarchical import HierarchicalCommunicator
@@ -92,27 +94,45 @@ def init(
         torch.cuda.set_device(place)
     is_nccl = backend == "nccl" or place.type == "cuda"
     _check_ctas(is_nccl, max_ctas, cta_policy)
-    bootstrap: Bootstrap = (
-        GroupBootstrap(group) if group is not None else meet(init_method, rank, world_size, timeout)
+    connect = functools.partial(
+        _connect_all, group=group, place=place, timeout=timeout, ctas=(max_ctas, cta_policy)
     )
-    if is_nccl:  # its watchdog exchanges notes
+    if group is not None:
+        comm, neighbours = connect(GroupBootstrap(group), backend)
+    else:
+        bootstrap = meet(init_method, rank, world_size, timeout)
+        comm = arrive(bootstrap, connect, backend, timeout)
+        neighbours = comm.membership.neighbours
+    if not is_nccl:
+        _warn_of_threads(comm, neighbours)
+    if comm.rank == 0:
+        _warn_of_torch()
+    watch()
+    return comm
+
+
+def _connect_all(
+    bootstrap: Bootstrap,
+    backend: str,
+    *,
+    group: dist.ProcessGroup | None,
+    place: torch.device,
+    timeout: timedelta,
+    ctas: tuple[int | None, str | None],
+) -> tuple[Transport, list[int]]:
+    """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
+    if place.type == "cuda" or backend == "nccl":  # its watchdog exchanges notes
         bootstrap = bootstrap.with_notes(timeout)
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
-        if is_nccl:
-            comm: Transport = _connect_on_cuda(
-                bootstrap, timeout, place, neighbours, max_ctas, cta_policy
-            )
+        if place.type == "cuda" or backend == "nccl":
+            comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours, *ctas)
         else:
             comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
-            _warn_of_threads(comm, neighbours.ranks)
         bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
-        if bootstrap.rank == 0:
-            _warn_of_torch()
-        watch()
-        return comm
+        return comm, neighbours.ranks
 
 
 def connect(
@@ -311,14 +331,3 @@ def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
     mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
     local_rank = neighbours.index(bootstrap.rank) if mine is None else mine
     return _Neighbours(neighbours, local_rank, list(hosts.values()))
-
-
-def _host_identity() -> str:
-    """A string that is equal for two processes exactly if they can map each other's memory: the
-    same kernel and the same pid namespace. FASTCOMM_HOST_ID overrides it.
-    """
-    override = os.environ.get("FASTCOMM_HOST_ID")
-    if override is not None:
-        return override
-    with open("/proc/sys/kernel/random/boot_id") as boot_id:
-        return f"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

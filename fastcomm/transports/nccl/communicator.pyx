@@ -126,7 +126,7 @@ cdef class NcclCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object abandonment  # see Transport
+    cdef public object abandonment, membership  # see Transport
     cdef public bint reduces_buckets_only
     cdef readonly object device, timeout
     cdef readonly tuple pids
@@ -141,6 +141,7 @@ cdef class NcclCommunicator:
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
+    rebuild = Transport.rebuild
     empty_for_all = Transport.empty_for_all
     share_weight, shadow = rounds.share_weight, rounds.shadow
 

@@ -38,7 +38,7 @@ cdef class ShmCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object abandonment  # see Transport
+    cdef public object abandonment, membership  # see Transport
     cdef readonly object device, timeout
     cdef readonly tuple pids
     cdef object __weakref__
@@ -51,6 +51,7 @@ cdef class ShmCommunicator:
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
+    rebuild = Transport.rebuild
     make_window, share_weight = Transport.make_window, Transport.share_weight
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):

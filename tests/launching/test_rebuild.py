@@ -1,0 +1,207 @@
+"""Ranks that are left of a communicator meet anew, and take in those that come in place of lost
+ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import fastcomm
+from fastcomm.comm.objects import on_host
+from fastcomm.launching import bootstrap, membership
+from tests.support.bodies import Place, communicator, leave, note, wait_for_note
+from tests.support.outcomes import Outcome
+from tests.support.ranks import fresh_ranks, torchrun_env
+from tests.support.transports import EVERY_TRANSPORT, environment_of
+
+pytestmark = pytest.mark.parametrize("backend", EVERY_TRANSPORT)
+
+
+def _ranks(backend: str, n: int, body: Any, *args: Any) -> list[Outcome]:
+    env = [environment_of(backend, rank) for rank in range(n)]
+    return fresh_ranks(n, body, *args, transport=backend, env=env)
+
+
+def _returned(outcomes: list[Outcome], *others: int) -> list[Any]:
+    """What the ranks have returned, but for those others."""
+    left = [outcome for outcome in outcomes if outcome.rank not in others]
+    assert all(outcome.kind == "returned" for outcome in left), list(map(str, outcomes))
+    return [outcome.value for outcome in left]
+
+
+def _sum(comm: Any) -> float:
+    tensor = torch.full((1000,), comm.rank + 1.0, device=comm.device)
+    comm.all_reduce(tensor)
+    return float(on_host(comm, tensor)[-1])
+
+
+def _lose_a_peer(comm: Any) -> None:
+    with pytest.raises(fastcomm.PeerLostError):
+        while True:
+            _sum(comm)
+
+
+def _outlive(place: Place, victims: list[int]) -> list[tuple[int, int, float]]:
+    """victims: the rank that dies, each time of those that are left."""
+    comm, seen = communicator(place), []
+    for victim in victims:
+        if comm.rank == victim:
+            leave(place, comm, "killed")
+        _lose_a_peer(comm)
+        lost, comm = comm, comm.rebuild()
+        assert lost.rebuild() is comm
+        assert lost.failure is not None
+        seen.append((comm.rank, comm.world_size, _sum(comm)))
+    return seen
+
+
+@pytest.mark.parametrize("victims", [[0], [1, 0], [2, 1]])
+def test_the_ranks_that_are_left_meet_anew(backend, victims):
+    left = list(range(3))
+    for victim in victims:
+        del left[victim]
+    outcomes = _ranks(backend, 3, _outlive, victims)
+    seen = _returned(outcomes, *({0, 1, 2} - set(left)))
+    total = {1: 1.0, 2: 3.0}
+    assert [one[-1] for one in seen] == [
+        (rank, len(left), total[len(left)]) for rank in range(len(left))
+    ]
+
+
+# ---- those that come in place of lost ones -------------------------------------------------------
+
+
+def _take_the_place_of(place: Place, rank: int, world_size: int) -> Any:
+    """The last rank plays a process that is started in place of a lost one."""
+    return communicator(dataclasses.replace(place, rank=rank, world_size=world_size))
+
+
+def _take_in(place: Place, victim: int) -> tuple[int, int, float, Any]:
+    n_ranks = place.world_size - 1
+    if place.rank == n_ranks:
+        wait_for_note(place, "left_at")
+        comm = _take_the_place_of(place, victim, n_ranks)
+        assert comm.membership.came_anew
+    else:
+        comm = communicator(dataclasses.replace(place, world_size=n_ranks))
+        if comm.rank == victim:
+            leave(place, comm, "exits at once")
+        _lose_a_peer(comm)
+        comm = _completed(comm.rebuild(), n_ranks)  # it may come before they meet, or after
+    return comm.rank, comm.world_size, _sum(comm), comm.membership.is_awaited()
+
+
+def _completed(comm: Any, n_ranks: int) -> Any:
+    """They meet anew as soon as one sees somebody wait, until there are so many ranks."""
+    while comm.world_size < n_ranks:
+        time.sleep(0.1)
+        awaited = torch.tensor([float(comm.membership.is_awaited())], device=comm.device)
+        comm.all_reduce(awaited, "max")
+        if on_host(comm, awaited).item():
+            comm = comm.rebuild()
+    return comm
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_is_taken_in_and_has_the_rank_of_the_lost_one(backend, victim):
+    seen = _returned(_ranks(backend, 4, _take_in, victim), victim)
+    ranks = [*(rank for rank in range(3) if rank != victim), victim]
+    assert seen == [(rank, 3, 6.0, False) for rank in ranks]
+
+
+# ---- while they meet -----------------------------------------------------------------------------
+
+
+def _die_while_meeting(place: Place, where: str) -> tuple[int, int, float]:
+    comm = communicator(place)
+    if comm.rank == 0:
+        leave(place, comm, "killed")
+    _lose_a_peer(comm)
+    if comm.rank == 1:  # it leads, as the others wait for it to come
+        kind = membership.Membership if where == "_decide" else membership
+        setattr(kind, where, lambda *_: leave(place, comm, "exits at once"))
+        note(place, comes="")
+    else:
+        wait_for_note(place, "comes")
+        time.sleep(0.2)
+    comm = comm.rebuild()
+    return comm.rank, comm.world_size, _sum(comm)
+
+
+@pytest.mark.parametrize("where", ["_decide", "join"])
+def test_a_rank_may_be_lost_while_they_meet(backend, where):
+    """Before it has written down who takes part, or after."""
+    seen = _returned(_ranks(backend, 4, _die_while_meeting, where), 0, 1)
+    assert seen == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def _come_too_late(place: Place) -> tuple[int, int, float]:
+    comm = communicator(place)
+    if comm.rank == 0:
+        leave(place, comm, "killed")
+    _lose_a_peer(comm)
+    if comm.rank == 1:
+        wait_for_note(place, "met")
+        comm = comm.rebuild()
+    else:
+        comm = comm.rebuild(timeout=timedelta(seconds=1))
+        assert (comm.rank, comm.world_size, _sum(comm)) == (place.rank - 2, 2, 3.0)
+        if comm.rank == 0:
+            note(place, met="")
+        comm = _completed(comm, 3)
+    return comm.rank, comm.world_size, _sum(comm)
+
+
+def test_a_rank_that_comes_too_late_joins_the_next_meeting(backend):
+    seen = _returned(_ranks(backend, 4, _come_too_late), 0)
+    assert seen == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+# ---- where they meet -----------------------------------------------------------------------------
+
+
+def _outlive_the_server(place: Place) -> tuple[int, int, float]:
+    """Rank 0 serves the store."""
+    comm = communicator(place, init_method="env://")
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.5)
+        leave(place, comm, "killed")
+    _lose_a_peer(comm)
+    comm = comm.rebuild()
+    return comm.rank, comm.world_size, _sum(comm)
+
+
+def test_another_rank_of_the_host_serves_the_store_when_its_server_is_gone(backend):
+    env = [
+        environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(3))
+    ]
+    outcomes = fresh_ranks(3, _outlive_the_server, transport=backend, env=env)
+    assert _returned(outcomes, 0) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def _lose_the_store(place: Place) -> str:
+    comm = communicator(place, init_method="env://")
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.5)
+        leave(place, comm, "killed")
+    _lose_a_peer(comm)
+    bootstrap._is_here = lambda _: False
+    with pytest.raises(fastcomm.InitError) as caught:
+        comm.rebuild(timeout=timedelta(seconds=2))
+    return str(caught.value)
+
+
+def test_a_store_that_is_gone_with_its_host_is_an_error_that_says_so(backend):
+    env = [
+        environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(2))
+    ]
+    outcomes = fresh_ranks(2, _lose_the_store, transport=backend, env=env)
+    assert "is gone with the process that has served it" in _returned(outcomes, 0)[0]
