@@ -107,6 +107,14 @@ def make_parser() -> argparse.ArgumentParser:
     of_run.add_argument(
         "--threads", type=int, metavar="N", help="of each rank; default: its share of the cores"
     )
+    of_run.add_argument(
+        "--replace",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start another process in place of a rank that fails, up to N times, while the others "
+        "go on by reducer.elastic(); default: end all",
+    )
     of_run.add_argument("script", help="a Python file")
     own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # else argparse asks for them, too, where there is no script
@@ -159,7 +167,9 @@ def with_name(arguments: list[str]) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     find_this_package()
     try:
-        failure = runner.run([options.script, *options.arguments], options.ranks, options.threads)
+        failure = runner.run(
+            [options.script, *options.arguments], options.ranks, options.threads, options.replace
+        )
     except (fastcomm.FastcommError, ValueError) as error:  # before a rank was started
         print(error, file=sys.stderr)
         return 2

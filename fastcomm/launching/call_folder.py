@@ -64,6 +64,10 @@ class CallFolder:
         """The ranks that have come to their end in good order."""
         return sorted(int(path.name.partition("-")[2]) for path in self.path.glob("ended-*"))
 
+    def forget(self, rank: int) -> None:
+        """Another process takes the rank's place."""
+        (self.path / f"raised-{rank}").unlink(missing_ok=True)
+
     # -- in a rank ---------------------------------------------------------------------------------
 
     def write_answer(self, rank: int, value: bytes) -> None:

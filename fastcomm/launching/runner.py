@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn
@@ -22,12 +23,14 @@ from types import NoneType
 from typing import Any, NamedTuple, TextIO
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fastcomm.errors import FastcommError
 from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _BEGINNING = str(Path(__file__).with_name("rank_process.py"))
+_TICK_S = 0.05  # how often ranks are looked at that may be replaced
 _PREFIX = re.compile(r"\[rank \d+\] ")
 _HAS_ENDED = (  # and a rank that waited for it has lost it
     "\nrank {} has ended with exit code 0, which may be why: make the call on every rank, and "
@@ -76,13 +79,24 @@ def launch(
 
 
 def run(
-    command: Sequence[str], ranks: int | None = None, threads: int | None = None
+    command: Sequence[str],
+    ranks: int | None = None,
+    threads: int | None = None,
+    n_replacements: int = 0,
 ) -> Failure | None:
-    """Runs a Python script, with its arguments, as launch() runs a function. None: all is well."""
+    """Runs a Python script, with its arguments, as launch() runs a function. None: all is well.
+
+    n_replacements: so many times another process takes the place of a rank that has failed, while
+        the others go on, as they do in Reducer.elastic().
+    """
     ranks, threads = _numbers(ranks, threads)
+    if n_replacements < 0:
+        raise ValueError(f"n_replacements must be at least 0; got {n_replacements}")
     if not Path(command[0]).exists():
         raise FastcommError(f"there is no script {command[0]} in {os.getcwd()}")
     with new_folder() as folder:
+        if n_replacements:
+            return _replace(ranks, threads, command, folder, n_replacements)
         return _start(ranks, threads, command, folder)
 
 
@@ -138,10 +152,87 @@ def _start(ranks: int, threads: int, script: Sequence[str], folder: CallFolder) 
             failure = _first_failure(error.failures, raised, folder.ended())
             return _with_victims(failure, raised) if script else failure
         except SignalException as error:  # the ranks have ended
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
+            raise _ended_by(error.sigval) from None
     return None
+
+
+def _ended_by(number: int) -> BaseException:
+    """What a signal that has ended the launcher comes to."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+# -- ranks that are replaced -----------------------------------------------------------------------
+
+
+def _replace(
+    ranks: int, threads: int, script: Sequence[str], folder: CallFolder, n_replacements: int
+) -> Failure | None:
+    """As _start(), with a group of the launcher's for each rank: it ends a group as a whole."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    with _surroundings(threads):
+        # Here, as it is to outlive every rank. Its port is chosen by the system.
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        groups = {
+            rank: _start_rank(rank, ranks, store.port, script, folder) for rank in range(ranks)
+        }
+        try:
+            while groups:
+                time.sleep(_TICK_S)
+                for rank, group in list(groups.items()):
+                    ended = group.wait(0)
+                    if ended is None:
+                        continue
+                    del groups[rank]
+                    if not ended.is_failed():
+                        continue
+                    failure = _first_failure({rank: ended.failures[0]}, folder.raised(), [])
+                    trouble = _why_not_replaced(rank, folder, n_replacements)
+                    if trouble is not None:
+                        return failure._replace(text=f"{failure.text}\n{trouble}")
+                    n_replacements -= 1
+                    first_line = failure.text.partition("\n")[0]
+                    print(f"{first_line}; another process takes its place", file=sys.stderr)
+                    folder.forget(rank)
+                    groups[rank] = _start_rank(rank, ranks, store.port, script, folder)
+        except SignalException as error:
+            raise _ended_by(error.sigval) from None
+        finally:
+            for group in groups.values():
+                group.close()
+    return None
+
+
+def _start_rank(rank: int, ranks: int, port: int, script: Sequence[str], folder: CallFolder) -> Any:
+    """A group of the launcher's, of this rank alone."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return start_processes(
+        name=f"rank {rank}",
+        entrypoint=sys.executable,
+        args={0: (_BEGINNING, str(os.getpid()), str(folder.path), *script)},
+        envs={0: {name: str(value) for name, value in variables.items()}},
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder.logs), tee=Std.ALL),
+        log_line_prefixes={0: f"[rank {rank}] "},
+    )
+
+
+def _why_not_replaced(rank: int, folder: CallFolder, n_replacements: int) -> str | None:
+    raised = folder.raised().get(rank)
+    if raised is not None and raised.is_lost:
+        return f"rank {rank} does not go on without a lost rank: loop by reducer.elastic()"
+    if folder.ended():
+        return "no process takes its place, as other ranks have come to their end"
+    return None if n_replacements else "no process takes its place: as many as --replace says have"
 
 
 @contextlib.contextmanager

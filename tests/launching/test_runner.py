@@ -271,6 +271,64 @@ def test_a_rank_that_ends_in_good_order_is_named_where_another_has_lost_it(tmp_p
     assert likely.startswith("rank 1 has ended with exit code 0, which may be why: make the call")
 
 
+ELASTIC = """
+import os, signal, sys, time
+import torch, fastcomm
+how, rank = sys.argv[1], os.environ["RANK"]
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+reducer = fastcomm.Reducer(fastcomm.init()).attach(model)
+has_come = reducer.comm.membership.came_anew is not None
+def batches():  # until another process has come, and then three more
+    n_more = 3
+    while n_more:
+        is_complete = reducer.comm.membership.came_anew is not None and reducer.comm.world_size == 2
+        n_more -= is_complete
+        yield
+for _ in batches() if how == "plain" else reducer.elastic(batches(), state=[optimizer]):
+    if rank == "1" and (how == "again" or not has_come):
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+print(f"{rank} ends among {reducer.comm.world_size}")
+"""
+
+
+def _run_elastic(tmp_path, how):
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    return python("-m", "fastcomm", "run", "--ranks", "2", "--replace", "1", script, how)
+
+
+def test_another_process_takes_the_place_of_a_lost_one(tmp_path):
+    done = _run_elastic(tmp_path, "once")
+    assert done.returncode == 0, done.stderr
+    ended = [f"[rank {rank}] {rank} ends among 2" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == ended
+    assert re.search(
+        r"^rank 1 \(pid \d+\) was ended by SIGKILL; another process takes its place$",
+        done.stderr,
+        re.MULTILINE,
+    )
+
+
+def test_all_are_ended_when_more_are_lost_than_are_replaced(tmp_path):
+    done = _run_elastic(tmp_path, "again")
+    assert done.returncode == 128 + signal.SIGKILL
+    *_, killed, last = done.stderr.splitlines()
+    assert re.fullmatch(r"rank 1 \(pid \d+\) was ended by SIGKILL", killed)
+    assert last == "no process takes its place: as many as --replace says have"
+
+
+def test_a_script_that_does_not_go_on_is_named_where_ranks_are_replaced(tmp_path):
+    done = _run_elastic(tmp_path, "plain")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "rank 0 does not go on without a lost rank: loop by reducer.elastic()"
+
+
 AT_END = """
 import sys
 from multiprocessing.util import Finalize
