@@ -27,6 +27,7 @@ from fastcomm.launching.runner import launch
 from fastcomm.optim.diloco import DiLoCo
 from fastcomm.optim.local_sgd import LocalSGD
 from fastcomm.optim.sharded import ShardedOptimizer
+from fastcomm.reducer.features.elastic import catch_up
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
 from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
@@ -49,6 +50,7 @@ __all__ = [
     "TimeoutError",
     "Work",
     "all_reduce_hook",
+    "catch_up",
     "dump",
     "init",
     "launch",

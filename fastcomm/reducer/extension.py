@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from fastcomm.comm.transport import BucketWork
+from fastcomm.errors import FastcommError
 
 if TYPE_CHECKING:
     from fastcomm.reducer.optimizer_hooks import SteppedSlots
@@ -47,6 +48,12 @@ class RoundExtension:
     def keeps_open(self, round: Round) -> bool:
         """Decide, when an exception has ended the backward, whether the extension ends the round
         later. Else the round is aborted now.
+        """
+        return False
+
+    def outlives(self, error: FastcommError) -> bool:
+        """Decide whether the training goes on in spite of an error. Then it is not raised, and the
+        round is dropped, if one is open.
         """
         return False
 

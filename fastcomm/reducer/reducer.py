@@ -28,6 +28,7 @@ from fastcomm.comm.abandonment import error_in_abandoned_backward, note_abandone
 from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, buffers_label, canonical_op
 from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, NETWORK_CAP_MB
 from fastcomm.insight.timeline import Timeline
@@ -45,6 +46,7 @@ from fastcomm.reducer.features.autotune import Tuning
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
 from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
+from fastcomm.reducer.features.elastic import NOT_CAUGHT_UP, Standings, elastic, standings
 from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
@@ -152,10 +154,8 @@ class Reducer(ReducerFlags):
             skip_nonfinite,
             tuple(sparse_parameters),
         )
-        self.comm = self.options.checked(init() if comm is None else comm)
-        default_cap_mb = NETWORK_CAP_MB if self.comm.crosses_network else DEFAULT_CAP_MB
-        if bucket_cap_mb is None:
-            self.options = replace(self.options, bucket_cap_mb=default_cap_mb)
+        self._asked_cap_mb = bucket_cap_mb
+        self._use(self.options.checked(init() if comm is None else comm))
         self.overlap = overlap
         self.n_rounds = 0
         self.data_exhausted = False
@@ -166,22 +166,32 @@ class Reducer(ReducerFlags):
         self.number = 0  # among the reducers of the communicator
         self.steps = StepRecord()
         self.extensions: list[RoundExtension] = []
-        is_auto = bucket_cap_mb == AUTO
-        self.tuning = Tuning(self.options, default_cap_mb) if is_auto else None
-        self.ordering = Ordering() if self.comm.crosses_network else None
-        # In which order they decide, when a round has ended, whether other buckets are better.
-        self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
         self.reduces_backwards = True
         self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
         # Raised where nobody could catch it; the next call raises it, when the round is over.
         self.deferred: BaseException | None = None
+        # Why a step inside elastic() is dropped, which goes on with the ranks that are left.
+        self.outlived: FastcommError | None = None
+        self.standings: Standings | None = None  # while ranks that have met anew are not equal
         self._handles: list[RemovableHandle] = []
         self._guards = Guards(weakref.WeakMethod(self.named_parameters))
-        self._hears_votes = hears_votes(self.comm, self.options)
         self._timeline: Timeline | None = None
         if skip_nonfinite:
             self.install(Skipping(self.comm, self.options))
         expect_attach(self)
+
+    def _use(self, comm: Transport) -> None:
+        """Reduce over this communicator, with buckets of a size for it."""
+        self.comm = comm
+        default_cap_mb = NETWORK_CAP_MB if comm.crosses_network else DEFAULT_CAP_MB
+        if self._asked_cap_mb is None:
+            self.options = replace(self.options, bucket_cap_mb=default_cap_mb)
+        is_auto = self._asked_cap_mb == AUTO
+        self.tuning = Tuning(self.options, default_cap_mb) if is_auto else None
+        self.ordering = Ordering() if comm.crosses_network else None
+        # In which order they decide, when a round has ended, whether other buckets are better.
+        self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
+        self._hears_votes = hears_votes(comm, self.options)
 
     def __repr__(self) -> str:
         return describe(self, None if self._model is None else self._model())
@@ -224,7 +234,11 @@ class Reducer(ReducerFlags):
             model = validation.signature(named, buffers, sparse)
         described = self.options.described()
         validation.compare(self.comm, problem, described, validation.ATTACH, model)
-        validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], 0)
+        self.standings = standings(self)
+        src = 0
+        if self.standings is not None:
+            src, self.n_rounds = self.standings.src, self.standings.n_rounds
+        validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], src)
         # Over NCCL nobody compares, and the host would wait for the device.
         compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
         self.number = next_number(self.comm)
@@ -232,6 +246,9 @@ class Reducer(ReducerFlags):
         for planner in self._planners:
             planner.begin(self.n_rounds, self.comm.world_size)
         self.hook_up(source)
+        if self.standings is not None:
+            for _, parameter in named:
+                refuse_step(parameter, NOT_CAUGHT_UP)
 
     def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
         """What this rank alone can find wrong with attaching the model."""
@@ -364,10 +381,19 @@ class Reducer(ReducerFlags):
         copies rank 0's values. An optimizer that holds parameters others have replaced cannot step
         any more: make it anew.
 
+        After comm.rebuild() it is how the reducer goes on with the ranks that are left: it copies
+        the values of one that has made most steps. Ranks that have come anew call attach() instead.
+        If they have made different numbers of steps, optimizers wait for catch_up(). Raises
+        ValueError for a reducer with a hook, a ShardedOptimizer, LocalSGD or DiLoCo.
+
         Raises as attach(); then every backward raises FastcommError, until refresh() was called
         again. Raises FastcommError inside a backward.
         """
         self.refuse_inside_backward("refresh()")
+        successor = None if self.comm.membership is None else self.comm.membership.newest
+        if successor is not None:
+            self._follow(successor)
+            return
         self._agree_on_refresh()
         model = self.attached_model()
         before = [pair for bucket in self.buckets for pair in bucket.named_parameters()]
@@ -381,6 +407,24 @@ class Reducer(ReducerFlags):
             self.attach(model)
             if stepper is not None:
                 stepper.take_buckets(self.buckets)
+        except BaseException:
+            self.stand_still(model)
+            raise
+
+    def _follow(self, successor: Transport) -> None:
+        """Reduce over the ranks that have met anew. To those who have come anew it is attach()."""
+        model = self.attached_model()
+        check(Feature.REBUILD, self.features())
+        if self.round is not None:
+            self.round.abort()
+        self.drop_step()
+        self._release()
+        self._use(self.options.checked(successor))
+        skipping = self.find(Skipping)
+        if skipping is not None:
+            skipping.use(self.comm, self.options)
+        try:
+            self.attach(model)
         except BaseException:
             self.stand_still(model)
             raise
@@ -571,7 +615,11 @@ class Reducer(ReducerFlags):
             self._open().count_all()  # no backward has taken this rank's part
         ending = self.round
         if ending is None:
-            self.comm.check()
+            try:
+                self.comm.check()
+            except FastcommError as error:
+                if not any(extension.outlives(error) for extension in self.extensions):
+                    raise
             return
         if ending.has_callback:
             raise FastcommError(
@@ -588,7 +636,7 @@ class Reducer(ReducerFlags):
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
-        if self._planners:
+        if self._planners and ending.state is not State.DROPPED:
             self._plan_anew(can_replan=is_between_steps and not self.skipped)
 
     def _plan_anew(self, *, can_replan: bool) -> None:
@@ -732,6 +780,34 @@ class Reducer(ReducerFlags):
         """
         return Join(self, batches, strategy, state)
 
+    def elastic(self, batches: Iterable[T], *, state: Iterable[Stateful] = ()) -> Iterator[T]:
+        """For a loop that goes on when ranks are lost, and takes in those that come to take their
+        place. Every rank goes through it. It is for all reducers of the communicator.
+
+            for batch in reducer.elastic(loader, state=[optimizer]):
+                ...
+
+        When a rank is lost, or abandons a step, the step is dropped on all ranks: gradients are
+        None, optimizers leave parameters and state as they are, and `skipped` is True. At the next
+        batch the ranks that are left meet anew, as reducer.comm, all get what one of them has that
+        has made most steps, and the batches of a step that none of them has made come again.
+
+        state: optimizers, schedulers and the like, which ranks load that are behind. All that
+            keeps something from step to step.
+
+        A process that is started in place of a lost one, with its rank, calls fastcomm.init(),
+        attach() and elastic() as the first ones did; the others take it in before their next batch.
+        n_rounds, reducer.comm.rank and world_size say where it stands. The loop ends on all ranks
+        with the first that has no batch left.
+
+        An error of a collective of the caller's own in the loop is raised as ever.
+
+        Raises ValueError for reducers with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and
+        inside join(); TypeError for a state without state_dict() and load_state_dict(). While it
+        runs: FastcommError where an optimizer keeps state that was not given; as comm.rebuild().
+        """
+        return elastic(self, iter(batches), list(state))
+
     # -- steps that the ranks drop -----------------------------------------------------------------
 
     def skip_step(self) -> None:
@@ -785,6 +861,8 @@ class Reducer(ReducerFlags):
         """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers.
         True from the verdict, or from this rank's vote, until the next reduction begins.
         """
+        if self.outlived is not None:
+            return True
         skipping = self.find(Skipping)
         if skipping is None or self.steps_alone:
             return False

@@ -53,7 +53,8 @@ class Round(RoundFlags):
     finish() commits first if need be, and ends in SETTLED or SKIPPED, or aborts. What is raised
     before COMMITTED aborts; after it, only an error that all ranks get. What a signal handler
     raises then is raised when the round has settled. A handler may raise between any two
-    statements, so the order of those that change state matters.
+    statements, so the order of those that change state matters. An error that an extension outlives
+    is not raised: the backward goes on, and the round is aborted at its end.
 
     buckets: all of the reducer's, in the order of the plan.
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
@@ -91,6 +92,7 @@ class Round(RoundFlags):
         self._hears_votes = hears_votes
         self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
         self._shared_weight: Any = None  # see Transport.share_weight
+        self.outlived: FastcommError | None = None  # an error that an extension outlives
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._result: State | None = None  # the last state, once it is reached
@@ -123,8 +125,24 @@ class Round(RoundFlags):
         self._keeps_graph = torch.is_grad_enabled()
         self.has_callback = True
         call_at_end_of_backward(callback)
-        if self.weight is not None:  # before the first bucket is full, so that it need not wait
-            self._share_weight(self.weight)
+        if self.weight is not None and self.outlived is None:
+            try:  # before the first bucket is full, so that it need not wait
+                self._share_weight(self.weight)
+            except FastcommError as error:
+                self._outlive_or_raise(error)
+
+    def outlive(self, error: FastcommError) -> None:
+        """Launch no more, and drop the round at its end. The other ranks know the error."""
+        self.outlived = error
+
+    def _outlive_or_raise(self, error: FastcommError) -> None:
+        """Called in a backward, which goes on if an extension outlives the error."""
+        if not self._is_outlived(error):
+            raise error
+        self.outlived = error
+
+    def _is_outlived(self, error: FastcommError) -> bool:
+        return any(extension.outlives(error) for extension in self.extensions)
 
     def count_all(self) -> None:
         """Let every gradient that exists take part: no backward tells which are ready."""
@@ -144,13 +162,17 @@ class Round(RoundFlags):
         its gradients before all ranks have come to the end, and an exception on one rank costs the
         step on all.
         """
-        while (
-            self._n_launched < len(self.buckets) - 1
-            and not self.buckets[self._n_launched].n_pending
-            and not self.buckets[self._n_launched].waits_in_launch
-        ):
-            self._launch_next()
-            self.buckets[self._n_launched - 1].watch_gradients()
+        try:
+            while (
+                self._n_launched < len(self.buckets) - 1
+                and not self.buckets[self._n_launched].n_pending
+                and not self.buckets[self._n_launched].waits_in_launch
+                and self.outlived is None
+            ):
+                self._launch_next()
+                self.buckets[self._n_launched - 1].watch_gradients()
+        except FastcommError as error:
+            self._outlive_or_raise(error)
 
     def _launch_next(self) -> None:
         if self._comm.n_abandoned != self._n_abandoned:
@@ -209,13 +231,19 @@ class Round(RoundFlags):
         """Commit, wait for the buckets, and bring every gradient to where it belongs, or drop all.
         See Reducer.synchronize for what it raises.
         """
+        if self.outlived is not None:
+            self._drop()
+            return
         try:
             self.commit()
             self._settle()
         except FastcommError as error:
             # the other ranks have heard of it, or will when this one leaves
+            if self._is_outlived(error):
+                self.outlive(error)
             self.abort(error)
-            raise
+            if self.outlived is None:
+                raise
         except BaseException as error:
             if self.is_committed:
                 self._settle_in_spite_of(error)

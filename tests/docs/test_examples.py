@@ -78,6 +78,14 @@ def test_hosts_sync_seldom_and_ranks_of_a_host_at_every_step() -> None:
     assert len(totals) == 4 and len(set(totals)) == 1
 
 
+def test_a_training_goes_on_without_a_lost_rank_and_takes_in_another() -> None:
+    command = ("-m", "fastcomm", "run", "--replace", "1", "--ranks", "3")
+    done = python(*command, ROOT / "examples" / "survive.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the same bits as one process") == 2
+    assert len(re.findall(r"\[rank 1\] came at step \d+", done.stdout)) == 1
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run of the training script, in two parts: its checkpoint, and the losses of all epochs."""

@@ -27,6 +27,7 @@ class Feature(enum.Enum):
     LOCAL_SGD = "LocalSGD"
     JOIN = "join()"
     WEIGHTS = "set_weight()"
+    REBUILD = "rebuild(), elastic()"
 
 
 # The features that are there, and of each a word for messages: the op, a parameter, a class.
@@ -116,6 +117,21 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.LOCAL_SGD, Feature.ROUNDING): (
         "wire_dtype {} would round the parameters that LocalSGD averages: leave it out, or send "
         "differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
+    ),
+    (Feature.REBUILD, Feature.HOOK): (
+        "a reducer with a hook cannot follow the ranks that are left, as the hook may know the old "
+        "ones: make another reducer"
+    ),
+    (Feature.REBUILD, Feature.SHARDED): (
+        "a ShardedOptimizer has lost the shards of the ranks that are gone: load a checkpoint on "
+        "the ranks that are left, or train with a torch.optim optimizer"
+    ),
+    (Feature.REBUILD, Feature.LOCAL_STEPS): (
+        "ranks under {} have parameters of their own between two syncs, so that none can go on "
+        "with another's: load a checkpoint on the ranks that are left"
+    ),
+    (Feature.REBUILD, Feature.JOIN): (
+        "join() ends with the ranks with which it began: let reducer.elastic() take its place"
     ),
     (Feature.SHARDED, Feature.SPARSE): (
         "the gradient of parameter {} is sparse: ShardedOptimizer steps dense ones; use "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS
-from fastcomm.comm.objects import broadcast_object, gather_objects
+from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import validation
@@ -30,6 +30,8 @@ from fastcomm.reducer.features.progress import (
     Stateful,
     compare,
     holds,
+    load_states,
+    refuse_stateless,
     why_apart,
 )
 from fastcomm.reducer.features.torch_helpers import watch_scalers
@@ -75,12 +77,7 @@ class Join(Generic[T]):
             refusal = why_not(Feature.JOIN, joined.features())
             if refusal is not None:
                 raise ValueError(_about(joined, reducer) + refusal)
-        for one in self._state:
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise TypeError(
-                    "state takes optimizers, schedulers and the like, with state_dict() and "
-                    f"load_state_dict(); got {type(one).__name__}"
-                )
+        refuse_stateless(self._state)
         self._states: list[Stateful] = []
         self.joined: list[Reducer] = []  # the reducers, while the block is open
         self._is_inner = False
@@ -253,7 +250,7 @@ class Join(Generic[T]):
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours, "join()")
-        compare(ranks)
+        compare(ranks, "join()")
         rounds = [progress.rounds for progress in ranks]
         src = rounds.index((min if self._strategy == "stop" else max)(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
@@ -269,7 +266,8 @@ class Join(Generic[T]):
             return
         reason = why_apart(ranks, is_loaded=not self._states)
         if reason is None and self._states:
-            self._load_states(src, ours.rounds != rounds[src])
+            is_behind = ours.rounds != rounds[src]
+            load_states(self._comm, self._states, src, "join()", is_behind=is_behind)
             ours = Progress.of(reducers, self._states)
             now = gather_objects(self._comm, ours.optimizers, "join()")
             loaded = [one._replace(optimizers=new) for one, new in zip(ranks, now, strict=True)]
@@ -278,14 +276,6 @@ class Join(Generic[T]):
             for reducer in reducers:
                 for _, parameter in named_parameters(reducer.attached_model()):
                     refuse_step(parameter, reason)
-
-    def _load_states(self, src: int, is_behind: bool) -> None:
-        """Copies rank src's state dicts to the ranks that have ended earlier."""
-        own = [one.state_dict() for one in self._states] if self._comm.rank == src else None
-        states = broadcast_object(self._comm, own, src, "join()", is_wanted=is_behind)
-        if is_behind:
-            for one, state in zip(self._states, states, strict=True):
-                one.load_state_dict(state)
 
 
 class _Announcing(RoundExtension):

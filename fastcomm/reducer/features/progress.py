@@ -1,18 +1,17 @@
-"""Progress: how far a rank has come in a join(), as it tells the others in the end, and whether
-ranks that have come less far can go on with them.
-
-Reads optimizers and what keeps their learning rates; changes nothing.
+"""Progress: how far a rank has come, as it tells the others at the end of join() and in catch_up(),
+whether ranks that have come less far can go on with them, and what they load for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.amp import GradScaler
 
-from fastcomm.comm.objects import tellable
+from fastcomm.comm.objects import broadcast_object, tellable
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.features.torch_helpers import scaler_of
@@ -90,15 +89,36 @@ class Progress(NamedTuple):
         return optimizers + self.scalers
 
 
-def compare(ranks: Sequence[Progress]) -> None:
-    """Raises MismatchError where the ranks mean different things by join()."""
+def refuse_stateless(states: Iterable[object]) -> None:
+    """Raises TypeError for what has no state to load."""
+    for one in states:
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise TypeError(
+                "state takes optimizers, schedulers and the like, with state_dict() and "
+                f"load_state_dict(); got {type(one).__name__}"
+            )
+
+
+def load_states(
+    comm: Transport, states: Sequence[Stateful], src: int, call: str, *, is_behind: bool
+) -> None:
+    """Loads rank src's states where this rank is behind. Collective. call: the user's."""
+    own = [one.state_dict() for one in states] if comm.rank == src else None
+    loaded = broadcast_object(comm, own, src, call, is_wanted=is_behind)
+    if is_behind:
+        for one, state in zip(states, loaded, strict=True):
+            one.load_state_dict(state)
+
+
+def compare(ranks: Sequence[Progress], call: str) -> None:
+    """Raises MismatchError where the ranks mean different things by the call."""
     for what, row in (
         ("reducers", [len(one.rounds) for one in ranks]),
         ("state", [one.states for one in ranks]),
     ):
         if any(one != row[0] for one in row):
             shown = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(row))
-            raise MismatchError(f"join() has different {what} on the ranks: {shown}")
+            raise MismatchError(f"{call} has different {what} on the ranks: {shown}")
 
 
 def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:

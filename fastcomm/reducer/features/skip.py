@@ -57,11 +57,15 @@ class Skipping(RoundExtension):
     """
 
     def __init__(self, comm: Transport, options: Options) -> None:
-        self._comm, self._options = comm, options
+        self.use(comm, options)
         self.n_skipped = 0
         self._n_blocks = 0  # of skip_on() around what runs now
         self._failed: Round | None = None  # its backward has ended with an exception in a block
         self.dropped()
+
+    def use(self, comm: Transport, options: Options) -> None:
+        """Vote over this communicator, as the ranks have met anew."""
+        self._comm, self._options = comm, options
 
     def dropped(self) -> None:
         """Forget the vote."""

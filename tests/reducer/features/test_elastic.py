@@ -1,0 +1,417 @@
+"""Reducer.elastic() and catch_up(): training that goes on when ranks are lost and others come."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import fastcomm
+from fastcomm import FastcommError, PeerLostError
+from fastcomm.reducer.round import Round
+from tests.support.bodies import Place, communicator, leave, note, noted, wait_for_note
+from tests.support.outcomes import Outcome
+from tests.support.ranks import fresh_ranks
+from tests.support.transports import EVERY_TRANSPORT, environment_of
+
+over_every_transport = pytest.mark.parametrize("backend", EVERY_TRANSPORT)
+STEPS = 12
+ROWS = 12  # of all ranks together in a step, which 1 to 4 ranks share out
+
+
+def _run(
+    backend: str, n: int, body: Any, *args: Any, of_hosts: Sequence[int] = ()
+) -> list[Outcome]:
+    """of_hosts: ranks, by process, on whose hosts these are; else on their own."""
+    env = [environment_of(backend, rank) for rank in of_hosts or range(n)]
+    return fresh_ranks(n, body, *args, transport=backend, env=env)
+
+
+def _returned(outcomes: list[Outcome], *others: int) -> list[Any]:
+    """What the ranks have returned, but for those others."""
+    left = [outcome for outcome in outcomes if outcome.rank not in others]
+    assert all(outcome.kind == "returned" for outcome in left), list(map(str, outcomes))
+    return [outcome.value for outcome in left]
+
+
+# ---- a training ----------------------------------------------------------------------------------
+
+
+class Training:
+    """Of a rank, which can begin where another has ended."""
+
+    def __init__(self, place: Place, comm: Any, start: Any = None) -> None:
+        torch.manual_seed(place.rank)  # attach() makes them equal
+        self.place = place
+        self.model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        if start is not None:
+            self.model.load_state_dict(start[0])
+            self.optimizer.load_state_dict(start[1])
+        caps = {"bucket_cap_mb": 1e-5, "first_bucket_cap_mb": 1e-5}
+        self.reducer = fastcomm.Reducer(comm, **caps).attach(self.model)
+        self.sizes: list[int] = []  # of the world, by step
+        self.last = STEPS
+
+    def loop(self) -> Iterator[int]:
+        """The number of the step that is to be made, each time."""
+        steps = iter(lambda: self.reducer.n_rounds < self.last, False)
+        for _ in self.reducer.elastic(steps, state=[self.optimizer]):
+            yield self.reducer.n_rounds
+
+    def loss(self, step: int) -> torch.Tensor:
+        data = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))
+        own = data[self.reducer.comm.rank :: self.reducer.comm.world_size]
+        return ((self.model(own) - own.sum(1, keepdim=True)) ** 2).mean()
+
+    def make(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.loss(step).backward()
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if not self.reducer.skipped:
+            self.sizes.append(self.reducer.comm.world_size)
+
+    def end(self) -> tuple[list[int], Any, Any]:
+        self.reducer.check_in_sync(self.optimizer)
+        return self.sizes, self.model.state_dict(), self.optimizer.state_dict()
+
+
+def _train_some(place: Place, first: int, n: int, start: Any) -> Any:
+    training = Training(place, communicator(place), start)
+    for step in range(first, first + n):
+        training.make(step)
+    training.reducer.comm.barrier()
+    return training.end()[1:]
+
+
+def _check_trajectory(backend: str, ends: list[Any]) -> None:
+    """All have what a training by so many ranks at each step comes to: the same bits."""
+    sizes = max((one[0] for one in ends), key=len)
+    start, first = None, 0
+    for n_ranks, run in itertools.groupby(sizes):
+        n = len(list(run))
+        start = _returned(_run(backend, n_ranks, _train_some, first, n, start))[0]
+        first += n
+    for _, model, optimizer in ends:
+        torch.testing.assert_close((model, optimizer), start, rtol=0, atol=0)
+
+
+# ---- a rank is lost ------------------------------------------------------------------------------
+
+
+def _lose_one(place: Place, victim: int, when: str) -> Any:
+    training = Training(place, communicator(place, timeout=timedelta(seconds=5)))
+    for step in training.loop():
+        if step == 5 and training.reducer.comm.rank == victim and place.rank == victim:
+            if when == "inside backward":
+                last = training.model[0].weight  # whose bucket is launched last
+                last.register_hook(lambda _: leave(place, training.reducer.comm, "killed"))
+            else:
+                leave(place, training.reducer.comm, when)
+                return None
+        training.make(step)
+    return training.end()
+
+
+@pytest.mark.parametrize(
+    "backend, when",
+    [*itertools.product(EVERY_TRANSPORT, ["killed", "inside backward"]), ("shm", "closes")],
+)
+def test_the_ranks_that_are_left_go_on(backend, when):
+    ends = _returned(_run(backend, 3, _lose_one, 1, when), 1)
+    assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
+    _check_trajectory(backend, ends)
+
+
+def _lose_all_others(place: Place) -> Any:
+    training = Training(place, communicator(place))
+    for step in training.loop():
+        if step == 3 * place.rank and place.rank:
+            leave(place, training.reducer.comm, "killed")
+        training.make(step)
+    return training.end()
+
+
+def test_one_rank_may_be_all_that_is_left():
+    ends = _returned(_run("shm", 3, _lose_all_others), 1, 2)
+    assert [one[0] for one in ends] == [[3] * 3 + [2] * 3 + [1] * 6]
+    _check_trajectory("shm", ends)
+
+
+def _be_behind(place: Place) -> Any:
+    """Rank 2 is lost when rank 0 has the gradients of a step, and rank 1 hears of it before."""
+    training = Training(place, communicator(place))
+    for step in training.loop():
+        if step == 5 and place.rank == 1 and training.reducer.comm.world_size == 3:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Round, "_settle", _hear_too_early)
+                training.make(step)
+            continue
+        training.optimizer.zero_grad()
+        training.loss(step).backward()
+        if step == 5 and place.rank == 2:
+            wait_for_note(place, "has stepped")
+            leave(place, training.reducer.comm, "killed")
+        training.step()
+        if step == 5:
+            note(place, **{"has stepped": ""})
+            time.sleep(0.2)
+    return training.end()
+
+
+def _hear_too_early(round: Round) -> None:
+    for bucket in round.buckets:
+        bucket.finish()
+    raise PeerLostError("rank 2 died", [2])
+
+
+@over_every_transport
+def test_a_rank_that_has_missed_a_step_gets_it_from_one_that_has_not(backend):
+    ends = _returned(_run(backend, 3, _be_behind), 2)
+    assert sorted(one[0] for one in ends) == [[3] * 5 + [2] * 6, [3] * 6 + [2] * 6]
+    _check_trajectory(backend, ends)
+
+
+# ---- a rank comes --------------------------------------------------------------------------------
+
+
+def _take_in(place: Place, victim: int) -> Any:
+    """The last process is started in place of the victim. All make a few more steps together."""
+    n_ranks = place.world_size - 1
+    own = dataclasses.replace(place, world_size=n_ranks)
+    if place.rank == n_ranks:
+        wait_for_note(place, "left_at")
+        own = dataclasses.replace(own, rank=victim)
+    training = Training(place, communicator(own))
+    training.last = 10**9
+    for step in training.loop():
+        comm = training.reducer.comm
+        if step == 3 and place.rank == victim:
+            leave(place, comm, "exits at once")
+        has_come = comm.membership.came_anew is not None and comm.world_size == n_ranks
+        training.last = min(training.last, step + 3) if has_come else training.last
+        training.make(step)
+        time.sleep(0.01)
+    return training.end()
+
+
+@over_every_transport
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_in_place_of_a_lost_one_gets_all_that_the_others_have(backend, victim):
+    ends = _returned(_run(backend, 4, _take_in, victim, of_hosts=[0, 1, 2, victim]), victim)
+    assert ends[0][0][:3] == ends[0][0][-3:] == ends[-1][0] == [3] * 3
+    _check_trajectory(backend, ends)
+
+
+def _be_stopped(place: Place) -> Any:
+    comm = communicator(place, timeout=timedelta(seconds=2))
+    training = Training(place, comm)
+    training.last = 10**9
+    for step in training.loop():
+        if step == 3 and place.rank == 1 and not training.sizes[3:]:
+            subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm = training.reducer.comm
+        has_come = comm.membership.came_anew is not None and comm.world_size == 3
+        training.last = min(training.last, step + 3) if has_come else training.last
+        training.make(step)
+        time.sleep(0.01)
+    return training.end()
+
+
+def test_a_rank_that_was_stopped_for_longer_than_the_timeout_comes_back():
+    ends = _returned(_run("shm", 3, _be_stopped))
+    assert [size for size, _ in itertools.groupby(ends[0][0])] == [3, 2, 3]
+    assert ends[1][0] == [3] * 6
+    _check_trajectory("shm", [ends[0], ends[2]])
+
+
+# ---- steps and batches ---------------------------------------------------------------------------
+
+
+def _use_batches(place: Place, fails_at: int) -> list[int]:
+    """A step takes two batches. One rank cannot make one of its backwards."""
+    training, used, coming = Training(place, communicator(place)), [], []
+    for batch in training.reducer.elastic(range(8), state=[training.optimizer]):
+        coming.append(batch)
+        if batch % 2 == 0:
+            training.optimizer.zero_grad()
+            with training.reducer.no_sync():
+                training.loss(batch).backward()
+            continue
+        if batch == fails_at and place.rank == 1 and not used[fails_at - 1 :]:
+            fails_at = -1
+            with contextlib.suppress(ZeroDivisionError):
+                training.model[0].weight.register_hook(lambda _: 1 / 0)
+                training.loss(batch).backward()
+            coming = []
+            training.model[0].weight._backward_hooks.clear()
+            continue
+        training.loss(batch).backward()
+        training.optimizer.step()
+        if not training.reducer.skipped:
+            used += coming
+        coming = []
+    training.end()
+    return used
+
+
+@over_every_transport
+def test_batches_of_a_step_that_was_abandoned_come_again_on_all_ranks(backend):
+    assert _returned(_run(backend, 2, _use_batches, 3)) == [list(range(8))] * 2
+
+
+def _have_unequal_numbers(place: Place) -> int:
+    training = Training(place, communicator(place))
+    for step in training.reducer.elastic(range(4 + place.rank), state=[training.optimizer]):
+        training.make(step)
+    training.end()
+    return len(training.sizes)
+
+
+@over_every_transport
+def test_the_loop_ends_with_the_first_rank_that_has_no_batch(backend):
+    assert _returned(_run(backend, 2, _have_unequal_numbers)) == [4, 4]
+
+
+def _train_two_models(place: Place) -> Any:
+    comm = communicator(place)
+    one, other = Training(place, comm), Training(place, comm)
+    both = one.optimizer, other.optimizer
+    for _ in one.reducer.elastic(iter(lambda: one.reducer.n_rounds < STEPS, False), state=both):
+        step = one.reducer.n_rounds
+        one.make(step)
+        if step == 5 and place.rank == 2:  # the others have stepped one of them
+            wait_for_note(place, "stepped 0")
+            wait_for_note(place, "stepped 1")
+            leave(place, comm, "killed")
+        note(place, **{f"stepped {place.rank}": ""} if step == 5 else {})
+        other.make(step)
+    return one.end(), other.end(), one.reducer.skipped
+
+
+@over_every_transport
+def test_what_comes_after_a_dropped_round_of_one_model_is_dropped_with_it(backend):
+    ends = _returned(_run(backend, 3, _train_two_models), 2)
+    for one, other, is_skipped in ends:
+        assert one[0] == [3] * 6 + [2] * 6
+        assert other[0] == [3] * 5 + [2] * 6  # that step of the other model nobody has made
+        assert not is_skipped
+    _check_trajectory(backend, [one for one, _, _ in ends])
+
+
+# ---- by hand, and what goes wrong ----------------------------------------------------------------
+
+
+def _go_on_by_hand(place: Place, gives_state: bool) -> Any:
+    training = Training(place, communicator(place))
+    try:
+        for step in range(STEPS):
+            if step == 5 and place.rank == 2:
+                note(place, **{"n_made": training.reducer.n_rounds})
+                leave(place, training.reducer.comm, "killed")
+            training.make(step)
+    except PeerLostError:
+        training.reducer.comm.rebuild()
+    training.reducer.refresh()
+    assert training.reducer.comm.world_size == 2
+    if place.rank == 1:
+        training.reducer.standings = None  # as if it had made all steps
+    state = [training.optimizer] if gives_state else []
+    fastcomm.catch_up(training.reducer, *state)
+    for step in range(int(noted(place, "n_made")), STEPS):
+        training.make(step)
+    return training.end()
+
+
+def test_rebuild_refresh_and_catch_up_do_the_same_by_hand():
+    ends = _returned(_run("shm", 3, _go_on_by_hand, True), 2)
+    assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
+    _check_trajectory("shm", ends)
+
+
+def _come_without_state(place: Place) -> list[str]:
+    own = dataclasses.replace(place, world_size=2)
+    if place.rank == 2:
+        wait_for_note(place, "left_at")
+        own = dataclasses.replace(own, rank=1)
+    training = Training(place, communicator(own))
+    if place.rank < 2:
+        for step in range(3):
+            training.make(step)
+        if place.rank == 1:
+            leave(place, training.reducer.comm, "exits at once")
+        with pytest.raises(PeerLostError):
+            training.make(3)
+        while training.reducer.comm.rebuild().world_size < 2:
+            training.reducer.comm = training.reducer.comm.membership.newest
+            time.sleep(0.1)
+        training.reducer.refresh()
+    training.optimizer.zero_grad()
+    training.loss(3).backward()
+    seen = []
+    for call in training.step, lambda: fastcomm.catch_up(training.reducer):
+        with pytest.raises(FastcommError) as caught:
+            call()
+        seen.append(str(caught.value))
+    fastcomm.catch_up(training.reducer, training.optimizer)
+    training.make(4)
+    training.end()
+    return seen
+
+
+def test_no_optimizer_steps_before_the_ranks_have_its_state():
+    for refusal, trouble in _returned(_run("shm", 3, _come_without_state), 1):
+        assert "have made different numbers of steps: call fastcomm.catch_up(" in refusal
+        assert "was not given Adam, which keeps state" in trouble
+
+
+_HOOK = ["a reducer with a hook"]
+
+
+def _refuse(place: Place) -> list[str]:
+    comm, seen = communicator(place), []
+
+    def refused(reducer: Any, **options: Any) -> None:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            reducer.elastic([], **options)
+        seen.append(str(caught.value))
+
+    model = nn.Linear(2, 1)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    refused(reducer, state=[0])
+    with reducer.join():
+        refused(reducer)
+    sharded = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    refused(reducer)
+    del sharded
+    reducer.detach()
+    reducer.attach(model)
+    steps = fastcomm.LocalSGD(reducer, every=2)
+    refused(reducer)
+    steps.finish()
+    other = nn.Linear(2, 1)
+    refused(fastcomm.Reducer(comm, hook=(None, allreduce_hook)).attach(other))
+    refused(reducer)  # it is for all reducers of the communicator
+    return seen
+
+
+def test_what_cannot_go_on_without_a_rank_is_refused_at_the_start():
+    for seen in _returned(_run("shm", 2, _refuse)):
+        words = ["state takes", "join() ends", "ShardedOptimizer has", "LocalSGD have", *_HOOK * 2]
+        assert [word in one for one, word in zip(seen, words, strict=True)] == [True] * 6, seen
