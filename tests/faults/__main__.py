@@ -3,7 +3,8 @@
     python -m tests.faults --faults 300 --seed random
 
 Prints for each transport and kind of fault how many there were, how many ranks hung or came out of
-it otherwise than they should, and how long it took until the last rank heard of it. Ends with 1 if
+it otherwise than they should, and how long it took until the last rank heard of it, or with
+--go-on had made a step without the lost one. Ends with 1 if
 there was any trouble; a late rank is none, as other load may be the reason.
 """
 
@@ -19,7 +20,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
 
-from tests.faults.faults import KINDS, Fault, Verdict, strike
+from tests.faults.faults import ENDINGS, KINDS, Fault, Verdict, strike
 from tests.support.transports import EVERY_TRANSPORT
 
 
@@ -29,13 +30,15 @@ def main() -> int:
     parser.add_argument("--seed", default="random", help="a number, or `random`")
     parser.add_argument("--transports", nargs="+", default=EVERY_TRANSPORT, choices=EVERY_TRANSPORT)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--go-on", action="store_true", help="by elastic(): the others must go on")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed == "random" else int(options.seed)
     print(f"seed {seed}", flush=True)
-    cells = itertools.cycle(itertools.product(options.transports, options.kinds))
+    kinds = ENDINGS if options.go_on else options.kinds
+    cells = itertools.cycle(itertools.product(options.transports, kinds))
     verdicts: dict[tuple[str, str], list[Verdict]] = collections.defaultdict(list)
     for i, cell in enumerate(itertools.islice(cells, options.faults)):
-        verdict = strike(Fault.drawn(seed + i, *cell))
+        verdict = strike(Fault.drawn(seed + i, *cell, options.go_on))
         verdicts[cell].append(verdict)
         if verdict.trouble is not None:
             print(f"{verdict.fault}\n  {verdict.trouble}", flush=True)

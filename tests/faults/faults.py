@@ -29,6 +29,9 @@ ANY_MOMENT = ("killed", "exits at once")
 BETWEEN_STEPS = ("exits by an exception", "aborts", "closes")
 STOPS = "stops"
 KINDS = (*ANY_MOMENT, *BETWEEN_STEPS, STOPS)
+# Those after which the others can go on at once: the process has ended.
+ENDINGS = (*ANY_MOMENT, "exits by an exception")
+MORE_STEPS = 20  # of those that go on
 STEPS, STOP_STEP = 100, 20  # of a training that is only held up, and where that is
 TIMEOUT_S = 30.0
 # How long the others may take to hear of a lost rank, where the machine has nothing else to do.
@@ -38,7 +41,7 @@ LATEST_S = {"shm": 1.0, "nccl": 3.0, "group": 6.0, "hierarchical": 6.0}
 @dataclass(frozen=True)
 class Fault:
     """kind: of KINDS. victim: the rank. delay_s: after its first step. pause_s: how long it
-    stops.
+    stops. goes_on: the others do, in Reducer.elastic().
     """
 
     transport: str
@@ -47,20 +50,22 @@ class Fault:
     victim: int
     delay_s: float
     pause_s: float
+    goes_on: bool = False
 
     @staticmethod
-    def drawn(seed: int, transport: str, kind: str) -> Fault:
+    def drawn(seed: int, transport: str, kind: str, goes_on: bool = False) -> Fault:
         chance = random.Random(f"{seed} {transport} {kind}")
         n_ranks = chance.choice((2, 3, 4))
         delay_s = chance.choice((0.001, 0.01, 0.1)) * chance.random()
         victim = chance.randrange(n_ranks)
-        return Fault(transport, n_ranks, kind, victim, delay_s, 0.05 + 0.3 * chance.random())
+        pause_s = 0.05 + 0.3 * chance.random()
+        return Fault(transport, n_ranks, kind, victim, delay_s, pause_s, goes_on)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """trouble: what went wrong, or None. latency_s: until the last rank heard of the fault, which
-    is no trouble by itself: other load may be the reason.
+    """trouble: what went wrong, or None. latency_s: until the last rank heard of the fault, or had
+    made a step without the victim; late is no trouble by itself: other load may be the reason.
     """
 
     fault: Fault
@@ -110,6 +115,9 @@ def _trouble_of(fault: Fault, seen: dict[str, Any]) -> tuple[str | None, float]:
     if fault.kind == STOPS:
         done = seen["error"] is None and seen["steps"] == STEPS
         return None if done else f"did not go on: {seen}", 0.0
+    if fault.goes_on:
+        done = seen["error"] is None and seen["n_ranks"] == fault.n_ranks - 1
+        return None if done else f"did not go on: {seen}", seen.get("latency_s", 0.0)
     if seen["error"] != "PeerLostError":
         return f"raised {seen['error']}: {seen['message']}", 0.0
     if f"rank {fault.victim} " not in seen["message"]:
@@ -137,6 +145,8 @@ def _trained(place: Place, fault: Fault) -> dict[str, Any]:
     """Trains until the fault is heard of, or for STEPS steps where it only holds up."""
     seen: dict[str, Any] = {"error": None, "steps": 0, "n_leaked": 0}
     comm = communicator(place, timeout=timedelta(seconds=20))
+    if fault.goes_on:
+        return _gone_on(place, fault, comm, seen)
     model = torch.nn.Sequential(torch.nn.Linear(3, 50), torch.nn.Linear(50, 2))
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
     comm.barrier()
@@ -166,6 +176,29 @@ def _trained(place: Place, fault: Fault) -> dict[str, Any]:
     return seen
 
 
+def _gone_on(place: Place, fault: Fault, comm: Any, seen: dict[str, Any]) -> dict[str, Any]:
+    """Trains until a few steps after the fault."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 50), torch.nn.Linear(50, 2))
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
+    comm.barrier()
+    _set_off(place, fault, comm)
+    due = time.monotonic() + fault.delay_s
+    steps = iter(lambda: seen["steps"] < MORE_STEPS, False)
+    for _ in reducer.elastic(steps):
+        is_over = place.rank == fault.victim and time.monotonic() > due
+        if is_over and fault.kind in BETWEEN_STEPS:
+            leave(place, comm, fault.kind)
+        _step(reducer.comm, reducer, model, reducer.n_rounds)
+        if reducer.comm is not comm and not reducer.skipped:
+            seen["steps"] += 1
+            left_at = float(noted(place, "left_at"))
+            seen.setdefault("latency_s", time.monotonic() - left_at)
+    seen["n_ranks"] = reducer.comm.world_size
+    reducer.check_in_sync()
+    reducer.comm.close()
+    return seen
+
+
 def _step(comm: Any, reducer: Any, model: torch.nn.Module, step: int) -> None:
     model.zero_grad()
     with torch.no_grad():
@@ -173,7 +206,9 @@ def _step(comm: Any, reducer: Any, model: torch.nn.Module, step: int) -> None:
             parameter.fill_(1.0)
     model(torch.full((1, 3), float(comm.rank + step))).sum().backward()
     reducer.synchronize()
-    if comm.backend != "nccl":  # where the host does not wait for the gradients
+    if (
+        comm.backend != "nccl" and not reducer.skipped
+    ):  # where the host does not wait for the gradients
         mean = step + (comm.world_size - 1) / 2
         grad = next(model.parameters()).grad
         if grad is None or not torch.allclose(grad, torch.tensor(2 * mean)):

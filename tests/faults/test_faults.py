@@ -16,6 +16,12 @@ def test_the_others_hear_of_a_rank_that_is_lost_and_wait_for_one_that_stops(back
     assert verdict.trouble is None, f"{verdict.fault}\n{verdict.trouble}"
 
 
+@pytest.mark.parametrize("backend", EVERY_TRANSPORT)
+def test_the_others_go_on_without_a_rank_that_dies_at_any_moment(backend):
+    verdict = strike(Fault.drawn(1, backend, "killed", goes_on=True))
+    assert verdict.trouble is None, f"{verdict.fault}\n{verdict.trouble}"
+
+
 def _seen(**others):
     seen = {"error": "PeerLostError", "message": "rank 1 (pid 7) died", "latency_s": 0.1}
     return {"steps": 3, "n_leaked": 0} | seen | others
