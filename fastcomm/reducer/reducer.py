@@ -618,7 +618,7 @@ class Reducer(ReducerFlags):
             try:
                 self.comm.check()
             except FastcommError as error:
-                if not any(extension.outlives(error) for extension in self.extensions):
+                if not self._outlives(error):
                     raise
             return
         if ending.has_callback:
@@ -641,8 +641,18 @@ class Reducer(ReducerFlags):
 
     def _plan_anew(self, *, can_replan: bool) -> None:
         """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""
-        for planner in self._planners:
-            planner.after_round(self, can_replan)
+        try:
+            for planner in self._planners:
+                planner.after_round(self, can_replan)
+        except FastcommError as error:
+            if not self._outlives(error) or self.comm.failure is None:
+                raise
+            # the round is over: the optimizer steps with its gradients, with buckets or without
+            allow_steps(p for _, p in self.named_parameters())
+            watch_steps()
+
+    def _outlives(self, error: FastcommError) -> bool:
+        return any(extension.outlives(error) for extension in self.extensions)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next

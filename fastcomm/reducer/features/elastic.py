@@ -236,16 +236,24 @@ class Elastic(RoundExtension):
         return False
 
     def outlives(self, error: FastcommError) -> bool:
-        return isinstance(error, _OUTLIVED)
+        """Where a rank is lost after a round, those that have its gradients step with them all the
+        same. Where one has abandoned the step, none does.
+        """
+        is_outlived = isinstance(error, _OUTLIVED)
+        if is_outlived and self._reducers[0].comm.failure is None:
+            self._drop(error)
+        return is_outlived
 
     def after_round(self, round: Round) -> None:
-        """A step that is dropped ends on this rank without a step of any optimizer. Where a rank
-        has been lost after a round, those that have its gradients step with them all the same.
-        """
         if round.state is State.DROPPED:
             self._was_dropped = True
-            for one in self._reducers:
-                one.outlived = one.outlived or round.outlived
+            if round.outlived is not None:
+                self._drop(round.outlived)
+
+    def _drop(self, error: FastcommError) -> None:
+        """Lets no optimizer make the step."""
+        for one in self._reducers:
+            one.outlived = one.outlived or error
 
     def _end_of_step(self) -> None:
         """A step has ended with an error that the loop outlives."""

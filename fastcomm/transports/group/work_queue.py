@@ -62,6 +62,7 @@ VERDICT_S = 4.0
 # how long the watchdog has to find out why a connection broke: longer than idle ranks take to
 # answer a question
 EXPLAIN_S = 3.0
+SURE_S = 0.8  # the same once all but one have answered, so that this one must have broken it
 TOLD_S = 0.3  # how long ranks that wait take to read a note
 # After a failure: by then the thread that found it has ended all works, unless a signal handler's
 # exception has interrupted it.
@@ -560,17 +561,20 @@ class WorkQueue:
         if self._trouble is None:
             return None
         since, trouble = self._trouble
+        age_s = time.monotonic() - since
         # the store may be gone, too, which the watchdog will find
         with contextlib.suppress(RuntimeError):
             if self._notes.read("question") is None:
                 leave_note(self._notes, "question", "where are you?")
-        if time.monotonic() - since < EXPLAIN_S:
+        if age_s < SURE_S:
             return None
-        if isinstance(trouble, FastcommError):
-            return trouble
         silent = [
             rank for rank in range(self.world_size) if rank != self.rank and self._is_silent(rank)
         ]
+        if age_s < EXPLAIN_S and len(silent) != 1:
+            return None
+        if isinstance(trouble, FastcommError):
+            return trouble
         what = "a connection between the ranks broke"
         if silent:
             names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in silent)

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
+from fastcomm.reducer.features import ordering
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Place, communicator, leave, note, noted, wait_for_note
 from tests.support.outcomes import Outcome
@@ -185,6 +186,25 @@ def test_a_rank_that_has_missed_a_step_gets_it_from_one_that_has_not(backend):
     ends = _returned(_run(backend, 3, _be_behind), 2)
     assert sorted(one[0] for one in ends) == [[3] * 5 + [2] * 6, [3] * 6 + [2] * 6]
     _check_trajectory(backend, ends)
+
+
+def _lose_one_while_planning(place: Place, where: str) -> Any:
+    """Where all ranks decide, after a round, whether other buckets are better."""
+    training = Training(place, communicator(place))
+    ordering.Ordering._seen_order = lambda *_: tuple(range(4))  # other buckets are
+    if place.rank == 1:
+        setattr(ordering, where, lambda *_: leave(place, training.reducer.comm, "exits at once"))
+    for step in training.loop():
+        training.make(step)
+    return training.end()
+
+
+@pytest.mark.parametrize("where", ["gather_objects", "hook_up_anew"])
+def test_a_rank_may_be_lost_while_buckets_are_planned_anew(where):
+    ends = _returned(_run("group", 3, _lose_one_while_planning, where), 1)
+    sizes = ends[0][0]
+    assert len(sizes) == STEPS and 0 < sizes.count(3) < STEPS
+    _check_trajectory("group", ends)
 
 
 # ---- a rank comes --------------------------------------------------------------------------------
