@@ -68,7 +68,8 @@ class Communicator(abc.ABC):
     feeds_back_errors: bool
     progresses_itself: bool
     timeout: timedelta
-    membership: Any = None  # for rebuild(): see Transport
+    # for rebuild(): a fastcomm.launching.membership.Membership; None: the ranks cannot meet anew
+    membership: Any = None
 
     @property
     @abc.abstractmethod
@@ -151,9 +152,9 @@ class Communicator(abc.ABC):
         """
 
     def rebuild(self, *, timeout: timedelta | None = None) -> Communicator:
-        """Brings together anew the ranks that are left, after PeerLostError or TimeoutError, and
+        """Brings together anew the remaining ranks, after PeerLostError or TimeoutError, and
         processes that wait in init() to take the place of lost ones. Returns their communicator;
-        this one is closed. Every rank that is left calls it, then refresh() of each reducer, and
+        this one is closed. Every remaining rank calls it, then refresh() of each reducer, and
         catch_up(). Reducer.elastic() does all of this.
 
         Ranks are numbered anew, in the order in which they were started. It ends as soon as every

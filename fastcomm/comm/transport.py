@@ -126,8 +126,6 @@ class Transport(Communicator):
     """A communicator, as reducers and the transports themselves see it. May change."""
 
     pids: tuple[int, ...]  # of the ranks' processes
-    # how those that are left meet anew: see fastcomm.launching.membership; None: they cannot
-    membership: Any
     flight: FlightRecorder  # the newest collectives
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # the newest one, until note_settled() is called

@@ -53,7 +53,9 @@ _INIT = Caller("fastcomm.init")
 
 class TakenIn(BaseException):
     """While this process waited for ranks to meet for the first time, others that have met before
-    have taken it in. note: what they have left for it; see membership.py.
+    have taken it in. No Exception: nobody is to be told of a failure.
+
+    note: what they have left for it; see membership.py.
     """
 
     def __init__(self, note: Any) -> None:
@@ -166,8 +168,8 @@ class StoreBootstrap:
         )
 
     def look(self) -> None:
-        """Raises InitError if another rank is lost or has failed, or the store is gone; TakenIn, in
-        the first exchange.
+        """Raises InitError if another rank is lost or has failed, or the store is gone. Raises
+        TakenIn, but only in the first exchange: after it the ranks have met.
         """
         try:
             if self._look_at_peers is not None:
@@ -322,11 +324,11 @@ class MeetingPoint:
 
     def waiting(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
         """Which of these ranks wait here for a first meeting, and their processes: pid and host."""
-        part = self._next_part()
+        came = f"{_prefix()}/{self.store.add(_counter(), 0)}/came"
         return {
-            rank: json.loads(self.store.get(f"{part}/came/{rank}"))[1:]
+            rank: json.loads(self.store.get(f"{came}/{rank}"))[1:]
             for rank in ranks
-            if self.store.check([f"{part}/came/{rank}"])
+            if self.store.check([f"{came}/{rank}"])
         }
 
     def take_in(self, note: Any) -> None:
@@ -335,17 +337,20 @@ class MeetingPoint:
         self.store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", json.dumps(note))
         _end_part(self.store, number)
 
-    def _next_part(self) -> str:
-        return f"{_prefix()}/{self.store.add(_counter(), 0)}"
+    def answers(self) -> bool:
+        """Whether the store does."""
+        try:
+            self.store.check([_counter()])
+        except RuntimeError:
+            return False
+        return True
 
     def reopen(self, timeout: timedelta) -> None:
         """Opens the store anew. Where the process that has served it is gone, one of the same host
         serves it from now on. Raises InitError.
         """
-        if self._place.scheme != "tcp":
-            return
         until = time.monotonic() + timeout.total_seconds()
-        while time.monotonic() < until:
+        while self._place.scheme == "tcp" and time.monotonic() < until:
             is_served = _listens(self._place)
             with contextlib.suppress(RuntimeError):  # it went, or another was faster
                 if is_served or _is_here(self._place):

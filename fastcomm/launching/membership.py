@@ -1,11 +1,11 @@
-"""Membership: which processes a communicator has, and how those that are left of one meet anew.
+"""Membership: which processes a communicator has, and how the remaining ones meet anew when others
+are lost.
 
-They meet at the store where they have met first, and each meeting has a number there. Who comes
-writes down who it is. The first that does so leads: as soon as every rank of the old communicator
-has come or is known to be lost, it writes down who takes part, and in which order. Processes that
-wait in init() meanwhile take part, too. Where the leader, or another that takes part, is lost
-before all are connected, the rest hold the next meeting. So does a rank that hears of it later,
-whose communicator seemed to be made: its number is the same.
+They meet at the store where they met first; each meeting has a number there. Every rank writes down
+who it is, and the first to do so leads. As soon as each rank of the old communicator has come or is
+known to be lost, the leader writes down who takes part, and in which order. Processes that wait in
+init() take part, too. If one that takes part is lost before all are connected, the rest hold the
+next meeting. A rank that was connected already joins that one when its communicator fails.
 """
 
 from __future__ import annotations
@@ -44,27 +44,38 @@ _CALLER = Caller("rebuild()", "a lost rank may not be noticed at once: call rebu
 class Member(NamedTuple):
     """A process that takes part in a meeting.
 
-    slot: the rank that it was started as, which it keeps.
+    started_as: the rank it was started as, which it keeps.
     before: its rank in the communicator before; None: it was in none.
     """
 
-    slot: int
+    started_as: int
     before: int | None
     pid: int
     host: str
+
+    def is_here(self) -> bool:
+        """Whether it is this process."""
+        return self.pid == os.getpid() and self.host == host_identity()
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, as far as this host knows."""
+        return self.host == host_identity() and _has_ended(self.pid)
 
 
 class Meeting(NamedTuple):
     """What the leader writes down: all that a process needs to take part.
 
-    prefix: of the keys in the store. backend: as init() takes it. n_slots: how many ranks were
-    started at first. n_before: how many ranks the communicator before had.
+    prefix: of the keys in the store.
+    number: 0 in init(), where nobody leads.
+    backend: as init() takes it.
+    n_started: how many ranks were started at first.
+    n_before: how many ranks the communicator before had.
     """
 
     prefix: str
     number: int
     backend: str
-    n_slots: int
+    n_started: int
     n_before: int
     members: list[Member]
 
@@ -73,17 +84,17 @@ class Meeting(NamedTuple):
         meeting = Meeting(*note)
         return meeting._replace(members=[Member(*member) for member in meeting.members])
 
-    def rank_of(self, slot: int) -> int | None:
-        """The rank of the process in the new communicator; None: it takes no part."""
-        slots = [member.slot for member in self.members]
-        return slots.index(slot) if slot in slots else None
+    @property
+    def own_rank(self) -> int | None:
+        """The rank of this process in the new communicator; None: it takes no part."""
+        return next((rank for rank, one in enumerate(self.members) if one.is_here()), None)
 
     def in_words(self) -> str:
         came = [rank for rank, one in enumerate(self.members) if one.before is None]
         stayed = {one.before: rank for rank, one in enumerate(self.members)}
-        gone = [rank for rank in range(self.n_before) if rank not in stayed]
+        lost = [rank for rank in range(self.n_before) if rank not in stayed]
         words = [f"{len(self.members)} in place of {self.n_before}"]
-        words += [f"rank {rank} has left" for rank in gone]
+        words += [f"rank {rank} was lost" for rank in lost]
         words += [
             f"rank {before} is rank {rank} now"
             for before, rank in stayed.items()
@@ -100,17 +111,21 @@ Connect = Callable[[StoreBootstrap, str], tuple[Transport, Sequence[int]]]
 class Membership:
     """Which processes the ranks of a communicator are.
 
-    came_anew: this rank was not in the communicator before; None: there was none before.
+    is_rebuilt: its ranks have met anew.
+    is_new: this process has come since the ranks met first, and has not caught up with the others.
     """
 
-    def __init__(self, point: MeetingPoint, connect: Connect, meeting: Meeting, slot: int) -> None:
-        """slot: this process's."""
-        self._point, self._connect, self._meeting, self._slot = point, connect, meeting, slot
+    def __init__(
+        self, point: MeetingPoint, connect: Connect, meeting: Meeting, *, is_new: bool = False
+    ) -> None:
+        self._point, self._connect, self._meeting = point, connect, meeting
         self._successor: Transport | None = None
-        rank = meeting.rank_of(slot)
-        assert rank is not None  # for the type checker
-        is_first = meeting.number == 0
-        self.came_anew = None if is_first else meeting.members[rank].before is None
+        self.is_rebuilt = meeting.number > 0
+        self.is_new = is_new
+
+    def has_caught_up(self) -> None:
+        """This process has all that the others have."""
+        self.is_new = False
 
     @property
     def neighbours(self) -> list[int]:
@@ -141,30 +156,38 @@ class Membership:
         return self._successor
 
     def _meet_anew(self, comm: Transport, timeout: timedelta) -> Transport:
-        point, number = self._point, self._meeting.number
+        newest = self._meeting  # of those that this process takes part in
+        unreachable = set(getattr(comm.failure, "ranks", ()))
+        number = newest.number
         until = time.monotonic() + _MOST_TIMES * timeout.total_seconds()
         while True:
+            trouble: Exception | None = None
             try:
                 number = self._next_number(number)
-                meeting = self._hold(comm, number, timeout)
+                meeting = self._hold(newest, unreachable, number, timeout)
                 if meeting is not None:
-                    if meeting.rank_of(self._slot) is None:  # it came too late
-                        again = point.bootstrap(self._slot, meeting.n_slots, timeout)
-                        return arrive(again, self._connect, meeting.backend, timeout)
-                    return join(point, self._connect, meeting, self._slot, timeout)
-                trouble: Exception | None = None
+                    if meeting.own_rank is None:
+                        break  # this rank has come too late
+                    newest, unreachable = meeting, set()
+                    return connect_members(
+                        *(self._point, self._connect, meeting, timeout), was_new=self.is_new
+                    )
             except FastcommError as error:  # another was lost meanwhile
                 trouble = error
-            except RuntimeError as error:  # of the store, and with it is gone what was written
+            except RuntimeError as error:
+                if self._point.answers():
+                    raise
                 trouble = error
-                point.reopen(timeout)
-                number -= 1
+                self._point.reopen(timeout)  # all that was written is gone
             if time.monotonic() > until:
                 raise TimeoutError(
-                    f"rank {comm.rank}: the ranks that are left have tried to meet anew for "
+                    f"rank {comm.rank}: the remaining ranks have tried to meet anew for "
                     f"{_MOST_TIMES * timeout.total_seconds():g} s, and others were lost meanwhile "
                     f"each time; the last: {trouble or 'the one that led'}"
                 ) from trouble
+        own = self._meeting.members[comm.rank].started_as
+        bootstrap = self._point.bootstrap(own, newest.n_started, comm.timeout)
+        return arrive(bootstrap, self._connect, newest.backend, comm.timeout)
 
     def _next_number(self, after: int) -> int:
         """The number of the meeting that is held now, or that this rank is the first to come to."""
@@ -175,22 +198,31 @@ class Membership:
             number = int(store.compare_set(counter, str(number), str(after + 1)))
         return number
 
-    def _hold(self, comm: Transport, number: int, timeout: timedelta) -> Meeting | None:
-        """Takes part in a meeting until it is known who does. None: the next one is held."""
-        store = PrefixStore(f"{self._meeting.prefix}/{number}", self._point.store)
-        me = Member(self._slot, comm.rank, os.getpid(), host_identity())
-        store.set(f"came/{self._slot}", json.dumps(me))
-        leader = int(store.compare_set("leader", "", str(self._slot)))
-        others = _Others(comm, self._meeting.members, self._slot)
+    def _hold(
+        self, before: Meeting, unreachable: set[int], number: int, timeout: timedelta
+    ) -> Meeting | None:
+        """Takes part in a meeting until it is known who does. None: the next one is held. before:
+        the meeting before. unreachable: its ranks of which the communicator said so.
+        """
+        decided = self._newest_decided()
+        if decided is not None and decided.number > before.number and decided.own_rank is None:
+            return decided
+        rank = before.own_rank
+        assert rank is not None  # for the type checker
+        me = before.members[rank]._replace(before=rank)
+        store = PrefixStore(f"{before.prefix}/{number}", self._point.store)
+        store.set(f"came/{me.started_as}", json.dumps([me, before.number]))
+        leader = int(store.compare_set("leader", "", str(me.started_as)))
+        others = _Others(before, unreachable)
         until = time.monotonic() + timeout.total_seconds()
         pause = _PAUSE_S
         while not store.check(["members"]):
             if self._next_number(number - 1) != number:
                 return None
             others.look(store)
-            if leader == self._slot:
+            if leader == me.started_as:
                 if others.are_known or time.monotonic() > until:
-                    self._decide(store, number)
+                    self._decide(store, number, before)
                     break
             elif leader in others.lost or time.monotonic() > until + _GRACE_S:
                 store.compare_set("members", "", json.dumps(None))
@@ -199,125 +231,136 @@ class Membership:
         note = json.loads(store.get("members"))
         return None if note is None else Meeting.read(note)
 
-    def _decide(self, store: Any, number: int) -> None:
+    def _newest_decided(self) -> Meeting | None:
+        key = f"{self._meeting.prefix}/decided"
+        if not self._point.store.check([key]):
+            return None
+        return Meeting.read(json.loads(self._point.store.get(key)))
+
+    def _decide(self, store: Any, number: int, before: Meeting) -> None:
         """Writes down who takes part: those who came, and who waits for a first meeting."""
-        point, n_slots = self._point, self._meeting.n_slots
-        came = [
-            Member(*json.loads(store.get(f"came/{slot}")))
-            for slot in range(n_slots)
-            if store.check([f"came/{slot}"])
+        notes = [
+            json.loads(store.get(f"came/{started_as}"))
+            for started_as in range(before.n_started)
+            if store.check([f"came/{started_as}"])
         ]
-        taken = {member.slot for member in came}
-        waiting = point.waiting([slot for slot in range(n_slots) if slot not in taken])
-        members = came + [Member(slot, None, *process) for slot, process in waiting.items()]
+        newest = max(met for _, met in notes)
+        members = [
+            Member(*one) if met == newest else Member(*one)._replace(before=None)
+            for one, met in notes
+        ]
+        taken = {member.started_as for member in members}
+        absent = [rank for rank in range(before.n_started) if rank not in taken]
+        waiting = self._point.waiting(absent)
+        members += [Member(rank, None, *process) for rank, process in waiting.items()]
         meeting = Meeting(
-            *(self._meeting.prefix, number, self._meeting.backend, n_slots),
-            *(len(self._meeting.members), sorted(members)),
+            *(before.prefix, number, before.backend, before.n_started, len(before.members)),
+            sorted(members),
         )
-        written = store.compare_set("members", "", json.dumps(meeting))
-        if waiting and json.loads(written) is not None:
-            point.take_in(meeting)
+        note = json.dumps(meeting)
+        if store.compare_set("members", "", note).decode() != note:
+            return  # the others have given this rank up
+        self._point.store.set(f"{before.prefix}/decided", note)
+        if waiting:
+            self._point.take_in(meeting)
 
     def is_awaited(self) -> bool:
         """Whether a process waits to be taken in."""
-        present = {member.slot for member in self._meeting.members}
-        others = [slot for slot in range(self._meeting.n_slots) if slot not in present]
+        present = {member.started_as for member in self._meeting.members}
+        others = [rank for rank in range(self._meeting.n_started) if rank not in present]
         with contextlib.suppress(RuntimeError):  # the store is gone
             return bool(self._point.waiting(others))
         return False
 
 
 class _Others:
-    """The other ranks of the old communicator, as far as this one knows in a meeting: those that
-    have come, and those that are lost.
+    """The other members of the meeting before, as far as this rank knows: those that have come, and
+    those that are lost. By the ranks they were started as.
     """
 
-    def __init__(self, comm: Transport, members: Sequence[Member], own_slot: int) -> None:
-        here = host_identity()
-        self._unreachable = {members[rank].slot for rank in getattr(comm.failure, "ranks", ())}
-        # By slot; 0 where it cannot be watched from here.
-        self._pids = {
-            member.slot: comm.pids[rank] if member.host == here else 0
-            for rank, member in enumerate(members)
-            if member.slot != own_slot
-        }
+    def __init__(self, before: Meeting, unreachable: set[int]) -> None:
+        self._members = {one.started_as: one for one in before.members if not one.is_here()}
+        self._unreachable = {before.members[rank].started_as for rank in unreachable}
         self._came: set[int] = set()
         self.lost: set[int] = set()
 
     def look(self, store: Any) -> None:
         """Notes who has come or is lost meanwhile, and tells the others of the latter."""
-        for slot in self._pids.keys() - self.lost:
-            if self._pids[slot] and _has_ended(self._pids[slot]):
-                self._lose(store, slot)
-            elif store.check([f"lost/{slot}"]):
-                self.lost.add(slot)
-            elif slot in self._came or store.check([f"came/{slot}"]):
-                self._came.add(slot)
-            elif slot in self._unreachable:
-                self._lose(store, slot)
+        for started_as in self._members.keys() - self.lost:
+            if self._members[started_as].has_ended():
+                self._lose(store, started_as)
+            elif store.check([f"lost/{started_as}"]):
+                self.lost.add(started_as)
+            elif started_as in self._came or store.check([f"came/{started_as}"]):
+                self._came.add(started_as)
+            elif started_as in self._unreachable:
+                self._lose(store, started_as)
 
-    def _lose(self, store: Any, slot: int) -> None:
-        store.set(f"lost/{slot}", "")
-        self.lost.add(slot)
+    def _lose(self, store: Any, started_as: int) -> None:
+        store.set(f"lost/{started_as}", "")
+        self.lost.add(started_as)
 
     @property
     def are_known(self) -> bool:
-        return self._pids.keys() == self._came | self.lost
+        return self._members.keys() == self._came | self.lost
 
 
 def arrive(
     bootstrap: StoreBootstrap, connect: Connect, backend: str, timeout: timedelta
 ) -> Transport:
-    """Makes the communicator of ranks that meet for the first time; or, if these have met before
+    """Makes the communicator of ranks that meet for the first time; or, if others have met before
     and go on without a lost rank, takes this process's part in theirs. Raises FastcommError.
     """
-    slot, n_slots, point = bootstrap.rank, bootstrap.world_size, bootstrap.point
+    started_as, n_started, point = bootstrap.rank, bootstrap.world_size, bootstrap.point
     assert point is not None  # for the type checker
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             comm, neighbours = connect(bootstrap, backend)
+            break
         except TakenIn as taken:
+            meeting = Meeting.read(taken.note)
+        if meeting.own_rank is not None:  # else it has come a moment too late for this one
             try:
-                return join(point, connect, Meeting.read(taken.note), slot, timeout)
+                return connect_members(point, connect, meeting, timeout, was_new=True)
             except FastcommError:  # another was lost meanwhile; the rest meet without this one
                 if time.monotonic() > until:
                     raise
-            bootstrap = point.bootstrap(slot, n_slots, timeout)
-            continue
-        here = host_identity()
-        members = [
-            Member(rank, rank, pid, here if rank in neighbours else "")
-            for rank, pid in enumerate(comm.pids)
-        ]
-        first = Meeting(point.prefix, 0, backend_of(comm, backend), n_slots, n_slots, members)
-        comm.membership = Membership(point, connect, first, slot)
-        return comm
+        bootstrap = point.bootstrap(started_as, n_started, timeout)
+    here = host_identity()
+    members = [
+        Member(rank, rank, pid, here if rank in neighbours else "another")
+        for rank, pid in enumerate(comm.pids)
+    ]
+    first = Meeting(point.prefix, 0, _lasting(backend, comm), n_started, n_started, members)
+    comm.membership = Membership(point, connect, first)
+    return comm
 
 
-def backend_of(comm: Transport, asked_for: str) -> str:
-    """The backend for the ranks that are left, which may be on fewer hosts, and for those that
-    come, which may be on more. What a reducer can do does not become less.
+def _lasting(backend: str, comm: Transport) -> str:
+    """The backend for the remaining ranks, which may be on fewer hosts, and for those that come,
+    which may be on more. What a reducer can do does not become less.
     """
-    return asked_for if comm.backend == "shm" else comm.backend
+    return backend if comm.backend == "shm" else comm.backend
 
 
-def join(
-    point: MeetingPoint, connect: Connect, meeting: Meeting, slot: int, timeout: timedelta
+def connect_members(
+    point: MeetingPoint, connect: Connect, meeting: Meeting, timeout: timedelta, *, was_new: bool
 ) -> Transport:
     """Makes the communicator of a meeting's members. Collective. Raises FastcommError where one of
-    them is lost.
+    them is lost. was_new: this process has not caught up with the others before.
     """
-    rank = meeting.rank_of(slot)
+    rank = meeting.own_rank
     assert rank is not None  # for the type checker
-    world = f"{meeting.prefix}/{meeting.number}/world"
+    members = PrefixStore(f"{meeting.prefix}/{meeting.number}/members", own_connection(point.store))
     bootstrap = StoreBootstrap(
-        *(PrefixStore(world, own_connection(point.store)), rank, len(meeting.members), timeout),
+        *(members, rank, len(meeting.members), timeout),
         caller=_CALLER,
         look=partial(_look_for, meeting.members),
     )
     comm, _ = connect(bootstrap, meeting.backend)
-    comm.membership = Membership(point, connect, meeting, slot)
+    is_new = was_new or meeting.members[rank].before is None
+    comm.membership = Membership(point, connect, meeting, is_new=is_new)
     if rank == next(r for r, member in enumerate(meeting.members) if member.before is not None):
         _log.warning(f"the ranks have met anew: {meeting.in_words()}")
     return comm
@@ -325,9 +368,8 @@ def join(
 
 def _look_for(members: Collection[Member]) -> None:
     """Raises PeerLostError if a process of this host has ended."""
-    here = host_identity()
     for rank, member in enumerate(members):
-        if member.host == here and member.pid != os.getpid() and _has_ended(member.pid):
+        if member.has_ended():
             raise PeerLostError(f"rank {rank} (pid {member.pid}) has ended", [rank])
 
 

@@ -92,7 +92,7 @@ def init(
     place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    is_nccl = backend == "nccl" or place.type == "cuda"
+    is_nccl = _is_nccl(backend, place)
     _check_ctas(is_nccl, max_ctas, cta_policy)
     connect = functools.partial(
         _connect_all, group=group, place=place, timeout=timeout, ctas=(max_ctas, cta_policy)
@@ -121,11 +121,11 @@ def _connect_all(
     ctas: tuple[int | None, str | None],
 ) -> tuple[Transport, list[int]]:
     """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
-    if place.type == "cuda" or backend == "nccl":  # its watchdog exchanges notes
+    if _is_nccl(backend, place):  # its watchdog exchanges notes
         bootstrap = bootstrap.with_notes(timeout)
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
-        if place.type == "cuda" or backend == "nccl":
+        if _is_nccl(backend, place):
             comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours, *ctas)
         else:
             comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
@@ -133,6 +133,10 @@ def _connect_all(
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
         return comm, neighbours.ranks
+
+
+def _is_nccl(backend: str, place: torch.device) -> bool:
+    return backend == "nccl" or place.type == "cuda"
 
 
 def connect(

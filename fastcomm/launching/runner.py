@@ -16,16 +16,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, TextIO
+from urllib.parse import urlparse
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fastcomm.errors import FastcommError
+from fastcomm.launching.bootstrap import MeetingPoint
 from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -91,7 +93,7 @@ def run(
     """
     ranks, threads = _numbers(ranks, threads)
     if n_replacements < 0:
-        raise ValueError(f"n_replacements must be at least 0; got {n_replacements}")
+        raise ValueError(f"--replace must be at least 0; got {n_replacements}")
     if not Path(command[0]).exists():
         raise FastcommError(f"there is no script {command[0]} in {os.getcwd()}")
     with new_folder() as folder:
@@ -157,7 +159,7 @@ def _start(ranks: int, threads: int, script: Sequence[str], folder: CallFolder) 
 
 
 def _ended_by(number: int) -> BaseException:
-    """What a signal that has ended the launcher comes to."""
+    """The exception for a signal that has ended the launcher."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
@@ -173,26 +175,29 @@ def _replace(
     with _surroundings(threads):
         # Here, as it is to outlive every rank. Its port is chosen by the system.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        groups = {
-            rank: _start_rank(rank, ranks, store.port, script, folder) for rank in range(ranks)
-        }
+        point = MeetingPoint(urlparse(f"tcp://localhost:{store.port}"), store)
+        groups: dict[int, Any] = {}
+        replaced: set[int] = set()
         try:
-            while groups:
+            for rank in range(ranks):
+                groups[rank] = _start_rank(rank, ranks, store.port, script, folder)
+            while groups and not _come_too_late(groups.keys(), replaced, point):
                 time.sleep(_TICK_S)
-                for rank, group in list(groups.items()):
-                    ended = group.wait(0)
+                for rank, ended in [(rank, group.wait(0)) for rank, group in groups.items()]:
                     if ended is None:
                         continue
                     del groups[rank]
                     if not ended.is_failed():
                         continue
-                    failure = _first_failure({rank: ended.failures[0]}, folder.raised(), [])
+                    own = {r: raised for r, raised in folder.raised().items() if r == rank}
+                    failure = _first_failure({rank: ended.failures[0]}, own, [])
                     trouble = _why_not_replaced(rank, folder, n_replacements)
                     if trouble is not None:
                         return failure._replace(text=f"{failure.text}\n{trouble}")
                     n_replacements -= 1
                     first_line = failure.text.partition("\n")[0]
                     print(f"{first_line}; another process takes its place", file=sys.stderr)
+                    replaced.add(rank)
                     folder.forget(rank)
                     groups[rank] = _start_rank(rank, ranks, store.port, script, folder)
         except SignalException as error:
@@ -201,6 +206,11 @@ def _replace(
             for group in groups.values():
                 group.close()
     return None
+
+
+def _come_too_late(ranks: Collection[int], replaced: set[int], point: MeetingPoint) -> bool:
+    """Whether all ranks that run took the place of others, and wait for some that have ended."""
+    return replaced.issuperset(ranks) and len(point.waiting(list(ranks))) == len(ranks)
 
 
 def _start_rank(rank: int, ranks: int, port: int, script: Sequence[str], folder: CallFolder) -> Any:
@@ -232,7 +242,7 @@ def _why_not_replaced(rank: int, folder: CallFolder, n_replacements: int) -> str
         return f"rank {rank} does not go on without a lost rank: loop by reducer.elastic()"
     if folder.ended():
         return "no process takes its place, as other ranks have come to their end"
-    return None if n_replacements else "no process takes its place: as many as --replace says have"
+    return None if n_replacements else "no process takes its place: --replace allows no more"
 
 
 @contextlib.contextmanager

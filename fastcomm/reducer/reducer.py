@@ -46,7 +46,7 @@ from fastcomm.reducer.features.autotune import Tuning
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
 from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
-from fastcomm.reducer.features.elastic import NOT_CAUGHT_UP, Standings, elastic, standings
+from fastcomm.reducer.features.elastic import Behind, Elastic, compare_ranks, elastic
 from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
@@ -170,9 +170,6 @@ class Reducer(ReducerFlags):
         self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
         # Raised where nobody could catch it; the next call raises it, when the round is over.
         self.deferred: BaseException | None = None
-        # Why a step inside elastic() is dropped, which goes on with the ranks that are left.
-        self.outlived: FastcommError | None = None
-        self.standings: Standings | None = None  # while ranks that have met anew are not equal
         self._handles: list[RemovableHandle] = []
         self._guards = Guards(weakref.WeakMethod(self.named_parameters))
         self._timeline: Timeline | None = None
@@ -234,10 +231,12 @@ class Reducer(ReducerFlags):
             model = validation.signature(named, buffers, sparse)
         described = self.options.described()
         validation.compare(self.comm, problem, described, validation.ATTACH, model)
-        self.standings = standings(self)
         src = 0
-        if self.standings is not None:
-            src, self.n_rounds = self.standings.src, self.standings.n_rounds
+        behind = compare_ranks(self)
+        self.extensions = [one for one in self.extensions if not isinstance(one, Behind)]
+        if behind is not None:
+            self.install(behind)
+            src, self.n_rounds = behind.src, behind.n_rounds
         validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], src)
         # Over NCCL nobody compares, and the host would wait for the device.
         compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
@@ -246,9 +245,6 @@ class Reducer(ReducerFlags):
         for planner in self._planners:
             planner.begin(self.n_rounds, self.comm.world_size)
         self.hook_up(source)
-        if self.standings is not None:
-            for _, parameter in named:
-                refuse_step(parameter, NOT_CAUGHT_UP)
 
     def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
         """What this rank alone can find wrong with attaching the model."""
@@ -381,10 +377,11 @@ class Reducer(ReducerFlags):
         copies rank 0's values. An optimizer that holds parameters others have replaced cannot step
         any more: make it anew.
 
-        After comm.rebuild() it is how the reducer goes on with the ranks that are left: it copies
-        the values of one that has made most steps. Ranks that have come anew call attach() instead.
-        If they have made different numbers of steps, optimizers wait for catch_up(). Raises
-        ValueError for a reducer with a hook, a ShardedOptimizer, LocalSGD or DiLoCo.
+        After comm.rebuild() the reducer goes on with the remaining ranks: it copies the values of
+        one that has made most steps. New processes call attach() instead. If ranks have made
+        different numbers of steps, no optimizer steps before catch_up(). Raises ValueError for a
+        reducer with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and inside join(); on every
+        rank FastcommError where the ranks that had made most steps were lost meanwhile.
 
         Raises as attach(); then every backward raises FastcommError, until refresh() was called
         again. Raises FastcommError inside a backward.
@@ -412,7 +409,7 @@ class Reducer(ReducerFlags):
             raise
 
     def _follow(self, successor: Transport) -> None:
-        """Reduce over the ranks that have met anew. To those who have come anew it is attach()."""
+        """Reduce over the ranks that have met anew. Collective: new processes call attach()."""
         model = self.attached_model()
         check(Feature.REBUILD, self.features())
         if self.round is not None:
@@ -645,14 +642,18 @@ class Reducer(ReducerFlags):
             for planner in self._planners:
                 planner.after_round(self, can_replan)
         except FastcommError as error:
-            if not self._outlives(error) or self.comm.failure is None:
+            if not self._outlives(error):
                 raise
             # the round is over: the optimizer steps with its gradients, with buckets or without
             allow_steps(p for _, p in self.named_parameters())
             watch_steps()
 
     def _outlives(self, error: FastcommError) -> bool:
-        return any(extension.outlives(error) for extension in self.extensions)
+        """Whether the training goes on though the communicator has failed after a round: who has
+        its gradients steps with them.
+        """
+        has_failed = self.comm.failure is not None
+        return has_failed and any(extension.outlives(error) for extension in self.extensions)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next
@@ -791,7 +792,7 @@ class Reducer(ReducerFlags):
         return Join(self, batches, strategy, state)
 
     def elastic(self, batches: Iterable[T], *, state: Iterable[Stateful] = ()) -> Iterator[T]:
-        """For a loop that goes on when ranks are lost, and takes in those that come to take their
+        """For a loop that goes on when ranks are lost, and takes in processes that come in their
         place. Every rank goes through it. It is for all reducers of the communicator.
 
             for batch in reducer.elastic(loader, state=[optimizer]):
@@ -799,8 +800,9 @@ class Reducer(ReducerFlags):
 
         When a rank is lost, or abandons a step, the step is dropped on all ranks: gradients are
         None, optimizers leave parameters and state as they are, and `skipped` is True. At the next
-        batch the ranks that are left meet anew, as reducer.comm, all get what one of them has that
-        has made most steps, and the batches of a step that none of them has made come again.
+        batch the remaining ranks meet anew, as reducer.comm, and all get what one of them has that
+        has made most steps. The batches of a step that none of them has made come again; of several
+        models, only if none was stepped.
 
         state: optimizers, schedulers and the like, which ranks load that are behind. All that
             keeps something from step to step.
@@ -813,8 +815,9 @@ class Reducer(ReducerFlags):
         An error of a collective of the caller's own in the loop is raised as ever.
 
         Raises ValueError for reducers with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and
-        inside join(); TypeError for a state without state_dict() and load_state_dict(). While it
-        runs: FastcommError where an optimizer keeps state that was not given; as comm.rebuild().
+        inside join(); TypeError for a state without state_dict() and load_state_dict();
+        FastcommError for ranks of a torch.distributed group. While it runs: FastcommError where an
+        optimizer keeps state that was not given; as comm.rebuild() and refresh().
         """
         return elastic(self, iter(batches), list(state))
 
@@ -871,9 +874,9 @@ class Reducer(ReducerFlags):
         """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers.
         True from the verdict, or from this rank's vote, until the next reduction begins.
         """
-        if self.outlived is not None:
+        elastic, skipping = self.find(Elastic), self.find(Skipping)
+        if elastic is not None and elastic.outlived is not None:
             return True
-        skipping = self.find(Skipping)
         if skipping is None or self.steps_alone:
             return False
         return skipping.is_skipped or skipping.vote is not None

@@ -49,12 +49,13 @@ class Round(RoundFlags):
         COMMITTED   finish()                SETTLED     gradients are reduced
                     finish()                SKIPPED     all ranks have dropped them together
         any         abort()                 DROPPED     one rank could not go on
+        any         finish()                DROPPED     an extension outlives the error
 
     finish() commits first if need be, and ends in SETTLED or SKIPPED, or aborts. What is raised
     before COMMITTED aborts; after it, only an error that all ranks get. What a signal handler
     raises then is raised when the round has settled. A handler may raise between any two
     statements, so the order of those that change state matters. An error that an extension outlives
-    is not raised: the backward goes on, and the round is aborted at its end.
+    is not raised: the backward goes on, and the round is dropped at its end.
 
     buckets: all of the reducer's, in the order of the plan.
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
@@ -64,6 +65,7 @@ class Round(RoundFlags):
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
     note: added to what a signal handler has raised, when the round has settled all the same.
+    outlived: the error that an extension outlives; or None.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Round(RoundFlags):
         """Called in a backward, which goes on if an extension outlives the error."""
         if not self._is_outlived(error):
             raise error
-        self.outlived = error
+        self.outlive(error)
 
     def _is_outlived(self, error: FastcommError) -> bool:
         return any(extension.outlives(error) for extension in self.extensions)

@@ -5,12 +5,15 @@ ones.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import fastcomm
 from fastcomm.comm.objects import on_host
@@ -87,7 +90,7 @@ def _take_in(place: Place, victim: int) -> tuple[int, int, float, Any]:
     if place.rank == n_ranks:
         wait_for_note(place, "left_at")
         comm = _take_the_place_of(place, victim, n_ranks)
-        assert comm.membership.came_anew
+        assert comm.membership.is_new
     else:
         comm = communicator(dataclasses.replace(place, world_size=n_ranks))
         if comm.rank == victim:
@@ -123,18 +126,18 @@ def _die_while_meeting(place: Place, where: str) -> tuple[int, int, float]:
     if comm.rank == 0:
         leave(place, comm, "killed")
     _lose_a_peer(comm)
-    if comm.rank == 1:  # it leads, as the others wait for it to come
+    if comm.rank == 1:  # it leads, as the others wait until it does
         kind = membership.Membership if where == "_decide" else membership
-        setattr(kind, where, lambda *_: leave(place, comm, "exits at once"))
-        note(place, comes="")
+        setattr(kind, where, lambda *_, **__: leave(place, comm, "exits at once"))
+        look = membership._Others.look
+        membership._Others.look = lambda *args: (note(place, leads=""), look(*args))
     else:
-        wait_for_note(place, "comes")
-        time.sleep(0.2)
+        wait_for_note(place, "leads")
     comm = comm.rebuild()
     return comm.rank, comm.world_size, _sum(comm)
 
 
-@pytest.mark.parametrize("where", ["_decide", "join"])
+@pytest.mark.parametrize("where", ["_decide", "connect_members"])
 def test_a_rank_may_be_lost_while_they_meet(backend, where):
     """Before it has written down who takes part, or after."""
     seen = _returned(_ranks(backend, 4, _die_while_meeting, where), 0, 1)
@@ -152,6 +155,7 @@ def _come_too_late(place: Place) -> tuple[int, int, float]:
     else:
         comm = comm.rebuild(timeout=timedelta(seconds=1))
         assert (comm.rank, comm.world_size, _sum(comm)) == (place.rank - 2, 2, 3.0)
+        assert comm.membership.is_rebuilt and not comm.membership.is_new
         if comm.rank == 0:
             note(place, met="")
         comm = _completed(comm, 3)
@@ -175,6 +179,7 @@ def _outlive_the_server(place: Place) -> tuple[int, int, float]:
         leave(place, comm, "killed")
     _lose_a_peer(comm)
     comm = comm.rebuild()
+    assert comm.membership.is_rebuilt and not comm.membership.is_new
     return comm.rank, comm.world_size, _sum(comm)
 
 
@@ -205,3 +210,48 @@ def test_a_store_that_is_gone_with_its_host_is_an_error_that_says_so(backend):
     ]
     outcomes = fresh_ranks(2, _lose_the_store, transport=backend, env=env)
     assert "is gone with the process that has served it" in _returned(outcomes, 0)[0]
+
+
+# ---- ranks that are too late, or too early -------------------------------------------------------
+
+
+def _wait_in_vain(place: Place) -> str:
+    """Rank 1 comes too late, and the others do not look for those that wait."""
+    comm = communicator(place, timeout=timedelta(seconds=3))
+    if comm.rank == 0:
+        leave(place, comm, "killed")
+    _lose_a_peer(comm)
+    if comm.rank == 1:
+        wait_for_note(place, "met")
+        with pytest.raises(fastcomm.InitError) as caught:
+            comm.rebuild(timeout=timedelta(seconds=1))
+        note(place, over="")
+        return str(caught.value)
+    comm.rebuild(timeout=timedelta(seconds=1)).barrier()
+    note(place, **{"met" if place.rank == 2 else "met too": ""})
+    wait_for_note(place, "over")
+    return "missing: rank "
+
+
+def test_a_rank_that_nobody_takes_in_does_not_go_on_alone(backend):
+    seen = _returned(_ranks(backend, 4, _wait_in_vain), 0)
+    assert all("missing: rank " in one for one in seen)
+
+
+def test_a_note_for_another_process_is_not_taken_for_ones_own(backend, monkeypatch):
+    """Who comes between the look at those who wait and the note for them waits once more."""
+    store = HashStore()
+    point = bootstrap.MeetingPoint(urlparse("env://"), store)
+    other = membership.Member(1, None, os.getpid() + 1, bootstrap.host_identity())
+    meeting = membership.Meeting("prefix", 1, backend, 2, 2, [other])
+
+    def connect(met: bootstrap.StoreBootstrap, _: str) -> Any:
+        if not store.check(["fastcomm/0/ranks/0/taken in"]):
+            point.take_in(meeting)
+            met.exchange(None)
+        raise InterruptedError(met.rank)
+
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    met = point.bootstrap(1, 2, timedelta(seconds=5))
+    with pytest.raises(InterruptedError, match="1"):
+        membership.arrive(met, connect, backend, timedelta(seconds=5))

@@ -278,11 +278,11 @@ how, rank = sys.argv[1], os.environ["RANK"]
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 reducer = fastcomm.Reducer(fastcomm.init()).attach(model)
-has_come = reducer.comm.membership.came_anew is not None
+has_come = reducer.comm.membership.is_rebuilt
 def batches():  # until another process has come, and then three more
     n_more = 3
     while n_more:
-        is_complete = reducer.comm.membership.came_anew is not None and reducer.comm.world_size == 2
+        is_complete = reducer.comm.membership.is_rebuilt and reducer.comm.world_size == 2
         n_more -= is_complete
         yield
 for _ in batches() if how == "plain" else reducer.elastic(batches(), state=[optimizer]):
@@ -319,7 +319,7 @@ def test_all_are_ended_when_more_are_lost_than_are_replaced(tmp_path):
     assert done.returncode == 128 + signal.SIGKILL
     *_, killed, last = done.stderr.splitlines()
     assert re.fullmatch(r"rank 1 \(pid \d+\) was ended by SIGKILL", killed)
-    assert last == "no process takes its place: as many as --replace says have"
+    assert last == "no process takes its place: --replace allows no more"
 
 
 def test_a_script_that_does_not_go_on_is_named_where_ranks_are_replaced(tmp_path):

@@ -119,16 +119,16 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
     ),
     (Feature.REBUILD, Feature.HOOK): (
-        "a reducer with a hook cannot follow the ranks that are left, as the hook may know the old "
-        "ones: make another reducer"
+        "a reducer with a hook cannot go on with the remaining ranks, as the hook may know the old "
+        "ones: leave it out, or make another reducer after a loss"
     ),
     (Feature.REBUILD, Feature.SHARDED): (
-        "a ShardedOptimizer has lost the shards of the ranks that are gone: load a checkpoint on "
-        "the ranks that are left, or train with a torch.optim optimizer"
+        "a lost rank takes its shards of a ShardedOptimizer with it: train with a torch.optim "
+        "optimizer, or load a checkpoint after a loss"
     ),
     (Feature.REBUILD, Feature.LOCAL_STEPS): (
-        "ranks under {} have parameters of their own between two syncs, so that none can go on "
-        "with another's: load a checkpoint on the ranks that are left"
+        "ranks under {} have parameters of their own between two syncs, and none can go on with "
+        "another's: load a checkpoint after a loss"
     ),
     (Feature.REBUILD, Feature.JOIN): (
         "join() ends with the ranks with which it began: let reducer.elastic() take its place"

@@ -1,11 +1,10 @@
-"""Elastic: a loop that goes on with the ranks that are left when some are lost, and takes in those
-that come to take their place.
+"""Elastic: a loop that goes on with the remaining ranks when some are lost, and takes in processes
+that come in their place.
 
 While it runs, a round that ends with a lost rank is dropped without an error, as a for loop could
 not go on after one. At the next batch the ranks meet anew (Communicator.rebuild), every reducer
-follows (Reducer.refresh), and the ranks that are behind get what one of those has that have made
-most steps (catch_up). All that was communicated is known to all ranks then: which batches come
-again follows from the number of rounds.
+follows (Reducer.refresh), and ranks that are behind load the state of one that has made most steps
+(catch_up). Which batches come again follows from the number of rounds, which is then equal.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
-from fastcomm.comm.objects import gather_objects, on_host, tellable
+from fastcomm.comm.objects import gather_objects, on_host
+from fastcomm.comm.transport import BucketWork, Transport
 from fastcomm.errors import AbandonedError, FastcommError, PeerLostError, TimeoutError
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, check
@@ -29,7 +30,6 @@ from fastcomm.reducer.features.progress import (
     refuse_stateless,
 )
 from fastcomm.reducer.features.torch_helpers import watch_scalers
-from fastcomm.reducer.optimizer_hooks import allow_steps, watch_steps
 from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round, State
 
@@ -49,46 +49,52 @@ _NO_BATCH: Any = object()
 
 # ---- how far the ranks have come -----------------------------------------------------------------
 
+# How far a rank has come with a reducer: whether it has what the others have, the number of rounds,
+# and of steps. The furthest is the largest.
+Reached = tuple[bool, int, int]
 
-@tellable
-class Standing(NamedTuple):
-    """How far a rank had come with a reducer when the ranks met anew. The furthest is the largest.
 
-    stayed: whether it was one of the ranks before.
+class Behind(RoundExtension):
+    """Ranks that have met anew have come differently far with a reducer. Installed by attach() and
+    refresh(), until catch_up(). No optimizer steps meanwhile.
     """
 
-    stayed: bool
-    n_rounds: int
-    n_steps: int
-
-
-class Standings(NamedTuple):
-    """Of all ranks, of which some are behind."""
-
-    ranks: list[Standing]
-
-    @property
-    def src(self) -> int:
-        return self.ranks.index(max(self.ranks))
+    def __init__(self, ranks: list[Reached], rank: int) -> None:
+        """ranks: how far each has come. rank: this one."""
+        self.ranks = ranks
+        self.src = ranks.index(max(ranks))
+        self.is_behind = ranks[rank] != ranks[self.src]
 
     @property
     def n_rounds(self) -> int:
-        return max(self.ranks).n_rounds
+        return self.ranks[self.src][1]
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        raise FastcommError(NOT_CAUGHT_UP)
 
 
-def standings(reducer: Reducer) -> Standings | None:
-    """How far the ranks have come, if they have met anew and some are behind. Collective then."""
+def compare_ranks(reducer: Reducer) -> Behind | None:
+    """Finds out how far the ranks have come that have met anew. None: all equally far. Collective
+    where they have. Raises FastcommError, on every rank, where none has all that the lost ones had.
+    """
     membership = reducer.comm.membership
-    if membership is None or membership.came_anew is None:
+    if membership is None or not membership.is_rebuilt:
         return None
-    own = Standing(not membership.came_anew, reducer.n_rounds, reducer.steps.n)
+    before = reducer.find(Behind)
+    has_all = not membership.is_new and (before is None or not before.is_behind)
+    own = has_all, reducer.n_rounds, reducer.steps.n
     ranks = gather_objects(reducer.comm, own, "attach() or refresh()")
-    return None if all(one == ranks[0] for one in ranks) else Standings(ranks)
+    if not any(has_all for has_all, *_ in ranks):
+        raise FastcommError(
+            "the ranks that had made most steps were lost before the others had the optimizer's "
+            "state: load a checkpoint on every rank"
+        )
+    return None if all(one == ranks[0] for one in ranks) else Behind(ranks, reducer.comm.rank)
 
 
 def catch_up(reducer: Reducer, *state: Stateful) -> None:
     """After comm.rebuild(), and refresh() or attach(): ranks that are behind load the state of one
-    that has made most steps. Parameters and buffers they have already. Collective.
+    that has made most steps. They have its parameters and buffers already. Collective.
 
     state: optimizers, schedulers and the like, the same on every rank: all that keeps something
         from step to step.
@@ -104,11 +110,12 @@ def catch_up(reducer: Reducer, *state: Stateful) -> None:
 
 def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
     comm = reducers[0].comm
-    known = [one.standings.ranks for one in reducers if one.standings is not None]
-    if not known:
+    found = [(one, one.find(Behind)) for one in reducers]
+    apart = [(one, behind) for one, behind in found if behind is not None]
+    if not apart:
         return
     # Who has come further with one reducer is not behind with another: rounds follow each other.
-    by_rank = list(zip(*known, strict=True))
+    by_rank = list(zip(*(behind.ranks for _, behind in apart), strict=True))
     src = by_rank.index(max(by_rank))
     ranks = gather_objects(comm, Progress.of(reducers, states), "catch_up()")
     compare(ranks, "catch_up()")
@@ -119,11 +126,9 @@ def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
             "it all optimizers, schedulers and scalers, or give them to elastic(state=[...])"
         )
     load_states(comm, states, src, "catch_up()", is_behind=by_rank[comm.rank] != by_rank[src])
-    for reducer in reducers:
-        reducer.standings = None
-        allow_steps(parameter for _, parameter in reducer.named_parameters())
-    watch_steps()  # what optimizers know of their parameters is out of date
-    comm.membership.came_anew = False
+    for reducer, behind in apart:
+        reducer.remove(behind)
+    comm.membership.has_caught_up()
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -150,7 +155,12 @@ class Elastic(RoundExtension):
     def __init__(self, reducers: list[Reducer], state: Sequence[Stateful]) -> None:
         self._reducers, self._state = reducers, state
         self._was_dropped = False  # a round, since the last batch
+        self.outlived: FastcommError | None = None  # why the step under way is dropped
         self._last_look = 0.0
+
+    @property
+    def _comm(self) -> Transport:
+        return self._reducers[0].comm
 
     @property
     def _n_rounds(self) -> int:
@@ -161,13 +171,11 @@ class Elastic(RoundExtension):
         for one in self._reducers:
             one.install(self)
         try:
-            if any(one.standings is not None for one in self._reducers):
-                self._go_on(is_first=True)
+            self._begin()
             yield from self._batches(batches)
         finally:
             for one in self._reducers:
                 one.remove(self)
-                one.outlived = None
 
     def _batches(self, batches: Iterator[T]) -> Iterator[T]:
         coming: deque[T] = deque()
@@ -180,8 +188,9 @@ class Elastic(RoundExtension):
             taken.append(coming.popleft())
             n_rounds, self._was_dropped = self._n_rounds, False
             yield taken[-1]
-            if self._outlived is not None:
-                self._end_of_step()
+            if self.outlived is not None and self._comm.failure is not None:
+                self._go_on()
+            self.outlived = None
             if self._n_rounds > n_rounds:
                 taken = []
             elif self._was_dropped:
@@ -191,7 +200,7 @@ class Elastic(RoundExtension):
     def _all_go_on(self, has_batch: bool) -> bool:
         """Whether all ranks have a batch. Takes in those that wait."""
         while True:
-            comm = self._reducers[0].comm
+            comm = self._comm
             flags = [has_batch, not self._is_awaited()]
             vote = torch.tensor(flags, dtype=torch.uint8, device=comm.device)
             try:
@@ -202,12 +211,12 @@ class Elastic(RoundExtension):
             except _OUTLIVED:
                 self._go_on()
                 continue
-            if not have_batches or is_complete:
+            if is_complete:
                 return bool(have_batches)
             self._go_on()
 
     def _is_awaited(self) -> bool:
-        comm, now = self._reducers[0].comm, time.monotonic()
+        comm, now = self._comm, time.monotonic()
         if comm.rank > 0 or now - self._last_look < _LOOK_S:
             return False
         self._last_look = now
@@ -216,63 +225,42 @@ class Elastic(RoundExtension):
 
     # -- when a rank is lost -----------------------------------------------------------------------
 
-    @property
-    def _outlived(self) -> FastcommError | None:
-        return self._reducers[0].outlived
-
     def before_round(self, round: Round) -> None:
         """Drops what comes after a round that was dropped: no other rank may be there."""
-        if self._outlived is not None:
-            round.outlive(self._outlived)
+        if self.outlived is not None:
+            round.outlive(self.outlived)
 
-    def verdict(self, round: Round) -> bool:
+    def after_wait(self, round: Round, number: int, work: BucketWork) -> None:
         """Over NCCL, waits for the device: an optimizer's step could not be taken back, if a rank
         turns out to be lost.
         """
-        comm = self._reducers[0].comm
-        if comm.has_streams:
-            comm.refuse_capture("elastic()")
-            on_host(comm, round.buckets[-1].flat[:1])
-        return False
+        if self._comm.has_streams and number == len(round.buckets) - 1:
+            self._comm.refuse_capture("elastic()")
+            on_host(self._comm, round.buckets[-1].flat[:1])
 
     def outlives(self, error: FastcommError) -> bool:
-        """Where a rank is lost after a round, those that have its gradients step with them all the
-        same. Where one has abandoned the step, none does.
-        """
-        is_outlived = isinstance(error, _OUTLIVED)
-        if is_outlived and self._reducers[0].comm.failure is None:
-            self._drop(error)
-        return is_outlived
+        return isinstance(error, _OUTLIVED)
 
     def after_round(self, round: Round) -> None:
         if round.state is State.DROPPED:
             self._was_dropped = True
-            if round.outlived is not None:
-                self._drop(round.outlived)
+            self.outlived = self.outlived or round.outlived
 
-    def _drop(self, error: FastcommError) -> None:
-        """Lets no optimizer make the step."""
-        for one in self._reducers:
-            one.outlived = one.outlived or error
-
-    def _end_of_step(self) -> None:
-        """A step has ended with an error that the loop outlives."""
-        if self._reducers[0].comm.failure is not None:
+    def _begin(self) -> None:
+        """Ranks that have met anew before the loop become equal now."""
+        try:
+            _catch_up(self._reducers, self._state)
+        except _OUTLIVED:  # another was lost meanwhile
             self._go_on()
-        for one in self._reducers:
-            one.outlived = None
 
-    def _go_on(self, *, is_first: bool = False) -> None:
-        """Brings the ranks together anew, and makes them equal. is_first: they have met, and those
-        that were lost in between are found out by what fails.
-        """
+    def _go_on(self) -> None:
+        """Brings the ranks together anew, and makes them equal."""
         while True:
-            if not is_first:
-                self._reducers[0].comm.rebuild()
+            self._comm.rebuild()
             try:
-                for one in self._reducers if not is_first else ():
+                for one in self._reducers:
                     one.refresh()
                 _catch_up(self._reducers, self._state)
                 return
             except _OUTLIVED:  # another was lost meanwhile
-                is_first = False
+                continue
