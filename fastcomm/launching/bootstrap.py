@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import time
 import uuid
@@ -93,13 +94,13 @@ class StoreBootstrap:
         self._look_at_peers = look
         self._pass_on = pass_on
         self._store = store
-        self._timeout = timeout
+        self.timeout = timeout
         self._n_exchanges = 0
         self._exchange = ""  # the name of the newest
         self._enter()
 
     def _enter(self) -> None:
-        if self._store.add(f"claim/{self.rank}", 1) > 1:
+        if not self._claim_rank():
             self._refuse(
                 f"{self.name} was given to two processes: every process needs a rank of its own, "
                 "and every run a port or file of its own (delete a file that an earlier run has "
@@ -109,6 +110,18 @@ class StoreBootstrap:
         if int(agreed) != self.world_size:
             theirs = f"another rank with {agreed}"
             self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
+
+    def _claim_rank(self) -> bool:
+        """Whether no other process has the rank. One that has ended before the ranks met has it no
+        more.
+        """
+        key, own = f"claim/{self.rank}", json.dumps([os.getpid(), host_identity()])
+        first = bytes(self._store.compare_set(key, "", own)).decode()
+        if first == own:
+            return True
+        if self._store.check([f"2/{self.rank}"]) or not has_ended(*json.loads(first)):
+            return False
+        return bytes(self._store.compare_set(key, first, own)).decode() == own
 
     def _refuse(self, message: str) -> None:
         self.fail(message)
@@ -130,7 +143,7 @@ class StoreBootstrap:
         return values
 
     def _exchange_now(self, value: Any, look: Callable[[], None]) -> list[Any]:
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             if self.rank > 0 and self.world_size > _FEW:
@@ -161,7 +174,7 @@ class StoreBootstrap:
         came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
         missing = missing or [self._names[0]]  # has not passed on what it has
-        waited = f"waited {self._timeout.total_seconds():g} s in {self.caller}"
+        waited = f"waited {self.timeout.total_seconds():g} s in {self.caller}"
         return InitError(
             f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
             f"{', '.join(map(str, missing))}; {self._advice}"
@@ -198,8 +211,8 @@ class StoreBootstrap:
         return self
 
     def store(self, name: str) -> Store:
-        """A part of the store for others to use."""
-        return PrefixStore(name, self._store)
+        """A part of the store for others to use, who may wait there."""
+        return PrefixStore(name, own_connection(self._store))
 
     # The notes that ranks leave each other after init; see fastcomm.comm.watchdog.Notes.
 
@@ -325,11 +338,12 @@ class MeetingPoint:
     def waiting(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
         """Which of these ranks wait here for a first meeting, and their processes: pid and host."""
         came = f"{_prefix()}/{self.store.add(_counter(), 0)}/came"
-        return {
+        processes = {
             rank: json.loads(self.store.get(f"{came}/{rank}"))[1:]
             for rank in ranks
             if self.store.check([f"{came}/{rank}"])
         }
+        return {rank: one for rank, one in processes.items() if not has_ended(*one)}
 
     def take_in(self, note: Any) -> None:
         """Tells those who wait. Who comes afterwards waits for another meeting."""
@@ -399,6 +413,22 @@ def _enter_part(store: Store, rank: int, name: str = "ranks") -> tuple[str, Call
 def _end_part(store: Store, number: int, name: str = "ranks") -> None:
     """The first rank ends it; for the others it is over already."""
     store.compare_set(_counter(name), str(number), str(number + 1))
+
+
+def has_ended(pid: int, host: str) -> bool:
+    """Whether a process has ended, as far as this host knows."""
+    if host != host_identity():
+        return False
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        end = select.poll()
+        end.register(process, select.POLLIN)
+        return bool(end.poll(0))
+    finally:
+        os.close(process)
 
 
 def host_identity() -> str:

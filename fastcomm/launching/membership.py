@@ -14,8 +14,8 @@ import contextlib
 import json
 import logging
 import os
-import select
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,6 +30,7 @@ from fastcomm.launching.bootstrap import (
     MeetingPoint,
     StoreBootstrap,
     TakenIn,
+    has_ended,
     host_identity,
     own_connection,
 )
@@ -59,7 +60,7 @@ class Member(NamedTuple):
 
     def has_ended(self) -> bool:
         """Whether it has ended, as far as this host knows."""
-        return self.host == host_identity() and _has_ended(self.pid)
+        return has_ended(self.pid, self.host)
 
 
 class Meeting(NamedTuple):
@@ -108,6 +109,15 @@ class Meeting(NamedTuple):
 Connect = Callable[[StoreBootstrap, str], tuple[Transport, Sequence[int]]]
 
 
+class _Newest:
+    """The communicator that ranks have now that have met anew. Those that it has followed share
+    this, so that none of them keeps one in between alive.
+    """
+
+    def __init__(self) -> None:
+        self.comm: Any = None  # a Transport
+
+
 class Membership:
     """Which processes the ranks of a communicator are.
 
@@ -119,7 +129,8 @@ class Membership:
         self, point: MeetingPoint, connect: Connect, meeting: Meeting, *, is_new: bool = False
     ) -> None:
         self._point, self._connect, self._meeting = point, connect, meeting
-        self._successor: Transport | None = None
+        self._newest: _Newest | None = None  # once another has followed
+        self._of_older: Callable[[], _Newest | None] = lambda: None
         self.is_rebuilt = meeting.number > 0
         self.is_new = is_new
 
@@ -136,10 +147,7 @@ class Membership:
     @property
     def newest(self) -> Transport | None:
         """The communicator that the ranks have now that have met anew; None: they have not."""
-        if self._successor is None:
-            return None
-        newest: Transport | None = self._successor.membership.newest
-        return self._successor if newest is None else newest
+        return None if self._newest is None else self._newest.comm
 
     # -- meeting anew ------------------------------------------------------------------------------
 
@@ -151,9 +159,12 @@ class Membership:
         if newest is not None:
             membership: Membership = newest.membership
             return membership.rebuild(newest, timeout)
-        self._successor = self._meet_anew(comm, timeout)
+        made = self._meet_anew(comm, timeout)
+        self._newest = self._of_older() or _Newest()
+        self._newest.comm = made
+        made.membership._of_older = weakref.ref(self._newest)
         comm.close()
-        return self._successor
+        return made
 
     def _meet_anew(self, comm: Transport, timeout: timedelta) -> Transport:
         newest = self._meeting  # of those that this process takes part in
@@ -161,7 +172,7 @@ class Membership:
         number = newest.number
         until = time.monotonic() + _MOST_TIMES * timeout.total_seconds()
         while True:
-            trouble: Exception | None = None
+            trouble = ""
             try:
                 number = self._next_number(number)
                 meeting = self._hold(newest, unreachable, number, timeout)
@@ -173,18 +184,18 @@ class Membership:
                         *(self._point, self._connect, meeting, timeout), was_new=self.is_new
                     )
             except FastcommError as error:  # another was lost meanwhile
-                trouble = error
+                trouble = str(error)
             except RuntimeError as error:
                 if self._point.answers():
                     raise
-                trouble = error
+                trouble = str(error)
                 self._point.reopen(timeout)  # all that was written is gone
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"rank {comm.rank}: the remaining ranks have tried to meet anew for "
                     f"{_MOST_TIMES * timeout.total_seconds():g} s, and others were lost meanwhile "
                     f"each time; the last: {trouble or 'the one that led'}"
-                ) from trouble
+                )
         own = self._meeting.members[comm.rank].started_as
         bootstrap = self._point.bootstrap(own, newest.n_started, comm.timeout)
         return arrive(bootstrap, self._connect, newest.backend, comm.timeout)
@@ -371,16 +382,3 @@ def _look_for(members: Collection[Member]) -> None:
     for rank, member in enumerate(members):
         if member.has_ended():
             raise PeerLostError(f"rank {rank} (pid {member.pid}) has ended", [rank])
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        ended = select.poll()
-        ended.register(process, select.POLLIN)
-        return bool(ended.poll(0))
-    finally:
-        os.close(process)

@@ -191,7 +191,7 @@ def _replace(
                         continue
                     own = {r: raised for r, raised in folder.raised().items() if r == rank}
                     failure = _first_failure({rank: ended.failures[0]}, own, [])
-                    trouble = _why_not_replaced(rank, folder, n_replacements)
+                    trouble = _why_not_replaced(rank, rank in replaced, folder, n_replacements)
                     if trouble is not None:
                         return failure._replace(text=f"{failure.text}\n{trouble}")
                     n_replacements -= 1
@@ -236,9 +236,12 @@ def _start_rank(rank: int, ranks: int, port: int, script: Sequence[str], folder:
     )
 
 
-def _why_not_replaced(rank: int, folder: CallFolder, n_replacements: int) -> str | None:
+def _why_not_replaced(
+    rank: int, is_new: bool, folder: CallFolder, n_replacements: int
+) -> str | None:
+    """is_new: it took the place of another, and may have lost a third on its way to the loop."""
     raised = folder.raised().get(rank)
-    if raised is not None and raised.is_lost:
+    if raised is not None and raised.is_lost and not is_new:
         return f"rank {rank} does not go on without a lost rank: loop by reducer.elastic()"
     if folder.ended():
         return "no process takes its place, as other ranks have come to their end"

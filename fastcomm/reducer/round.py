@@ -134,8 +134,10 @@ class Round(RoundFlags):
                 self._outlive_or_raise(error)
 
     def outlive(self, error: FastcommError) -> None:
-        """Launch no more, and drop the round at its end. The other ranks know the error."""
-        self.outlived = error
+        """Launch no more, and drop the round at its end. The other ranks know the error. Its stack
+        would keep the buckets alive.
+        """
+        self.outlived = error.with_traceback(None)
 
     def _outlive_or_raise(self, error: FastcommError) -> None:
         """Called in a backward, which goes on if an extension outlives the error."""

@@ -13,6 +13,7 @@ from tests.mutations import (
     counts,
     devices,
     dumps,
+    going_on,
     group,
     join,
     kernels,
@@ -50,5 +51,6 @@ AREAS = (
     counts,
     starting_and_showing,
     dumps,
+    going_on,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -150,8 +150,8 @@ MUTATIONS = (
         name="bootstrap: a rank may be given to two processes",
         file=BOOTSTRAP,
         within="StoreBootstrap._enter",
-        old='self._store.add(f"claim/{self.rank}", 1) > 1',
-        new='self._store.add(f"claim/{self.rank}", 1) > 2',
+        old="not self._claim_rank()",
+        new="False",
         tests=("tests/launching/test_refusals.py",),
     ),
     Mutation(

@@ -183,7 +183,12 @@ class Elastic(RoundExtension):
         while True:
             if not coming:
                 coming.append(next(batches, _NO_BATCH))
-            if not self._all_go_on(coming[0] is not _NO_BATCH):
+            have_all = self._vote(coming[0] is not _NO_BATCH, is_between_steps=not taken)
+            if have_all is None:  # what was accumulated is gone
+                coming.extendleft(reversed(taken))
+                taken = []
+                continue
+            if not have_all:
                 return
             taken.append(coming.popleft())
             n_rounds, self._was_dropped = self._n_rounds, False
@@ -197,11 +202,13 @@ class Elastic(RoundExtension):
                 coming.extendleft(reversed(taken))
                 taken = []
 
-    def _all_go_on(self, has_batch: bool) -> bool:
-        """Whether all ranks have a batch. Takes in those that wait."""
+    def _vote(self, has_batch: bool, *, is_between_steps: bool) -> bool | None:
+        """Whether all ranks have a batch; None: they have met anew instead. is_between_steps:
+        processes that wait may be taken in.
+        """
         while True:
             comm = self._comm
-            flags = [has_batch, not self._is_awaited()]
+            flags = [has_batch, not (is_between_steps and self._is_awaited())]
             vote = torch.tensor(flags, dtype=torch.uint8, device=comm.device)
             try:
                 comm.all_reduce(vote, "min")
@@ -210,10 +217,11 @@ class Elastic(RoundExtension):
                 continue
             except _OUTLIVED:
                 self._go_on()
-                continue
+                return None
             if is_complete:
                 return bool(have_batches)
             self._go_on()
+            return None
 
     def _is_awaited(self) -> bool:
         comm, now = self._comm, time.monotonic()

@@ -56,8 +56,11 @@ from fastcomm.transports.group.work_queue import WorkQueue
 class Bootstrap(Notes, Protocol):
     """How the ranks have met; see fastcomm.launching.bootstrap."""
 
+    timeout: timedelta
+
     def exchange(self, value: Any) -> list[Any]: ...
     def store(self, name: str) -> Store: ...
+    def look(self) -> None: ...
 
 
 class GroupCommunicator(Transport):
@@ -95,7 +98,7 @@ class GroupCommunicator(Transport):
         self.timeout = timeout
         self.abandonment = None
         self.pids = tuple(bootstrap.exchange(os.getpid()))
-        exchange.connect(bootstrap.store("gloo"), timeout)
+        exchange.connect(bootstrap.store("gloo"), timeout, bootstrap.timeout, bootstrap.look)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(
             self.backend, rank, self.pids, exchange, bootstrap, timeout, neighbours

@@ -16,9 +16,10 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +55,7 @@ FUSED_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # The watchdog's error must come before Gloo's, which does not name the ranks.
 GRACE = timedelta(seconds=10)
+_LOOK_S = 0.05  # how often a rank that connects looks for the others
 OVER_S = 1.0  # how long announcements take to end once their connections are broken
 # Tags, all below those of shards.tag_of. What has one tag arrives in the order it was sent in.
 # Over a group that was passed in none may be larger than 2**15 - 1: MPI promises no more.
@@ -84,9 +86,14 @@ class Exchange:
         self.moved_at = 0.0
         _exchanges.add(self)
 
-    def connect(self, store: Store, timeout: timedelta) -> None:
+    def connect(
+        self, store: Store, timeout: timedelta, patience: timedelta, look: Callable[[], None]
+    ) -> None:
         """Makes private Gloo groups, if it has no group. Collective. Its addresses are those of
-        GLOO_SOCKET_IFNAME, else those that the host's name resolves to.
+        GLOO_SOCKET_IFNAME, else those that the host's name resolves to. Raises InitError.
+
+        timeout: of collectives. patience: with ranks that do not connect. look: called while they
+            do; raises when one will not come.
         """
         if not self._owns_group:
             return
@@ -94,17 +101,35 @@ class Exchange:
         timeouts = {"announcements": 2 * timeout + GRACE} | dict.fromkeys(
             ("up", "down"), timeout + GRACE
         )
-        try:
-            self._own_groups = [
-                dist.ProcessGroupGloo(PrefixStore(name, store), self._rank, self._world_size, limit)
-                for name, limit in timeouts.items()
-            ]
-        except RuntimeError as error:
+        trouble: list[RuntimeError] = []
+
+        def make() -> None:
+            try:
+                for name, limit in timeouts.items():
+                    part = PrefixStore(name, store)
+                    self._own_groups.append(
+                        dist.ProcessGroupGloo(part, self._rank, self._world_size, limit)
+                    )
+            except RuntimeError as error:
+                trouble.append(error)
+
+        # On a thread of its own: Gloo waits for the whole timeout for a rank that is lost here.
+        making = threading.Thread(target=make, name="fastcomm connecting", daemon=True)
+        making.start()
+        until = time.monotonic() + patience.total_seconds()
+        making.join(_LOOK_S)
+        while making.is_alive():
+            look()
+            if time.monotonic() > until:
+                trouble.append(RuntimeError(f"waited {patience.total_seconds():g} s"))
+                break
+            making.join(_LOOK_S)
+        if trouble:
             raise InitError(
-                f"rank {self._rank} cannot connect to its peers over Gloo: {error}. "
+                f"rank {self._rank} cannot connect to its peers over Gloo: {trouble[0]}. "
                 "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
                 "to use"
-            ) from error
+            ) from trouble[0]
         self.announcer.group, up, down = self._own_groups
         self.group = GroupPair(self._rank, up, down)
 
