@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
 import torch
@@ -85,6 +87,20 @@ def test_a_process_that_comes_after_all_have_met_finds_a_place_of_its_own(monkey
     assert part.check(["1/0"])
     monkeypatch.setattr(bootstrap, "_PROCESS", "another one")
     assert not bootstrap.own_part(store, 0)[0].check(["1/0"])
+
+
+def test_a_process_that_died_while_it_waited_does_not_keep_its_rank_from_the_next(monkeypatch):
+    store = HashStore()
+    point = bootstrap.MeetingPoint(urlparse("env://"), store)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(os, "getpid", lambda: dead.pid)
+        point.bootstrap(1, 2, timedelta(seconds=5))
+    assert point.waiting([0, 1]) == {}
+    met = point.bootstrap(1, 2, timedelta(seconds=5))
+    assert point.waiting([0, 1]) == {1: [os.getpid(), bootstrap.host_identity()]}
+    met.look()  # nobody has failed
 
 
 def _wait_for(place, fact: str) -> None:

@@ -104,6 +104,25 @@ MUTATIONS = (
         tests=(f"{LOOP}batches_of_a_step_that_was_abandoned_come_again_on_all_ranks",),
     ),
     Mutation(
+        name="elastic: what was accumulated before a loss is gone",
+        file=ELASTIC,
+        within="Elastic._batches",
+        old="have_all is None",
+        new="have_all is None and not taken.clear()",
+        tests=(f"{LOOP}what_was_accumulated_is_made_again_when_a_rank_is_lost",),
+    ),
+    Mutation(
+        name="bootstrap: who died while it waited keeps its rank",
+        file="fastcomm/launching/bootstrap.py",
+        within="StoreBootstrap._claim_rank",
+        old="not has_ended(*json.loads(first))",
+        new="True",
+        tests=(
+            "tests/launching/test_meeting.py::"
+            "test_a_process_that_died_while_it_waited_does_not_keep_its_rank_from_the_next",
+        ),
+    ),
+    Mutation(
         name="elastic: batches of a step that others have made come again",
         file=ELASTIC,
         within="Elastic._batches",
@@ -114,7 +133,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: the loop ends without a vote",
         file=ELASTIC,
-        within="Elastic._all_go_on",
+        within="Elastic._vote",
         old="bool(have_batches)",
         new="has_batch",
         tests=(f"{LOOP}the_loop_ends_with_the_first_rank_that_has_no_batch",),

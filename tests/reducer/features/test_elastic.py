@@ -309,6 +309,33 @@ def test_batches_of_a_step_that_was_abandoned_come_again_on_all_ranks(backend):
     assert _returned(_run(backend, 2, _use_batches, 3)) == [list(range(8))] * 2
 
 
+def _lose_one_while_accumulating(place: Place) -> list[float]:
+    """It is lost after the first of two backwards of a step, and heard of before the second."""
+    comm = communicator(place)
+    model = nn.Linear(1, 1, bias=False)
+    reducer, seen = fastcomm.Reducer(comm).attach(model), []
+    for batch in reducer.elastic(range(1, 9)):
+        loss = model(torch.full((1, 1), float(batch))).sum()
+        if batch % 2:
+            model.zero_grad()
+            with reducer.no_sync():
+                loss.backward()
+            if batch == 3 and place.rank == 1:
+                leave(place, comm, "killed")
+            continue
+        loss.backward()
+        if not reducer.skipped:
+            assert model.weight.grad is not None
+            seen.append(model.weight.grad.item())
+    return seen
+
+
+@over_every_transport
+def test_what_was_accumulated_is_made_again_when_a_rank_is_lost(backend):
+    seen = _returned(_run(backend, 3, _lose_one_while_accumulating), 1)
+    assert seen == [[3.0, 7.0, 11.0, 15.0]] * 2
+
+
 def _have_unequal_numbers(place: Place) -> int:
     training = Training(place, communicator(place))
     for step in training.reducer.elastic(range(4 + place.rank), state=[training.optimizer]):
