@@ -417,18 +417,21 @@ def _end_part(store: Store, number: int, name: str = "ranks") -> None:
 
 def has_ended(pid: int, host: str) -> bool:
     """Whether a process has ended, as far as this host knows."""
-    if host != host_identity():
-        return False
+    return host == host_identity() and process_has_ended(pid)
+
+
+def process_has_ended(pid: int) -> bool:
+    """Also true for a process whose parent has not collected its exit status yet."""
     try:
-        process = os.pidfd_open(pid)
+        lifeline = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        end = select.poll()
-        end.register(process, select.POLLIN)
-        return bool(end.poll(0))
+        ready = select.poll()
+        ready.register(lifeline, select.POLLIN)
+        return bool(ready.poll(0))
     finally:
-        os.close(process)
+        os.close(lifeline)
 
 
 def host_identity() -> str:

@@ -6,10 +6,10 @@ process has ended. No thread watches: a look costs a few microseconds per proces
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections.abc import Iterable, Mapping
+
+from fastcomm.launching.bootstrap import process_has_ended
 
 _DYING_S = 0.3  # a process that is killed closes its connections a little before it counts as ended
 
@@ -23,7 +23,8 @@ class Peers:
     def ended(self, ranks: Iterable[int] | None = None) -> dict[int, int]:
         """The pids of those of `ranks` (None: all) that have ended, by rank."""
         wanted = self._pids if ranks is None else set(ranks) & self._pids.keys()
-        return {rank: self._pids[rank] for rank in sorted(wanted) if _has_ended(self._pids[rank])}
+        pids = {rank: self._pids[rank] for rank in sorted(wanted)}
+        return {rank: pid for rank, pid in pids.items() if process_has_ended(pid)}
 
     def ended_soon(self) -> dict[int, int]:
         """Returns as `ended`; waits a moment for the first one."""
@@ -31,17 +32,3 @@ class Peers:
         while not (ended := self.ended()) and time.monotonic() < deadline:
             time.sleep(0.005)
         return ended
-
-
-def _has_ended(pid: int) -> bool:
-    """Also true for a process whose parent has not collected its exit status yet."""
-    try:
-        lifeline = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        ready = select.poll()
-        ready.register(lifeline, select.POLLIN)
-        return bool(ready.poll(0))
-    finally:
-        os.close(lifeline)

@@ -170,7 +170,7 @@ def test_a_rank_that_comes_too_late_joins_the_next_meeting(backend):
 # ---- where they meet -----------------------------------------------------------------------------
 
 
-def _outlive_the_server(place: Place) -> tuple[int, int, float]:
+def _lose_the_server(place: Place) -> Any:
     """Rank 0 serves the store."""
     comm = communicator(place, init_method="env://")
     comm.barrier()
@@ -178,38 +178,37 @@ def _outlive_the_server(place: Place) -> tuple[int, int, float]:
         time.sleep(0.5)
         leave(place, comm, "killed")
     _lose_a_peer(comm)
-    comm = comm.rebuild()
+    return comm
+
+
+def _outlive_the_server(place: Place) -> tuple[int, int, float]:
+    comm = _lose_the_server(place).rebuild()
     assert comm.membership.is_rebuilt and not comm.membership.is_new
     return comm.rank, comm.world_size, _sum(comm)
 
 
-def test_another_rank_of_the_host_serves_the_store_when_its_server_is_gone(backend):
-    env = [
-        environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(3))
-    ]
-    outcomes = fresh_ranks(3, _outlive_the_server, transport=backend, env=env)
-    assert _returned(outcomes, 0) == [(0, 2, 3.0), (1, 2, 3.0)]
-
-
-def _lose_the_store(place: Place) -> str:
-    comm = communicator(place, init_method="env://")
-    comm.barrier()
-    if comm.rank == 0:
-        time.sleep(0.5)
-        leave(place, comm, "killed")
-    _lose_a_peer(comm)
+def _lose_its_host(place: Place) -> str:
+    comm = _lose_the_server(place)
     bootstrap._is_here = lambda _: False
     with pytest.raises(fastcomm.InitError) as caught:
         comm.rebuild(timeout=timedelta(seconds=2))
     return str(caught.value)
 
 
-def test_a_store_that_is_gone_with_its_host_is_an_error_that_says_so(backend):
+def _at_a_server(backend: str, n: int, body: Any) -> list[Any]:
     env = [
-        environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(2))
+        environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(n))
     ]
-    outcomes = fresh_ranks(2, _lose_the_store, transport=backend, env=env)
-    assert "is gone with the process that has served it" in _returned(outcomes, 0)[0]
+    return _returned(fresh_ranks(n, body, transport=backend, env=env), 0)
+
+
+def test_another_rank_of_the_host_serves_the_store_when_its_server_is_gone(backend):
+    assert _at_a_server(backend, 3, _outlive_the_server) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_a_store_that_is_gone_with_its_host_is_an_error_that_says_so(backend):
+    (seen,) = _at_a_server(backend, 2, _lose_its_host)
+    assert "is gone with the process that has served it" in seen
 
 
 # ---- ranks that are too late, or too early -------------------------------------------------------

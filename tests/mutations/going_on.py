@@ -99,8 +99,8 @@ MUTATIONS = (
         name="elastic: batches of a step that was dropped do not come again",
         file=ELASTIC,
         within="Elastic._batches",
-        old="elif self._was_dropped:\n    coming.extendleft(reversed(taken))\n    taken = []",
-        new="",
+        old="again, taken = (taken + again, [])",
+        new="again, taken = ([], [])",
         tests=(f"{LOOP}batches_of_a_step_that_was_abandoned_come_again_on_all_ranks",),
     ),
     Mutation(
@@ -128,7 +128,7 @@ MUTATIONS = (
         within="Elastic._batches",
         old="self._n_rounds > n_rounds",
         new="self._n_rounds > n_rounds and not self._was_dropped",
-        tests=(f"{LOOP}what_comes_after_a_dropped_round_of_one_model_is_dropped_with_it",),
+        tests=(MISSED,),
     ),
     Mutation(
         name="elastic: the loop ends without a vote",

@@ -10,7 +10,6 @@ follows (Reducer.refresh), and ranks that are behind load the state of one that 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -154,7 +153,7 @@ class Elastic(RoundExtension):
 
     def __init__(self, reducers: list[Reducer], state: Sequence[Stateful]) -> None:
         self._reducers, self._state = reducers, state
-        self._was_dropped = False  # a round, since the last batch
+        self._was_dropped = False  # what was made of the last batches
         self.outlived: FastcommError | None = None  # why the step under way is dropped
         self._last_look = 0.0
 
@@ -178,29 +177,29 @@ class Elastic(RoundExtension):
                 one.remove(self)
 
     def _batches(self, batches: Iterator[T]) -> Iterator[T]:
-        coming: deque[T] = deque()
-        taken: list[T] = []  # since a round has ended
+        fresh: list[T] = []
+        again: list[T] = []
+        taken: list[T] = []  # for the step under way
+        n_rounds = self._n_rounds  # when it began
         while True:
-            if not coming:
-                coming.append(next(batches, _NO_BATCH))
+            if self._n_rounds > n_rounds:  # this rank has made the step, or one that it caught up
+                n_rounds, again, taken = self._n_rounds, [], []
+            elif self._was_dropped:
+                again, taken = taken + again, []
+            self._was_dropped = False
+            if not again and not fresh:
+                fresh.append(next(batches, _NO_BATCH))
+            coming = again or fresh
             have_all = self._vote(coming[0] is not _NO_BATCH, is_between_steps=not taken)
-            if have_all is None:  # what was accumulated is gone
-                coming.extendleft(reversed(taken))
-                taken = []
+            if have_all is None:
                 continue
             if not have_all:
                 return
-            taken.append(coming.popleft())
-            n_rounds, self._was_dropped = self._n_rounds, False
+            taken.append(coming.pop(0))
             yield taken[-1]
             if self.outlived is not None and self._comm.failure is not None:
                 self._go_on()
             self.outlived = None
-            if self._n_rounds > n_rounds:
-                taken = []
-            elif self._was_dropped:
-                coming.extendleft(reversed(taken))
-                taken = []
 
     def _vote(self, has_batch: bool, *, is_between_steps: bool) -> bool | None:
         """Whether all ranks have a batch; None: they have met anew instead. is_between_steps:
@@ -262,7 +261,8 @@ class Elastic(RoundExtension):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Brings the ranks together anew, and makes them equal."""
+        """Brings the ranks together anew, and makes them equal. What was accumulated is gone."""
+        self._was_dropped = True
         while True:
             self._comm.rebuild()
             try:

@@ -65,12 +65,19 @@ class Training:
         self.reducer = fastcomm.Reducer(comm, **caps).attach(self.model)
         self.sizes: list[int] = []  # of the world, by step
         self.last = STEPS
+        self.misses_none = True  # of the steps, from the one on with which it begins
 
     def loop(self) -> Iterator[int]:
-        """The number of the step that is to be made, each time."""
-        steps = iter(lambda: self.reducer.n_rounds < self.last, False)
-        for _ in self.reducer.elastic(steps, state=[self.optimizer]):
+        """The number of the step that is to be made, each time, which is that of its batch."""
+        for batch in self.reducer.elastic(self._batches(), state=[self.optimizer]):
+            assert batch == self.reducer.n_rounds or not self.misses_none
             yield self.reducer.n_rounds
+
+    def _batches(self) -> Iterator[int]:
+        number = self.reducer.n_rounds
+        while self.reducer.n_rounds < self.last:
+            yield number
+            number += 1
 
     def loss(self, step: int) -> torch.Tensor:
         data = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))
@@ -257,6 +264,7 @@ def _be_stopped(place: Place) -> Any:
     training.last = 10**9
     for step in training.loop():
         if step == 3 and place.rank == 1 and not training.sizes[3:]:
+            training.misses_none = False
             subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         comm = training.reducer.comm
