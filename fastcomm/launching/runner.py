@@ -181,7 +181,7 @@ def _replace(
         try:
             for rank in range(ranks):
                 groups[rank] = _start_rank(rank, ranks, store.port, script, folder)
-            while groups and not _come_too_late(groups.keys(), replaced, point):
+            while not _are_over(groups.keys(), replaced, point, folder):
                 time.sleep(_TICK_S)
                 for rank, ended in [(rank, group.wait(0)) for rank, group in groups.items()]:
                     if ended is None:
@@ -208,9 +208,16 @@ def _replace(
     return None
 
 
-def _come_too_late(ranks: Collection[int], replaced: set[int], point: MeetingPoint) -> bool:
-    """Whether all ranks that run took the place of others, and wait for some that have ended."""
-    return replaced.issuperset(ranks) and len(point.waiting(list(ranks))) == len(ranks)
+def _are_over(
+    running: Collection[int], replaced: set[int], point: MeetingPoint, folder: CallFolder
+) -> bool:
+    """Whether all ranks have come to their end, but for those that took the place of others, and
+    wait for them in vain.
+    """
+    if not running:
+        return True
+    may_be_too_late = bool(folder.ended()) and replaced.issuperset(running)
+    return may_be_too_late and len(point.waiting(list(running))) == len(running)
 
 
 def _start_rank(rank: int, ranks: int, port: int, script: Sequence[str], folder: CallFolder) -> Any:

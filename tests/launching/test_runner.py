@@ -13,16 +13,20 @@ import sys
 import tempfile
 import threading
 import types
+from datetime import timedelta
 from importlib import util
 from types import SimpleNamespace
+from urllib.parse import urlparse
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import fastcomm
 from fastcomm import FastcommError
 from fastcomm.launching import runner
-from fastcomm.launching.call_folder import Raised, new_folder
+from fastcomm.launching.bootstrap import MeetingPoint
+from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
 from tests.support.forked_python import fork_python, python
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
@@ -320,6 +324,19 @@ def test_all_are_ended_when_more_are_lost_than_are_replaced(tmp_path):
     *_, killed, last = done.stderr.splitlines()
     assert re.fullmatch(r"rank 1 \(pid \d+\) was ended by SIGKILL", killed)
     assert last == "no process takes its place: --replace allows no more"
+
+
+def test_processes_that_replace_all_ranks_are_waited_for_while_they_meet(tmp_path):
+    """They wait for each other, and not for ranks that have ended."""
+    store = HashStore()
+    point = MeetingPoint(urlparse("env://"), store)
+    point.bootstrap(0, 1, timedelta(seconds=5))
+    folder = CallFolder(tmp_path)
+    assert not runner._are_over({0}, {0}, point, folder)
+    (tmp_path / "ended-1").touch()
+    assert runner._are_over({0}, {0}, point, folder)
+    assert not runner._are_over({0}, set(), point, folder)
+    assert runner._are_over(set(), set(), point, folder)
 
 
 def test_a_script_that_does_not_go_on_is_named_where_ranks_are_replaced(tmp_path):
