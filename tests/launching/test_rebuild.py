@@ -19,7 +19,7 @@ import fastcomm
 from fastcomm.comm.objects import on_host
 from fastcomm.launching import bootstrap, membership
 from tests.support.bodies import Place, communicator, leave, note, wait_for_note
-from tests.support.outcomes import Outcome
+from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 from tests.support.transports import EVERY_TRANSPORT, environment_of
 
@@ -29,13 +29,6 @@ pytestmark = pytest.mark.parametrize("backend", EVERY_TRANSPORT)
 def _ranks(backend: str, n: int, body: Any, *args: Any) -> list[Outcome]:
     env = [environment_of(backend, rank) for rank in range(n)]
     return fresh_ranks(n, body, *args, transport=backend, env=env)
-
-
-def _returned(outcomes: list[Outcome], *others: int) -> list[Any]:
-    """What the ranks have returned, but for those others."""
-    left = [outcome for outcome in outcomes if outcome.rank not in others]
-    assert all(outcome.kind == "returned" for outcome in left), list(map(str, outcomes))
-    return [outcome.value for outcome in left]
 
 
 def _sum(comm: Any) -> float:
@@ -70,7 +63,7 @@ def test_the_ranks_that_are_left_meet_anew(backend, victims):
     for victim in victims:
         del left[victim]
     outcomes = _ranks(backend, 3, _outlive, victims)
-    seen = _returned(outcomes, *({0, 1, 2} - set(left)))
+    seen = values_of(outcomes, *({0, 1, 2} - set(left)))
     total = {1: 1.0, 2: 3.0}
     assert [one[-1] for one in seen] == [
         (rank, len(left), total[len(left)]) for rank in range(len(left))
@@ -113,7 +106,7 @@ def _completed(comm: Any, n_ranks: int) -> Any:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_is_taken_in_and_has_the_rank_of_the_lost_one(backend, victim):
-    seen = _returned(_ranks(backend, 4, _take_in, victim), victim)
+    seen = values_of(_ranks(backend, 4, _take_in, victim), victim)
     ranks = [*(rank for rank in range(3) if rank != victim), victim]
     assert seen == [(rank, 3, 6.0, False) for rank in ranks]
 
@@ -140,7 +133,7 @@ def _die_while_meeting(place: Place, where: str) -> tuple[int, int, float]:
 @pytest.mark.parametrize("where", ["_decide", "connect_members"])
 def test_a_rank_may_be_lost_while_they_meet(backend, where):
     """Before it has written down who takes part, or after."""
-    seen = _returned(_ranks(backend, 4, _die_while_meeting, where), 0, 1)
+    seen = values_of(_ranks(backend, 4, _die_while_meeting, where), 0, 1)
     assert seen == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
@@ -163,7 +156,7 @@ def _come_too_late(place: Place) -> tuple[int, int, float]:
 
 
 def test_a_rank_that_comes_too_late_joins_the_next_meeting(backend):
-    seen = _returned(_ranks(backend, 4, _come_too_late), 0)
+    seen = values_of(_ranks(backend, 4, _come_too_late), 0)
     assert seen == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
 
@@ -199,7 +192,7 @@ def _at_a_server(backend: str, n: int, body: Any) -> list[Any]:
     env = [
         environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(n))
     ]
-    return _returned(fresh_ranks(n, body, transport=backend, env=env), 0)
+    return values_of(fresh_ranks(n, body, transport=backend, env=env), 0)
 
 
 def test_another_rank_of_the_host_serves_the_store_when_its_server_is_gone(backend):
@@ -233,7 +226,7 @@ def _wait_in_vain(place: Place) -> str:
 
 
 def test_a_rank_that_nobody_takes_in_does_not_go_on_alone(backend):
-    seen = _returned(_ranks(backend, 4, _wait_in_vain), 0)
+    seen = values_of(_ranks(backend, 4, _wait_in_vain), 0)
     assert all("missing: rank " in one for one in seen)
 
 

@@ -43,14 +43,20 @@ def my_place() -> Place:
 
 def communicator(place: Place, **options: Any) -> Any:
     """A communicator over the place's transport; over NCCL's stand-in on the CPU, also where there
-    is a GPU.
+    is a GPU. What the body makes from then on is made on its device.
     """
+    import torch
+
     import fastcomm
 
     if place.transport == "nccl" and "FASTCOMM_STAND_IN_KERNELS" in os.environ:
         options = {"device": "cpu", **options}
     options = {"init_method": place.init_method, **options}
-    return fastcomm.init(place.transport, rank=place.rank, world_size=place.world_size, **options)
+    options = {"rank": place.rank, "world_size": place.world_size, **options}
+    comm = fastcomm.init(place.transport, **options)
+    if comm.device.type != "cpu":
+        torch.set_default_device(comm.device)
+    return comm
 
 
 class Interrupted(BaseException):

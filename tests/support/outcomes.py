@@ -83,10 +83,11 @@ class RankError(AssertionError):
         super().__init__("\n".join(lines))
 
 
-def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What the body returned on every rank, as it must have done."""
-    assert all(outcome.kind == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
+def values_of(outcomes: Sequence[Outcome], *others: int) -> list[Any]:
+    """What the body returned on every rank but those others, as it must have done."""
+    remaining = [outcome for outcome in outcomes if outcome.rank not in others]
+    assert all(outcome.kind == "returned" for outcome in remaining), "\n".join(map(str, outcomes))
+    return [outcome.value for outcome in remaining]
 
 
 def described(error: BaseException) -> Failure:

@@ -48,7 +48,7 @@ def serve(
         try:
             body, args = pickle.loads(work)
             if pass_comm and comm is None:
-                comm = _communicator(place)
+                comm = communicator(place)
             with refusing_races():
                 value = carry_out(body, place if comm is None else comm, *args)
             answer = pickle.dumps(("returned", value))
@@ -110,15 +110,6 @@ def _settle(place: Place, env: Environment) -> None:
     delays.install(place.rank)
     gc.collect()
     gc.freeze()
-
-
-def _communicator(place: Place) -> Any:
-    import torch
-
-    comm = communicator(place)
-    if comm.device.type != "cpu":
-        torch.set_default_device(comm.device)  # what bodies make is made there
-    return comm
 
 
 def _incoming(pipe: multiprocessing.connection.Connection) -> Iterator[bytes]:

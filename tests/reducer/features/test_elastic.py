@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._pytree import tree_map_only
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
 from fastcomm.reducer.features import elastic, ordering
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Place, communicator, leave, note, noted, wait_for_note
-from tests.support.outcomes import Outcome
+from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import EVERY_TRANSPORT, environment_of
 
@@ -38,13 +39,6 @@ def _run(
     """of_hosts: ranks, by process, on whose hosts these are; else on their own."""
     env = [environment_of(backend, rank) for rank in of_hosts or range(n)]
     return fresh_ranks(n, body, *args, transport=backend, env=env)
-
-
-def _returned(outcomes: list[Outcome], *others: int) -> list[Any]:
-    """What the ranks have returned, but for those others."""
-    left = [outcome for outcome in outcomes if outcome.rank not in others]
-    assert all(outcome.kind == "returned" for outcome in left), list(map(str, outcomes))
-    return [outcome.value for outcome in left]
 
 
 # ---- a training ----------------------------------------------------------------------------------
@@ -80,7 +74,8 @@ class Training:
             number += 1
 
     def loss(self, step: int) -> torch.Tensor:
-        data = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step))
+        random = torch.Generator().manual_seed(step)
+        data = torch.randn(ROWS, 6, generator=random, device="cpu").to(self.reducer.comm.device)
         own = data[self.reducer.comm.rank :: self.reducer.comm.world_size]
         return ((self.model(own) - own.sum(1, keepdim=True)) ** 2).mean()
 
@@ -96,7 +91,8 @@ class Training:
 
     def end(self) -> tuple[list[int], Any, Any]:
         self.reducer.check_in_sync(self.optimizer)
-        return self.sizes, self.model.state_dict(), self.optimizer.state_dict()
+        states = self.model.state_dict(), self.optimizer.state_dict()
+        return self.sizes, *tree_map_only(torch.Tensor, torch.Tensor.cpu, states)
 
 
 def _train_some(place: Place, first: int, n: int, start: Any) -> Any:
@@ -112,7 +108,7 @@ def _check_trajectory(backend: str, ends: list[Any]) -> None:
     start, first = None, 0
     for n_ranks, run in itertools.groupby(sizes):
         n = len(list(run))
-        start = _returned(_run(backend, n_ranks, _train_some, first, n, start))[0]
+        start = values_of(_run(backend, n_ranks, _train_some, first, n, start))[0]
         first += n
     for _, model, optimizer in ends:
         torch.testing.assert_close((model, optimizer), start, rtol=0, atol=0)
@@ -122,7 +118,9 @@ def _check_trajectory(backend: str, ends: list[Any]) -> None:
 
 
 def _lose_one(place: Place, victim: int, when: str) -> Any:
-    training = Training(place, communicator(place, timeout=timedelta(seconds=5)))
+    # One that closes its communicator and lives on is waited for.
+    options = {"timeout": timedelta(seconds=5)} if when == "closes" else {}
+    training = Training(place, communicator(place, **options))
     for step in training.loop():
         if step == 5 and place.rank == victim:
             if when == "inside backward":
@@ -140,7 +138,7 @@ def _lose_one(place: Place, victim: int, when: str) -> Any:
     [*itertools.product(EVERY_TRANSPORT, ["killed", "inside backward"]), ("shm", "closes")],
 )
 def test_the_ranks_that_are_left_go_on(backend, when):
-    ends = _returned(_run(backend, 3, _lose_one, 1, when), 1)
+    ends = values_of(_run(backend, 3, _lose_one, 1, when), 1)
     assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
     _check_trajectory(backend, ends)
 
@@ -155,18 +153,25 @@ def _lose_all_others(place: Place) -> Any:
 
 
 def test_one_rank_may_be_all_that_is_left():
-    ends = _returned(_run("shm", 3, _lose_all_others), 1, 2)
+    ends = values_of(_run("shm", 3, _lose_all_others), 1, 2)
     assert [one[0] for one in ends] == [[3] * 3 + [2] * 3 + [1] * 6]
     _check_trajectory("shm", ends)
 
 
 def _be_behind(place: Place) -> Any:
-    """Rank 2 is lost when rank 0 has the gradients of a step, and rank 1 hears of it before."""
+    """Rank 2 is lost when rank 0 has the gradients of a step, and rank 1 does not get them."""
+
+    def hear_of_it(round: Round) -> None:
+        for bucket in round.buckets:
+            bucket.finish()
+        wait_for_note(place, "has stepped")  # over NCCL, rank 0's GPU reads this rank's until then
+        raise PeerLostError("rank 2 died", [2])
+
     training = Training(place, communicator(place))
     for step in training.loop():
         if step == 5 and place.rank == 1 and training.reducer.comm.world_size == 3:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Round, "_settle", _hear_too_early)
+                patch.setattr(Round, "_settle", hear_of_it)
                 training.make(step)
             continue
         training.optimizer.zero_grad()
@@ -181,12 +186,6 @@ def _be_behind(place: Place) -> Any:
     return training.end()
 
 
-def _hear_too_early(round: Round) -> None:
-    for bucket in round.buckets:
-        bucket.finish()
-    raise PeerLostError("rank 2 died", [2])
-
-
 def _lose_those_that_are_ahead(place: Place) -> str:
     """Rank 0 is lost, too, before rank 1 has what it missed."""
     if place.rank == 0:
@@ -197,13 +196,13 @@ def _lose_those_that_are_ahead(place: Place) -> str:
 
 
 def test_what_nobody_has_any_more_is_an_error():
-    (seen,) = _returned(_run("shm", 3, _lose_those_that_are_ahead), 0, 2)
+    (seen,) = values_of(_run("shm", 3, _lose_those_that_are_ahead), 0, 2)
     assert seen.startswith("the ranks that had made most steps were lost before the others")
 
 
 @over_every_transport
 def test_a_rank_that_has_missed_a_step_gets_it_from_one_that_has_not(backend):
-    ends = _returned(_run(backend, 3, _be_behind), 2)
+    ends = values_of(_run(backend, 3, _be_behind), 2)
     assert sorted(one[0] for one in ends) == [[3] * 5 + [2] * 6, [3] * 6 + [2] * 6]
     _check_trajectory(backend, ends)
 
@@ -221,7 +220,7 @@ def _lose_one_while_planning(place: Place, where: str) -> Any:
 
 @pytest.mark.parametrize("where", ["gather_objects", "hook_up_anew"])
 def test_a_rank_may_be_lost_while_buckets_are_planned_anew(where):
-    ends = _returned(_run("group", 3, _lose_one_while_planning, where), 1)
+    ends = values_of(_run("group", 3, _lose_one_while_planning, where), 1)
     sizes = ends[0][0]
     assert len(sizes) == STEPS and 0 < sizes.count(3) < STEPS
     _check_trajectory("group", ends)
@@ -253,7 +252,7 @@ def _take_in(place: Place, victim: int) -> Any:
 @over_every_transport
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_in_place_of_a_lost_one_gets_all_that_the_others_have(backend, victim):
-    ends = _returned(_run(backend, 4, _take_in, victim, of_hosts=[0, 1, 2, victim]), victim)
+    ends = values_of(_run(backend, 4, _take_in, victim, of_hosts=[0, 1, 2, victim]), victim)
     assert ends[0][0][:3] == ends[0][0][-3:] == ends[-1][0] == [3] * 3
     _check_trajectory(backend, ends)
 
@@ -276,7 +275,7 @@ def _be_stopped(place: Place) -> Any:
 
 
 def test_a_rank_that_was_stopped_for_longer_than_the_timeout_comes_back():
-    ends = _returned(_run("shm", 3, _be_stopped))
+    ends = values_of(_run("shm", 3, _be_stopped))
     assert [size for size, _ in itertools.groupby(ends[0][0])] == [3, 2, 3]
     assert ends[1][0] == [3] * 6
     _check_trajectory("shm", [ends[0], ends[2]])
@@ -314,7 +313,7 @@ def _use_batches(place: Place, fails_at: int) -> list[int]:
 
 @over_every_transport
 def test_batches_of_a_step_that_was_abandoned_come_again_on_all_ranks(backend):
-    assert _returned(_run(backend, 2, _use_batches, 3)) == [list(range(8))] * 2
+    assert values_of(_run(backend, 2, _use_batches, 3)) == [list(range(8))] * 2
 
 
 def _lose_one_while_accumulating(place: Place) -> list[float]:
@@ -340,7 +339,7 @@ def _lose_one_while_accumulating(place: Place) -> list[float]:
 
 @over_every_transport
 def test_what_was_accumulated_is_made_again_when_a_rank_is_lost(backend):
-    seen = _returned(_run(backend, 3, _lose_one_while_accumulating), 1)
+    seen = values_of(_run(backend, 3, _lose_one_while_accumulating), 1)
     assert seen == [[3.0, 7.0, 11.0, 15.0]] * 2
 
 
@@ -354,7 +353,7 @@ def _have_unequal_numbers(place: Place) -> int:
 
 @over_every_transport
 def test_the_loop_ends_with_the_first_rank_that_has_no_batch(backend):
-    assert _returned(_run(backend, 2, _have_unequal_numbers)) == [4, 4]
+    assert values_of(_run(backend, 2, _have_unequal_numbers)) == [4, 4]
 
 
 def _train_two_models(place: Place) -> Any:
@@ -375,7 +374,7 @@ def _train_two_models(place: Place) -> Any:
 
 @over_every_transport
 def test_what_comes_after_a_dropped_round_of_one_model_is_dropped_with_it(backend):
-    ends = _returned(_run(backend, 3, _train_two_models), 2)
+    ends = values_of(_run(backend, 3, _train_two_models), 2)
     for one, other, is_skipped in ends:
         assert one[0] == [3] * 6 + [2] * 6
         assert other[0] == [3] * 5 + [2] * 6  # that step of the other model nobody has made
@@ -405,7 +404,7 @@ def _go_on_by_hand(place: Place) -> Any:
 
 
 def test_rebuild_refresh_and_catch_up_do_the_same_by_hand():
-    ends = _returned(_run("shm", 3, _go_on_by_hand), 2)
+    ends = values_of(_run("shm", 3, _go_on_by_hand), 2)
     assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
     _check_trajectory("shm", ends)
 
@@ -441,7 +440,7 @@ def _come_without_state(place: Place) -> list[str]:
 
 
 def test_no_optimizer_steps_before_the_ranks_have_its_state():
-    for refusal, trouble in _returned(_run("shm", 3, _come_without_state), 1):
+    for refusal, trouble in values_of(_run("shm", 3, _come_without_state), 1):
         assert "have made different numbers of steps: call fastcomm.catch_up(" in refusal
         assert "was not given Adam, which keeps state" in trouble
 
@@ -477,6 +476,6 @@ def _refuse(place: Place) -> list[str]:
 
 
 def test_what_cannot_go_on_without_a_rank_is_refused_at_the_start():
-    for seen in _returned(_run("shm", 2, _refuse)):
+    for seen in values_of(_run("shm", 2, _refuse)):
         words = ["state takes", "join() ends", "its shards of", "LocalSGD have", *_HOOK * 2]
         assert [word in one for one, word in zip(seen, words, strict=True)] == [True] * 6, seen
