@@ -58,6 +58,7 @@ EXTENSIONS = (
         "comm.gathering",
         "transports.group.wire",
         "transports.group.shards",
+        "insight.phases",
         "insight.recorder",
         "reducer.gradient_state",
         "reducer.hooks",

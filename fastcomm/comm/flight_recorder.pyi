@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import torch
 
 from fastcomm.errors import FastcommError
@@ -45,6 +47,8 @@ class FlightRecorder:
     def pids(self) -> tuple[int, ...]: ...
     @property
     def names(self) -> dict[int, str]: ...
+    @property
+    def activities(self) -> dict[str, Callable[[], str]]: ...
     def note(
         self,
         kind: str,

@@ -21,12 +21,15 @@ PATIENCE_S = 10.0  # how long ranks have to answer
 
 @dataclass
 class Rank:
-    """One rank of one communicator, as its dump shows it. entries: of its FlightRecorder."""
+    """One rank of one communicator, as its dump shows it. entries: of its FlightRecorder, as are
+    names and activities.
+    """
 
     rank: int
     file: dict[str, Any]
     entries: list[dict[str, Any]]
     names: dict[str, str]
+    activities: dict[str, str] = field(default_factory=dict)
 
     def waits_for(self, over: Container[tuple[int, int]]) -> dict[str, Any] | None:
         """The oldest collective that is over neither here nor, as its position in `over` says,
@@ -118,7 +121,9 @@ def groups_of(files: Sequence[dict[str, Any]]) -> list[Group]:
             group = groups.setdefault(
                 (seen[alike], *alike), Group(one["backend"], len(one["pids"]))
             )
-            group.ranks.append(Rank(one["rank"], file, one["entries"], one["names"]))
+            group.ranks.append(
+                Rank(one["rank"], file, one["entries"], one["names"], one["activities"])
+            )
     return sorted(groups.values(), key=lambda group: -group.n_ranks)
 
 
@@ -194,6 +199,8 @@ def _who_is_late(one: Rank, position: tuple[int, int]) -> Iterator[str]:
         yield f"    which ended at {_clock(newest['ended_ns'])}, {ago:.1f} s before its dump"
     else:
         yield f"    its last was {one.named(newest)}, posted at {_clock(newest['posted_ns'])}"
+    for name, activity in one.activities.items():
+        yield f"    {name} was {activity}"
     for name, stack in list(one.file["threads"].items())[:1]:
         yield f"    {name} stood at"
         yield from (f"      {line}" for line in stack)

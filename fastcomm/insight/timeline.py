@@ -10,9 +10,8 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +19,7 @@ from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.insight import plot, summary, trace
+from fastcomm.insight.forward import watch_forward
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import BucketPlan, Step, read_steps
@@ -114,7 +114,7 @@ class Timeline:
             reducer.recorder = self._recorder if self.is_on and self._plan else None
         model = None if self._model is None else self._model()
         if self.is_on and model is not None:
-            self._handles = _watch_forward(model, self._recorder)
+            self._handles = watch_forward(model, self._recorder)
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
@@ -206,35 +206,3 @@ class Timeline:
             f"steps, {n_buckets} bucket{'' if n_buckets == 1 else 's'}; "
             f"{recorder.nbytes / 1e3:,.1f} kB>"
         )
-
-
-def _watch_forward(model: nn.Module, recorder: Recorder) -> list[RemovableHandle]:
-    """Notes when the module's forward begins and ends, and when a backward comes to its output. In
-    what torch.compile traces there is nothing to see.
-    """
-
-    def begin(*_: object) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            recorder.begin_forward()
-
-    def end(module: nn.Module, inputs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        recorder.end_forward()
-        tensor = _first_with_graph(output)
-        if tensor is not None and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(reach_output)
-
-    def reach_output(_: object) -> None:
-        recorder.reach_output()
-
-    return [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
-
-
-def _first_with_graph(output: Any) -> Tensor | None:
-    """The first tensor of a model's output that has a graph: the loss, where models return one."""
-    values = output.values() if isinstance(output, dict) else output
-    for value in values if isinstance(values, (tuple, list)) or values is not output else [output]:
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            return value
-    return None

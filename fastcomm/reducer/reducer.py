@@ -31,6 +31,8 @@ from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.insight.advice import DEFAULT_CAP_MB, NETWORK_CAP_MB
+from fastcomm.insight.phases import BACKWARD, OPTIMIZER, OTHER, WAITING, Phases
+from fastcomm.insight.stragglers import Straggler, Stragglers
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
 from fastcomm.reducer import statistics, validation
@@ -52,6 +54,7 @@ from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
 from fastcomm.reducer.features.ordering import Ordering
 from fastcomm.reducer.features.progress import Stateful
+from fastcomm.reducer.features.replanning import all_or_none
 from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.features.skip import Skipping, hears_votes
@@ -188,6 +191,8 @@ class Reducer(ReducerFlags):
         self.ordering = Ordering() if comm.crosses_network else None
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
+        self._stragglers = Stragglers(comm)
+        self.phases: Phases = self._stragglers.phases
         self._hears_votes = hears_votes(comm, self.options)
 
     def __repr__(self) -> str:
@@ -244,6 +249,7 @@ class Reducer(ReducerFlags):
         self.steps = StepRecord(compares)
         for planner in self._planners:
             planner.begin(self.n_rounds, self.comm.world_size)
+        self._stragglers.begin(self.n_rounds)
         self.hook_up(source)
 
     def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
@@ -285,6 +291,8 @@ class Reducer(ReducerFlags):
         if self._timeline is not None:
             self._timeline.follow(self.buckets, source)
         self._remember(source)
+        self._stragglers.follow(source)
+        self.comm.flight.activities[f"reducer {self.number}"] = self.phases.in_words
         for planner in self._planners:
             planner.buckets_made(self)
         was_attached(self)
@@ -323,6 +331,8 @@ class Reducer(ReducerFlags):
             handle.remove()
         if self._timeline is not None:
             self._timeline.let_go()
+        self._stragglers.let_go()
+        self.comm.flight.activities.pop(f"reducer {self.number}", None)
         for planner in self._planners:
             planner.let_go(self)
         for bucket in self.buckets:
@@ -549,6 +559,7 @@ class Reducer(ReducerFlags):
             for extension in opened.extensions:
                 extension.before_round(opened)
             self.round = opened
+            self.phases.enter(BACKWARD)
         return self.round
 
     def _close_round(self, over: Round) -> None:
@@ -560,6 +571,7 @@ class Reducer(ReducerFlags):
             self.n_rounds = over.number
         self.n_unsynced = 0
         self.round = None
+        self.phases.enter(OTHER)
 
     def drop_step(self) -> None:
         """Drop all gradients, and what was said of the next round. An open round does so itself."""
@@ -624,21 +636,28 @@ class Reducer(ReducerFlags):
                 "reduction ends with backward(). Call synchronize(), and step the optimizer, after "
                 "backward() and not in a hook inside it"
             )
+        self.phases.enter(WAITING)
         try:
             ending.finish()
         except BaseException as interruption:
             if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
                 try:
-                    self._plan_anew(can_replan=False)
+                    self._confer(can_replan=False)
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
-        if self._planners and ending.state is not State.DROPPED:
-            self._plan_anew(can_replan=is_between_steps and not self.skipped)
+        is_due = self._planners or self.n_rounds >= self._stragglers.due_at
+        if is_due and ending.state is not State.DROPPED:
+            self._confer(can_replan=is_between_steps and not self.skipped)
 
-    def _plan_anew(self, *, can_replan: bool) -> None:
-        """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""
+    def _confer(self, *, can_replan: bool) -> None:
+        """What the ranks tell each other after a round: who was late, and which buckets would be
+        better. can_replan: see Tuning.after_round.
+        """
         try:
+            if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
+                with all_or_none(self, lambda _: None):
+                    self._stragglers.after_round(self.n_rounds, self._model and self._model())
             for planner in self._planners:
                 planner.after_round(self, can_replan)
         except FastcommError as error:
@@ -929,9 +948,11 @@ class Reducer(ReducerFlags):
             self._require_reduced(((self.buckets[n], slots) for n, slots in stepped), since)
         if self.recorder is not None:
             self.recorder.begin_optimizer()
+        self.phases.enter(OPTIMIZER)
 
     def after_step(self, stepped: list[SteppedSlots] | None) -> None:
         """For optimizers' hooks: notes a step of these slots; None: of one that was left out."""
+        self.phases.enter(OTHER)
         if self.recorder is not None:
             self.recorder.end_optimizer()
         if stepped is None or self.skipped:
@@ -1050,3 +1071,15 @@ class Reducer(ReducerFlags):
             self._timeline.start()
         self._timeline.must_keep(steps)
         return self._timeline
+
+    def stragglers(self) -> list[Straggler]:
+        """The ranks that the others have waited for in the newest steps, what costs most first:
+        each with the phase in which it was late, and its cost. Equal on all ranks. Empty where none
+        is late by 5% of a step, and over NCCL, where no host waits. Not collective.
+
+        The ranks tell each other about every 2 s, after a round. From the first call on the forward
+        of the model is watched, which tells it from the data; call it on every rank. Rank 0 warns
+        by itself, by logging, of a rank that costs all a tenth of their time, three times in a row.
+        """
+        self._stragglers.watch(self.attached_model())
+        return list(self._stragglers.newest)

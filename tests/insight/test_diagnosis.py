@@ -79,6 +79,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_place_where_it_stands(backe
     assert "of bias ... weight" in lines or "of weight ... bias" in lines, lines
     assert f"rank {LATE} (pid " in lines and "has not come to number" in lines, lines
     assert "in _load_batch" in lines, lines
+    assert "reducer 0 was in data, forward and other for" in lines, lines
     assert "no dump" not in lines
     _check_that_torch_names(LATE, folder)
 

@@ -27,6 +27,7 @@ from tests.mutations import (
     shm,
     skips,
     starting_and_showing,
+    stragglers,
     weights,
 )
 
@@ -52,5 +53,6 @@ AREAS = (
     starting_and_showing,
     dumps,
     going_on,
+    stragglers,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

@@ -1,0 +1,71 @@
+"""Watching a module's forward, which its parameters' hooks do not see."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class ForwardClock(Protocol):
+    """What is told of forwards."""
+
+    def begin_forward(self) -> None: ...
+    def end_forward(self) -> None: ...
+    def reach_output(self) -> None: ...
+
+
+def watch_forward(model: nn.Module, clock: ForwardClock) -> list[RemovableHandle]:
+    """Tells the clock when the module's forward begins and ends, and when a backward comes to its
+    output. In what torch.compile traces there is nothing to see.
+    """
+    begin, end = _Begin(clock), _End(clock)
+    return [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+
+
+def _nothing(*_: object) -> None:
+    """The hook of a copy of the module."""
+
+
+class _Hook:
+    """Goes with no copy of the module, nor into a file."""
+
+    def __init__(self, clock: ForwardClock) -> None:
+        self._clock = clock
+
+    def __reduce__(self) -> Any:
+        return _that_of_a_copy, ()
+
+
+def _that_of_a_copy() -> Any:
+    return _nothing
+
+
+class _Begin(_Hook):
+    def __call__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._clock.begin_forward()
+
+
+class _End(_Hook):
+    def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._clock.end_forward()
+        tensor = _first_with_graph(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self._reach_output)
+
+    def _reach_output(self, _: object) -> None:
+        self._clock.reach_output()
+
+
+def _first_with_graph(output: Any) -> Tensor | None:
+    """The first tensor of a model's output that has a graph: the loss, where models return one."""
+    values = output.values() if isinstance(output, dict) else output
+    for value in values if isinstance(values, (tuple, list)) or values is not output else [output]:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            return value
+    return None

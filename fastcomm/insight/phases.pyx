@@ -1,0 +1,85 @@
+# cython: language_level=3
+"""Phases: what the time of a reducer's steps goes into on this rank, summed up.
+
+One look at the clock and one addition where a phase ends. Unlike a Recorder it keeps no times, so
+it is always on.
+"""
+
+from libc.stdint cimport int64_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from torch.autograd import Variable
+
+cdef enum:
+    N_PHASES = 5
+
+OTHER, FORWARD, BACKWARD, WAITING, OPTIMIZER = range(N_PHASES)
+NAMES = ("data and other", "forward", "backward", "the wait for gradients", "optimizer")
+UNWATCHED = "data, forward and other"  # OTHER where nobody watches the forward
+
+
+cdef inline int64_t now() noexcept nogil:
+    cdef timespec time
+    clock_gettime(CLOCK_MONOTONIC, &time)
+    return <int64_t>time.tv_sec * 1_000_000_000 + time.tv_nsec
+
+
+cdef class Phases:
+    """In which phase of a step this rank is, and how long it has been in each since take().
+
+    OTHER is what no other phase is: data, the loss, and the forward where nobody watches it.
+    WAITING is from the last gradient to the end of the round.
+
+    sees_forward: somebody watches the forward.
+    """
+
+    cdef int64_t[N_PHASES] spent
+    cdef int64_t since
+    cdef int phase
+    cdef public bint sees_forward
+
+    def __cinit__(self):
+        self.phase, self.since = 0, now()
+
+    cpdef enter(self, int phase):
+        """What comes from now on is of this phase."""
+        if not 0 <= phase < N_PHASES:
+            raise ValueError(f"there is no phase {phase}")
+        cdef int64_t time = now()
+        self.spent[self.phase] += time - self.since
+        self.phase, self.since = phase, time
+
+    def take(self):
+        """The ns in each phase, which are then 0."""
+        self.enter(self.phase)
+        cdef list spent = [self.spent[i] for i in range(N_PHASES)]
+        for i in range(N_PHASES):
+            self.spent[i] = 0
+        return spent
+
+    def in_words(self):
+        """The phase of now, and for how long. Any thread may ask."""
+        name = NAMES[self.phase] if self.phase or self.sees_forward else UNWATCHED
+        return f"in {name} for {(now() - self.since) / 1e9:.1f} s"
+
+    # -- for watch_forward() -----------------------------------------------------------------------
+
+    def begin_forward(self):
+        """One inside a backward belongs to that."""
+        if self.phase != BACKWARD:
+            self.enter(FORWARD)
+
+    def end_forward(self):
+        if self.phase == FORWARD:
+            self.enter(OTHER)
+
+    def reach_output(self):
+        """A backward has come to the model's output. One inside no_sync() opens no round: autograd
+        tells when it is through.
+        """
+        self.enter(BACKWARD)
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self):
+        if self.phase == BACKWARD:
+            self.enter(OTHER)

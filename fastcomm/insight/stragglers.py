@@ -1,0 +1,167 @@
+"""Stragglers: which rank the others wait for, in which phase of a step, and what it costs.
+
+Every rank sums up how long its phases take. From time to time the ranks tell each other, after a
+round. A rank that is late does not wait for the reduction, and the others do: so the time that a
+rank spends on all but waiting tells the culprit from its victims, without a common clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fastcomm.comm.transport import Transport
+from fastcomm.insight.forward import watch_forward
+from fastcomm.insight.phases import (
+    BACKWARD,
+    FORWARD,
+    NAMES,
+    OPTIMIZER,
+    OTHER,
+    UNWATCHED,
+    WAITING,
+    Phases,
+)
+
+FIRST_ROUNDS = 16  # after which the ranks tell each other for the first time
+LEAST_ROUNDS, MOST_ROUNDS = 8, 1000  # between two tellings
+WINDOW_S = 2.0  # that lie about so far apart
+LEAST_SHARE = 0.05  # of a step, that a straggler is late by
+# Of a step, and how often in a row: then rank 0 warns. Not of less than that.
+WARNING_SHARE, WARNING_WINDOWS, WARNING_MS = 0.1, 3, 1.0
+_log = logging.getLogger("fastcomm")
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others wait for.
+
+    phase: in which it is late most: "data and other", "forward", "backward" or "optimizer"; "data,
+        forward and other" where no forward is seen.
+    late_ms: what its step takes beside waiting for others, beyond the median of the other ranks'.
+    step_ms: what a step takes on all ranks.
+    share: of the time of all ranks that it costs: a step would be shorter by so much, were it as
+        fast as the next slowest.
+    """
+
+    rank: int
+    phase: str
+    late_ms: float
+    step_ms: float
+    share: float
+
+    @property
+    def is_worth_a_warning(self) -> bool:
+        return self.share >= WARNING_SHARE and self.share * self.step_ms >= WARNING_MS
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is late by {self.late_ms:.1f} ms in a step of {self.step_ms:.1f} "
+            f"ms, most of it in {self.phase}; it costs all ranks {self.share:.0%} of their time"
+        )
+
+
+class Stragglers:
+    """Of one reducer, from its attach() on.
+
+    due_at: the number of rounds at whose end the ranks tell each other next; equal on all ranks.
+    newest: the stragglers of the steps that were told of last; equal on all ranks.
+    """
+
+    def __init__(self, comm: Transport) -> None:
+        self._comm = comm
+        self.phases = Phases()
+        self._handles: list[RemovableHandle] = []
+        self._watches = False  # the forward, of any model that is attached
+        self.begin(0)
+
+    def begin(self, n_rounds: int) -> None:
+        """A model is attached, when so many rounds have ended. Over NCCL a rank's host waits for
+        nobody, and cannot tell.
+        """
+        can_tell = self._comm.world_size > 1 and not self._comm.has_streams
+        self.due_at: float = n_rounds + FIRST_ROUNDS if can_tell else float("inf")
+        self._began_at = n_rounds
+        self._n_windows = 0  # in a row, in which the same rank has cost so much
+        self._warned_of: int | None = None
+        self.newest: list[Straggler] = []
+        self.phases.take()
+
+    def follow(self, model: object) -> None:
+        """This model is hooked up."""
+        if self._watches and not self._handles and isinstance(model, nn.Module):
+            self._handles = watch_forward(model, self.phases)
+            self.phases.sees_forward = True
+
+    def let_go(self) -> None:
+        """The model is not hooked up any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.phases.sees_forward = False
+
+    def watch(self, model: object) -> None:
+        """Watches the forward from now on: of this model, which is hooked up, and of later ones."""
+        self._watches = True
+        self.follow(model)
+
+    def after_round(self, n_rounds: int, model: object) -> None:
+        """Tells the other ranks. Collective. model: whose forward is watched where that helps."""
+        n = n_rounds - self._began_at
+        own = [*(ns / n for ns in self.phases.take()), float(self.phases.sees_forward)]
+        told = torch.empty(self._comm.world_size * len(own), dtype=torch.float64)
+        self._comm.all_gather_single(told, torch.tensor(own, dtype=torch.float64))
+        ranks = told.view(self._comm.world_size, -1).tolist()
+        step_s = sum(ranks[0][:-1]) / 1e9
+        wanted = int(WINDOW_S / step_s) if step_s else MOST_ROUNDS
+        self._began_at = n_rounds
+        self.due_at = n_rounds + min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS)
+        self._judge(find([one[:-1] for one in ranks], all(one[-1] for one in ranks)), model)
+
+    def _judge(self, found: list[Straggler], model: object) -> None:
+        last = self.newest[0].rank if self.newest else None
+        self.newest = found
+        if not found or not found[0].is_worth_a_warning:
+            self._n_windows, self._warned_of = 0, None
+            return
+        self._n_windows = self._n_windows + 1 if found[0].rank == last else 1
+        self.watch(model)  # to tell data from forward
+        if self._n_windows >= WARNING_WINDOWS and self._warned_of != found[0].rank:
+            self._warned_of = found[0].rank
+            if self._comm.rank == 0:
+                _log.warning("%s (see reducer.stragglers())", found[0])
+
+
+def find(ranks: Sequence[Sequence[float]], sees_forward: bool) -> list[Straggler]:
+    """ranks: by rank, the ns of a step in each phase. Those that are late, what costs most first.
+    sees_forward: all ranks have watched it.
+    """
+    working = [sum(one) - one[WAITING] for one in ranks]
+    step = statistics.median(map(sum, ranks))
+    found = []
+    for rank, own in enumerate(working):
+        others = working[:rank] + working[rank + 1 :]
+        late = own - statistics.median(others)
+        if late >= LEAST_SHARE * step > 0:
+            share = max(0.0, own - max(others)) / step
+            phase = _latest_phase(ranks, rank, sees_forward)
+            found.append(Straggler(rank, phase, late / 1e6, step / 1e6, share))
+    return sorted(found, key=lambda one: (-one.share, -one.late_ms))
+
+
+def _latest_phase(ranks: Sequence[Sequence[float]], rank: int, sees_forward: bool) -> str:
+    """In words: the one that exceeds the median of the other ranks' most."""
+
+    def late_in(phases: tuple[int, ...]) -> float:
+        spent = [sum(one[phase] for phase in phases) for one in ranks]
+        return spent.pop(rank) - statistics.median(spent)
+
+    before = {(OTHER,): NAMES[OTHER], (FORWARD,): NAMES[FORWARD]}
+    after = {(BACKWARD,): NAMES[BACKWARD], (OPTIMIZER,): NAMES[OPTIMIZER]}
+    names = {**(before if sees_forward else {(OTHER, FORWARD): UNWATCHED}), **after}
+    return str(names[max(names, key=late_in)])

@@ -1,0 +1,222 @@
+"""Which rank the others wait for, in which phase, and what that costs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import fastcomm
+from fastcomm.insight import stragglers
+from fastcomm.insight.phases import OPTIMIZER, WAITING, Phases
+from fastcomm.insight.stragglers import find
+from tests.support.ranks import on_ranks
+from tests.support.transports import EVERY_TRANSPORT
+
+pytestmark = pytest.mark.usefixtures("transport")
+MS = 1_000_000
+LATE_S = 0.02
+PHASES = ("data and other", "forward", "backward", "optimizer")
+
+
+class _Model(nn.Sequential):
+    """sleeps: in which phase, or none."""
+
+    sleeps = ""
+
+    def forward(self, x):
+        self.sleep("forward")
+        hidden = self[0](x)
+        hidden.register_hook(lambda _: self.sleep("backward"))
+        return self[2](self[1](hidden))
+
+    def sleep(self, phase):
+        if phase == self.sleeps:
+            time.sleep(LATE_S)
+
+
+def _train(comm, phase="", late_rank=1, steps=0):
+    """phase: in which the rank sleeps, each time."""
+    model = _Model(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(lambda *_: model.sleep("optimizer"))
+    model.sleeps = phase if comm.rank == late_rank else ""
+    _step(model, optimizer, steps)
+    return model, reducer, optimizer
+
+
+def _step(model, optimizer, steps):
+    for _ in range(steps):
+        model.sleep("data and other")
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+
+
+def _tell_often():
+    stragglers.WINDOW_S = 0.0
+    stragglers.MOST_ROUNDS = stragglers.LEAST_ROUNDS
+
+
+# ---- on real ranks -------------------------------------------------------------------------------
+
+
+@pytest.mark.transports("shm", "group", "hierarchical")
+@pytest.mark.parametrize("phase", PHASES)
+@on_ranks(3)
+def test_a_rank_that_sleeps_is_named_with_the_phase(comm, phase):
+    _tell_often()
+    model, reducer, optimizer = _train(comm)
+    assert reducer.stragglers() == []
+    model.sleeps = phase if comm.rank == 2 else ""
+    _step(model, optimizer, 48)
+    (straggler, *others) = reducer.stragglers()
+    assert (straggler.rank, straggler.phase) == (2, phase), straggler
+    assert straggler.late_ms >= 0.9 * LATE_S * 1e3
+    assert straggler.share > 0.1 and not any(one.share for one in others)
+    assert f"rank 2 is late by {straggler.late_ms:.1f} ms" in str(straggler)
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_forwards_are_watched_where_a_rank_is_late_before_its_backward(comm):
+    _tell_often()
+    model, reducer, optimizer = _train(comm, "forward")
+    _step(model, optimizer, stragglers.FIRST_ROUNDS)
+    (first,) = reducer._stragglers.newest
+    assert first.phase == "data, forward and other"
+    _step(model, optimizer, 2 * stragglers.LEAST_ROUNDS)
+    assert reducer._stragglers.newest[0].phase == "forward"
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_rank_0_warns_once_of_a_rank_that_stays_late(comm):
+    _tell_often()
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("fastcomm").addHandler(handler)
+    try:
+        model, reducer, optimizer = _train(comm, "backward", steps=stragglers.FIRST_ROUNDS)
+        _step(model, optimizer, stragglers.LEAST_ROUNDS)
+        assert reducer.n_rounds == stragglers.FIRST_ROUNDS + stragglers.LEAST_ROUNDS
+        assert seen == []  # twice only
+        _step(model, optimizer, 3 * stragglers.LEAST_ROUNDS)
+    finally:
+        logging.getLogger("fastcomm").removeHandler(handler)
+    assert len(seen) == (comm.rank == 0), seen
+    assert not seen or "rank 1 is late by" in seen[0] and "most of it in backward" in seen[0]
+
+
+@pytest.mark.transports(*EVERY_TRANSPORT)
+@on_ranks(2)
+def test_what_stragglers_says_is_equal_on_all_ranks_and_may_be_nothing(comm):
+    _tell_often()
+    _, reducer, _ = _train(comm, "data and other", steps=30)
+    found = reducer.stragglers()
+    told = fastcomm.comm.objects.gather_objects(comm, list(map(str, found)), "a test")
+    assert told[0] == told[1] and len(found) == (not comm.has_streams)
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_unsynced_backwards_end_before_the_next_data(comm):
+    _tell_often()
+    model, reducer, optimizer = _train(comm)
+    reducer.stragglers()
+    model.sleeps = "data and other" if comm.rank else ""
+    for _ in range(stragglers.FIRST_ROUNDS + stragglers.LEAST_ROUNDS):
+        optimizer.zero_grad()
+        with reducer.no_sync():
+            model(torch.ones(4, 16)).sum().backward()
+        model.sleep("data and other")
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+    assert reducer.stragglers()[0].phase == "data and other"
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_ranks_tell_each_other_again_after_a_join(comm):
+    _tell_often()
+    model, reducer, optimizer = _train(comm, "backward")
+    with reducer.join():
+        _step(model, optimizer, stragglers.FIRST_ROUNDS + 5 * comm.rank)
+    assert reducer._stragglers.newest == []
+    _step(model, optimizer, 1)
+    assert reducer.stragglers()[0].rank == 1
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_what_watches_a_forward_goes_with_no_copy_of_the_model(comm):
+    model, reducer, _ = _train(comm)
+    reducer.stragglers()
+    reducer.timeline()
+    before = reducer.phases.take()
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        other.sleeps = "forward"
+        other(torch.ones(1, 16))
+    assert reducer.phases.take()[1] == 0 and sum(before) > 0
+    reducer.refresh()
+    model(torch.ones(1, 16))
+    assert reducer.phases.take()[1] > 0
+    reducer.detach()
+    assert not model._forward_pre_hooks or reducer._timeline.is_on
+    reducer.timeline().stop()
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+# ---- what follows from what was told ------------------------------------------------------------
+
+
+def _phases(other=10.0, forward=20.0, backward=40.0, waiting=20.0, optimizer=10.0):
+    return [one * MS for one in (other, forward, backward, waiting, optimizer)]
+
+
+def test_ranks_that_are_alike_are_no_stragglers():
+    assert find([_phases(), _phases(waiting=22, optimizer=8), _phases()], True) == []
+
+
+def test_the_cost_of_one_of_two_late_ranks_is_what_it_has_over_the_other():
+    quick, late, later = _phases(waiting=60), _phases(forward=40, waiting=40), _phases(other=50)
+    first, second = find([quick, late, quick, later, quick], sees_forward=True)
+    assert (first.rank, first.phase, first.late_ms) == (3, "data and other", 40.0)
+    assert first.share == pytest.approx(0.2 / 1.4 * 1.0, rel=0.01)
+    assert (second.rank, second.phase, second.share) == (1, "forward", 0.0)
+
+
+def test_a_fraction_of_a_ms_is_worth_no_warning():
+    (straggler,) = find(
+        [[one / 100 for one in _phases(other=50)], [0.8 * MS, 0, 0, 0.6 * MS, 0]], True
+    )
+    assert straggler.share > 0.2 and not straggler.is_worth_a_warning
+    (straggler,) = find([_phases(other=50), _phases(waiting=60)], True)
+    assert straggler.is_worth_a_warning
+
+
+def test_data_and_forward_are_one_where_a_rank_has_not_seen_its_forward():
+    late = _phases(other=60, waiting=0)
+    assert find([late, _phases(waiting=70)], sees_forward=False)[0].phase == (
+        "data, forward and other"
+    )
+
+
+def test_phases_add_up_to_the_time_that_has_gone_by():
+    phases, begin = Phases(), time.monotonic_ns()
+    phases.take()
+    phases.enter(WAITING)
+    time.sleep(0.01)
+    phases.enter(OPTIMIZER)
+    spent = phases.take()
+    assert spent[WAITING] >= 10 * MS and sum(spent) <= time.monotonic_ns() - begin
+    assert sum(phases.take()) < sum(spent)
+    with pytest.raises(ValueError):
+        phases.enter(5)

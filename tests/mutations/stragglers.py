@@ -1,0 +1,87 @@
+"""Which rank the others wait for."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+STRAGGLERS = "fastcomm/insight/stragglers.py"
+REDUCER = "fastcomm/reducer/reducer.py"
+TEST = "tests/insight/test_stragglers.py::test_"
+NAMED = f"{TEST}a_rank_that_sleeps_is_named_with_the_phase"
+JOINED = f"{TEST}ranks_tell_each_other_again_after_a_join"
+COPY = f"{TEST}what_watches_a_forward_goes_with_no_copy_of_the_model"
+
+MUTATIONS = (
+    Mutation(
+        name="stragglers: waiting counts as work",
+        file=STRAGGLERS,
+        within="find",
+        old="sum(one) - one[WAITING]",
+        new="sum(one)",
+        tests=(NAMED,),
+    ),
+    Mutation(
+        name="stragglers: a straggler costs what it is late by, also where another is later",
+        file=STRAGGLERS,
+        within="find",
+        old="own - max(others)",
+        new="own - min(others)",
+        tests=(f"{TEST}the_cost_of_one_of_two_late_ranks_is_what_it_has_over_the_other",),
+    ),
+    Mutation(
+        name="stragglers: an unseen forward is told from data",
+        file=STRAGGLERS,
+        within="Stragglers.after_round",
+        old="all(one[-1] for one in ranks)",
+        new="True",
+        tests=(f"{TEST}forwards_are_watched_where_a_rank_is_late_before_its_backward",),
+    ),
+    Mutation(
+        name="stragglers: rank 0 warns again and again",
+        file=STRAGGLERS,
+        within="Stragglers._judge",
+        old="self._n_windows >= WARNING_WINDOWS and self._warned_of != found[0].rank",
+        new="self._n_windows >= WARNING_WINDOWS",
+        tests=(f"{TEST}rank_0_warns_once_of_a_rank_that_stays_late",),
+    ),
+    Mutation(
+        name="stragglers: the wait for the others is part of the backward",
+        file=REDUCER,
+        within="Reducer._synchronize",
+        old="self.phases.enter(WAITING)",
+        new="pass",
+        tests=(NAMED,),
+    ),
+    Mutation(
+        name="stragglers: data that come after a round are part of the wait",
+        file=REDUCER,
+        within="Reducer._close_round",
+        old="self.phases.enter(OTHER)",
+        new="pass",
+        tests=(f"{TEST}unsynced_backwards_end_before_the_next_data",),
+    ),
+    Mutation(
+        name="stragglers: what comes after an optimizer's step is part of it",
+        file=REDUCER,
+        within="Reducer.after_step",
+        old="self.phases.enter(OTHER)",
+        new="pass",
+        tests=(NAMED,),
+    ),
+    Mutation(
+        name="stragglers: ranks tell each other inside a join()",
+        file=REDUCER,
+        within="Reducer._confer",
+        old="self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm)",
+        new="self.n_rounds >= self._stragglers.due_at",
+        tests=(JOINED,),
+    ),
+    Mutation(
+        name="stragglers: a model that is hooked up anew is not watched",
+        file=REDUCER,
+        within="Reducer.hook_up",
+        old="self._stragglers.follow(source)",
+        new="pass",
+        tests=(COPY,),
+    ),
+)
