@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -85,7 +87,7 @@ class Stragglers:
         nobody, and cannot tell.
         """
         can_tell = self._comm.world_size > 1 and not self._comm.has_streams
-        self.due_at: float = n_rounds + FIRST_ROUNDS if can_tell else float("inf")
+        self.due_at = n_rounds + FIRST_ROUNDS if can_tell else sys.maxsize
         self._began_at = n_rounds
         self._n_windows = 0  # in a row, in which the same rank has cost so much
         self._warned_of: int | None = None
@@ -161,7 +163,10 @@ def _latest_phase(ranks: Sequence[Sequence[float]], rank: int, sees_forward: boo
         spent = [sum(one[phase] for phase in phases) for one in ranks]
         return spent.pop(rank) - statistics.median(spent)
 
-    before = {(OTHER,): NAMES[OTHER], (FORWARD,): NAMES[FORWARD]}
-    after = {(BACKWARD,): NAMES[BACKWARD], (OPTIMIZER,): NAMES[OPTIMIZER]}
-    names = {**(before if sees_forward else {(OTHER, FORWARD): UNWATCHED}), **after}
-    return str(names[max(names, key=late_in)])
+    names: dict[tuple[int, ...], str] = {(BACKWARD,): NAMES[BACKWARD]}
+    names[OPTIMIZER,] = NAMES[OPTIMIZER]
+    if sees_forward:
+        names[OTHER,], names[FORWARD,] = NAMES[OTHER], NAMES[FORWARD]
+    else:
+        names[OTHER, FORWARD] = UNWATCHED
+    return names[max(names, key=late_in)]

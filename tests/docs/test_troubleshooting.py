@@ -37,6 +37,11 @@ SHOWN = {
 # torch's own messages are cut off.
 INTERNAL = SHOWN | {
     "where are you?",
+    # phases, of a straggler or in a dump
+    "data and other",
+    "data, forward and other",
+    "the wait for gradients",
+    "%s (see reducer.stragglers())",
     # in a dump, for `diagnose`
     "another rank's communicator has failed",
     'File "…", line …, in …',
