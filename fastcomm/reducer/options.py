@@ -38,6 +38,7 @@ class Options:
     error_feedback: bool = False
     skip_nonfinite: bool = False
     sparse_parameters: tuple[str, ...] = ()
+    audit: int | None = None
     hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +52,8 @@ class Options:
             )
         if self.streams < 1:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
+        if self.audit is not None and self.audit < 1:
+            raise ValueError(f"audit must be at least 1, or None; got {self.audit}")
         if self.error_feedback:
             self._check_error_feedback()
         for feature in (Feature.AUTO, Feature.ERROR_FEEDBACK):
@@ -76,6 +79,7 @@ class Options:
             Feature.ERROR_FEEDBACK: (self.error_feedback, "error_feedback"),
             Feature.AUTO: (self.bucket_cap_mb == AUTO, AUTO),
             Feature.SKIP_NONFINITE: (self.skip_nonfinite, "skip_nonfinite"),
+            Feature.AUDIT: (self.audit is not None, "audit"),
         }
         return {feature: word for feature, (is_there, word) in present.items() if is_there}
 
@@ -128,6 +132,7 @@ class Options:
             "wire_dtype": str(self.wire_dtype),
             "error_feedback": self.error_feedback,
             "skip_nonfinite": self.skip_nonfinite,
+            "audit": self.audit,
             "streams": self.streams,
             "sparse_parameters": list(self.sparse_parameters),
             "hook": [

@@ -44,6 +44,7 @@ from fastcomm.reducer.autograd import (
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features import sparsity
+from fastcomm.reducer.features.audit import Audit
 from fastcomm.reducer.features.autotune import Tuning
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
@@ -123,6 +124,9 @@ class Reducer(ReducerFlags):
     sparse_parameters: names of parameters whose gradients may be sparse, beside the weights of
         nn.Embedding and nn.EmbeddingBag with sparse=True, which are found. Their rows are gathered
         from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
+    audit: every so many rounds compare the bits of all trainable parameters over the ranks, before
+        the gradients are used: MismatchError, on every rank, names the parameter and the rank that
+        differs. One pass over the parameters; over NCCL the host waits for it. None: never.
 
     To be read:
 
@@ -144,6 +148,7 @@ class Reducer(ReducerFlags):
         error_feedback: bool = False,
         skip_nonfinite: bool = False,
         sparse_parameters: Sequence[str] = (),
+        audit: int | None = None,
     ) -> None:
         self.op = canonical_op(op)
         self.options = Options(
@@ -156,6 +161,7 @@ class Reducer(ReducerFlags):
             error_feedback,
             skip_nonfinite,
             tuple(sparse_parameters),
+            audit,
         )
         self._asked_cap_mb = bucket_cap_mb
         self._use(self.options.checked(init() if comm is None else comm))
@@ -178,6 +184,8 @@ class Reducer(ReducerFlags):
         self._timeline: Timeline | None = None
         if skip_nonfinite:
             self.install(Skipping(self.comm, self.options))
+        if audit is not None:
+            self.install(Audit(self.comm, audit))
         expect_attach(self)
 
     def _use(self, comm: Transport) -> None:
@@ -427,9 +435,11 @@ class Reducer(ReducerFlags):
         self.drop_step()
         self._release()
         self._use(self.options.checked(successor))
-        skipping = self.find(Skipping)
+        skipping, audit = self.find(Skipping), self.find(Audit)
         if skipping is not None:
             skipping.use(self.comm, self.options)
+        if audit is not None:
+            audit.use(self.comm)
         try:
             self.attach(model)
         except BaseException:

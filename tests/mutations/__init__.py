@@ -7,6 +7,7 @@ One file for each area holds its list.
 from __future__ import annotations
 
 from tests.mutations import (
+    audit,
     backend,
     compiled,
     complex_and_sparse,
@@ -54,5 +55,6 @@ AREAS = (
     dumps,
     going_on,
     stragglers,
+    audit,
 )
 MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)

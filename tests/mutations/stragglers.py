@@ -58,7 +58,7 @@ MUTATIONS = (
         within="Reducer._close_round",
         old="self.phases.enter(OTHER)",
         new="pass",
-        tests=(f"{TEST}unsynced_backwards_end_before_the_next_data",),
+        tests=(NAMED,),
     ),
     Mutation(
         name="stragglers: what comes after an optimizer's step is part of it",

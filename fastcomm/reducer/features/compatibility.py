@@ -21,6 +21,7 @@ class Feature(enum.Enum):
     AUTO = 'bucket_cap_mb="auto"'
     MEASURING = 'bucket_cap_mb="auto", while it measures'
     SKIP_NONFINITE = "skip_nonfinite"
+    AUDIT = "audit"
     SPARSE = "sparse gradients"
     SHARDED = "ShardedOptimizer"
     LOCAL_STEPS = "LocalSGD, DiLoCo"
@@ -96,6 +97,9 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE): (
         "skip_nonfinite=True looks at reduced gradients, of which there are none between two "
         "syncs: leave it out"
+    ),
+    (Feature.LOCAL_STEPS, Feature.AUDIT): (
+        "audit compares the ranks' parameters, which differ between two syncs: leave it out"
     ),
     (Feature.LOCAL_STEPS, Feature.HOOK): (
         "a hook reduces gradients, and ranks sync without: leave the hook out"

@@ -1,0 +1,92 @@
+"""Audit: every so many rounds, whether parameters have the same bits on all ranks.
+
+Ranks that have the same parameters and reduce the same gradients keep the same parameters. A rank
+whose memory, processor or link has turned a bit has others from then on, and so does one whose
+script has changed a parameter by itself. Nothing else notices all of it: what each bucket carries
+are a few elements (collective.steps_made), and over NCCL nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastcomm.comm.objects import on_host
+from fastcomm.comm.transport import Transport
+from fastcomm.errors import MismatchError
+from fastcomm.reducer.extension import RoundExtension
+from fastcomm.reducer.features.defer_signals import defer_signals
+from fastcomm.reducer.features.join import is_joining
+from fastcomm.reducer.round import Round
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Audit(RoundExtension):
+    """Compares the parameters in every round whose number is a multiple of `every`, before its
+    gradients are used. Collective there.
+    """
+
+    def __init__(self, comm: Transport, every: int) -> None:
+        self._every = every
+        self._compared = 0  # the round that was compared last
+        self.use(comm)
+
+    def use(self, comm: Transport) -> None:
+        """Compare over this communicator, as the ranks have met anew."""
+        self._comm = comm
+
+    def before_round(self, round: Round) -> None:
+        if self._comm.has_streams:
+            self._comm.refuse_capture("audit")
+
+    def verdict(self, round: Round) -> bool:
+        """Drops no round but by raising: on all ranks."""
+        is_due = round.number % self._every == 0 and self._compared != round.number
+        if is_due and not is_joining(self._comm):
+            with defer_signals():
+                self._compare(round)
+                self._compared = round.number
+        return False
+
+    def _compare(self, round: Round) -> None:
+        named = [pair for bucket in round.buckets for pair in bucket.named_parameters()]
+        own = torch.stack([checksum(parameter) for _, parameter in named])
+        told = own.new_empty(self._comm.world_size * len(named))
+        self._comm.all_gather_single(told, own)
+        ranks = on_host(self._comm, told).view(-1, len(named))
+        differing = (ranks != ranks[0]).any(0).nonzero().flatten().tolist()
+        if differing:
+            raise MismatchError(
+                _in_words([named[i][0] for i in differing], ranks[:, differing], round.number)
+            )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The wrapping sum of a tensor's words, of its elements' size: no turned bit leaves it alone.
+    One pass over memory.
+    """
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().contiguous().view(_WORDS[real.element_size()]).sum(dtype=torch.int64)
+
+
+def _in_words(names: Sequence[str], ranks: Tensor, number: int) -> str:
+    """names: of what differs. ranks: its checksums, one row a rank."""
+    rows = [tuple(row) for row in ranks.tolist()]
+    ((most, n_most),) = Counter(rows).most_common(1)
+    others = [rank for rank, row in enumerate(rows) if row != most]
+    who = (
+        f"and rank {', '.join(map(str, others))} differs from the other {n_most} ranks"
+        if n_most > len(rows) / 2
+        else "and none has what most have"
+    )
+    more = f" (nor are {len(names) - 1} more)" if len(names) > 1 else ""
+    return (
+        f"audit in round {number}: parameter {names[0]} is not the same on all ranks{more}, {who}. "
+        "A bit has turned there, in memory, on a processor or on a link, or the script has changed "
+        "it on some ranks alone. No rank has used this round's gradients. Load a checkpoint of "
+        "before, or let refresh() copy rank 0's values if they are right"
+    )
