@@ -28,7 +28,7 @@ cdef class Phases:
     """In which phase of a step this rank is, and how long it has been in each since take().
 
     OTHER is what no other phase is: data, the loss, and the forward where nobody watches it.
-    WAITING is from the last gradient to the end of the round.
+    WAITING is from the last gradient to the end of the round, and launches in the backward.
 
     sees_forward: somebody watches the forward.
     """

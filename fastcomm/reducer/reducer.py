@@ -184,8 +184,6 @@ class Reducer(ReducerFlags):
         self._timeline: Timeline | None = None
         if skip_nonfinite:
             self.install(Skipping(self.comm, self.options))
-        if audit is not None:
-            self.install(Audit(self.comm, audit))
         expect_attach(self)
 
     def _use(self, comm: Transport) -> None:
@@ -199,6 +197,7 @@ class Reducer(ReducerFlags):
         self.ordering = Ordering() if comm.crosses_network else None
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
+        self._audit = None if self.options.audit is None else Audit(comm, self.options.audit)
         self._stragglers = Stragglers(comm)
         self.phases: Phases = self._stragglers.phases
         self._hears_votes = hears_votes(comm, self.options)
@@ -435,11 +434,9 @@ class Reducer(ReducerFlags):
         self.drop_step()
         self._release()
         self._use(self.options.checked(successor))
-        skipping, audit = self.find(Skipping), self.find(Audit)
+        skipping = self.find(Skipping)
         if skipping is not None:
             skipping.use(self.comm, self.options)
-        if audit is not None:
-            audit.use(self.comm)
         try:
             self.attach(model)
         except BaseException:
@@ -558,6 +555,7 @@ class Reducer(ReducerFlags):
                 self.op,
                 self.n_rounds + 1,
                 self.steps.packed(),
+                phases=self.phases,
                 extensions=self.extensions,
                 hears_votes=self._hears_votes,
                 when_over=self._close_round,
@@ -656,15 +654,17 @@ class Reducer(ReducerFlags):
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
-        is_due = self._planners or self.n_rounds >= self._stragglers.due_at
-        if is_due and ending.state is not State.DROPPED:
+        confers = self._planners or self._audit or self.n_rounds >= self._stragglers.due_at
+        if confers and ending.state is not State.DROPPED:
             self._confer(can_replan=is_between_steps and not self.skipped)
 
     def _confer(self, *, can_replan: bool) -> None:
-        """What the ranks tell each other after a round: who was late, and which buckets would be
-        better. can_replan: see Tuning.after_round.
+        """What the ranks tell each other after a round: whether they still agree, who was late, and
+        which buckets would be better. can_replan: see Tuning.after_round.
         """
         try:
+            if self._audit is not None:
+                self._audit.after_round(self)
             if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
                 with all_or_none(self, lambda _: None):
                     self._stragglers.after_round(self.n_rounds, self._model and self._model())

@@ -17,6 +17,7 @@ from fastcomm.comm.abandonment import GONE_ON, note_abandoned
 from fastcomm.comm.collective import SKIP, shows_records, with_checksum
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
+from fastcomm.insight.phases import BACKWARD, WAITING, Phases
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.extension import RoundExtension
@@ -61,6 +62,7 @@ class Round(RoundFlags):
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
     number: among the settled rounds of the reducer, counted from 1.
     step: of this rank's optimizers; see collective.steps_made.
+    phases: of the reducer, if any. A launch in the backward may wait for other ranks.
     hears_votes: a vote to skip the round reaches this rank with the buckets.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
@@ -76,6 +78,7 @@ class Round(RoundFlags):
         number: int,
         step: int,
         *,
+        phases: Phases | None = None,
         extensions: Iterable[RoundExtension] = (),
         hears_votes: bool = False,
         when_over: Callable[[Round], None] = lambda _: None,
@@ -91,7 +94,7 @@ class Round(RoundFlags):
         self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
         self.is_by_hand = False  # it reduces what stands in .grad, without a backward
         self._comm, self._step = comm, step
-        self._hears_votes = hears_votes
+        self._phases, self._hears_votes = phases or Phases(), hears_votes
         self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
         self._shared_weight: Any = None  # see Transport.share_weight
         self.outlived: FastcommError | None = None  # an error that an extension outlives
@@ -166,6 +169,7 @@ class Round(RoundFlags):
         its gradients before all ranks have come to the end, and an exception on one rank costs the
         step on all.
         """
+        self._phases.enter(WAITING)
         try:
             while (
                 self._n_launched < len(self.buckets) - 1
@@ -177,6 +181,7 @@ class Round(RoundFlags):
                 self.buckets[self._n_launched - 1].watch_gradients()
         except FastcommError as error:
             self._outlive_or_raise(error)
+        self._phases.enter(BACKWARD)
 
     def _launch_next(self) -> None:
         if self._comm.n_abandoned != self._n_abandoned:

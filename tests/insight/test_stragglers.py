@@ -85,6 +85,26 @@ def test_a_rank_that_sleeps_is_named_with_the_phase(comm, phase):
     assert f"rank 2 is late by {straggler.late_ms:.1f} ms" in str(straggler)
 
 
+@pytest.mark.transports("shm", "group", "hierarchical")
+@on_ranks(2)
+def test_a_victim_that_waits_inside_its_backward_is_none(comm):
+    """More buckets than can be under way: a launch waits for the other rank."""
+    _tell_often()
+    layers = [nn.Linear(64, 64) for _ in range(24)]
+    model = _Model(nn.Sequential(*layers), nn.ReLU(), nn.Linear(64, 1)).to(comm.device)
+    caps = {"bucket_cap_mb": 0.01, "first_bucket_cap_mb": 0.01}
+    reducer = fastcomm.Reducer(comm, **caps).attach(model)
+    assert len(reducer.buckets) > 20
+    reducer.stragglers()
+    for _ in range(48):
+        if comm.rank == 1:
+            time.sleep(LATE_S)
+        model(torch.ones(4, 64)).sum().backward()
+    straggler = reducer.stragglers()[0]
+    assert (straggler.rank, straggler.phase) == (1, "data and other")
+    assert straggler.late_ms >= 0.9 * LATE_S * 1e3
+
+
 @pytest.mark.transports("shm")
 @on_ranks(2)
 def test_forwards_are_watched_where_a_rank_is_late_before_its_backward(comm):

@@ -53,6 +53,14 @@ MUTATIONS = (
         tests=(NAMED,),
     ),
     Mutation(
+        name="stragglers: who waits in a launch is late in its backward",
+        file="fastcomm/reducer/round.py",
+        within="Round.launch_full_buckets",
+        old="self._phases.enter(WAITING)",
+        new="pass",
+        tests=(f"{TEST}a_victim_that_waits_inside_its_backward_is_none",),
+    ),
+    Mutation(
         name="stragglers: data that come after a round are part of the wait",
         file=REDUCER,
         within="Reducer._close_round",

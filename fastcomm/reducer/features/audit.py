@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,52 +18,49 @@ from torch import Tensor
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
-from fastcomm.reducer.extension import RoundExtension
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.defer_signals import defer_signals
 from fastcomm.reducer.features.join import is_joining
-from fastcomm.reducer.round import Round
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.reducer import Reducer
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Audit(RoundExtension):
-    """Compares the parameters in every round whose number is a multiple of `every`, before its
-    gradients are used. Collective there.
+class Audit:
+    """Compares the parameters of a reducer after every round whose number is a multiple of `every`,
+    before anybody uses its gradients.
     """
 
     def __init__(self, comm: Transport, every: int) -> None:
-        self._every = every
-        self._compared = 0  # the round that was compared last
-        self.use(comm)
+        self._comm, self._every = comm, every
 
-    def use(self, comm: Transport) -> None:
-        """Compare over this communicator, as the ranks have met anew."""
-        self._comm = comm
-
-    def before_round(self, round: Round) -> None:
+    def after_round(self, reducer: Reducer) -> None:
+        """A round has ended. Collective if it is one of those. Where parameters differ, drops its
+        gradients and raises MismatchError, on every rank.
+        """
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
+        if reducer.n_rounds % self._every or is_joining(self._comm):
+            return
+        with defer_signals():
+            trouble = self._compare(reducer.buckets, reducer.n_rounds)
+        if trouble is not None:
+            reducer.drop_step()
+            raise MismatchError(trouble)
 
-    def verdict(self, round: Round) -> bool:
-        """Drops no round but by raising: on all ranks."""
-        is_due = round.number % self._every == 0 and self._compared != round.number
-        if is_due and not is_joining(self._comm):
-            with defer_signals():
-                self._compare(round)
-                self._compared = round.number
-        return False
-
-    def _compare(self, round: Round) -> None:
-        named = [pair for bucket in round.buckets for pair in bucket.named_parameters()]
+    def _compare(self, buckets: Sequence[Bucket], number: int) -> str | None:
+        """What is wrong, in words, the same on all ranks."""
+        named = [pair for bucket in buckets for pair in bucket.named_parameters()]
         own = torch.stack([checksum(parameter) for _, parameter in named])
         told = own.new_empty(self._comm.world_size * len(named))
         self._comm.all_gather_single(told, own)
         ranks = on_host(self._comm, told).view(-1, len(named))
         differing = (ranks != ranks[0]).any(0).nonzero().flatten().tolist()
-        if differing:
-            raise MismatchError(
-                _in_words([named[i][0] for i in differing], ranks[:, differing], round.number)
-            )
+        if not differing:
+            return None
+        return _in_words([named[i][0] for i in differing], ranks[:, differing], number)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -87,6 +85,6 @@ def _in_words(names: Sequence[str], ranks: Tensor, number: int) -> str:
     return (
         f"audit in round {number}: parameter {names[0]} is not the same on all ranks{more}, {who}. "
         "A bit has turned there, in memory, on a processor or on a link, or the script has changed "
-        "it on some ranks alone. No rank has used this round's gradients. Load a checkpoint of "
-        "before, or let refresh() copy rank 0's values if they are right"
+        "it on some ranks alone. This round's gradients are dropped on all ranks. Load a "
+        "checkpoint of before, or let refresh() copy rank 0's values if they are right"
     )
