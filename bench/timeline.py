@@ -151,7 +151,9 @@ def recording_us(n_pairs: int) -> float:
 
 def phases_us(comm: Any) -> tuple[float, float]:
     """Collective. The medians of what a step's phases take to note, and to tell the other ranks."""
-    stragglers = Stragglers(comm)
+    stragglers = Stragglers()
+    stragglers.use(comm)
+    stragglers.begin(0)
     of_a_step = (BACKWARD, WAITING, OTHER, WAITING, OPTIMIZER, OTHER)
 
     def note() -> None:
@@ -159,7 +161,7 @@ def phases_us(comm: Any) -> tuple[float, float]:
             stragglers.phases.enter(phase)
 
     noting = turns.time_calls(note, N_TINY)
-    telling = turns.time_calls(lambda: stragglers.after_round(1 + stragglers.due_at, None), N_TINY)
+    telling = turns.time_calls(lambda: stragglers.tell(stragglers.due_at), N_TINY)
     return statistics.median(noting) / 1e3, statistics.median(telling) / 1e3
 
 

@@ -234,7 +234,7 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
         "rank": recorder.rank,
         "pids": recorder.pids,
         "names": {str(label): names for label, names in recorder.names.items()},
-        "activities": {name: tell() for name, tell in list(recorder.activities.items())},
+        "activities": {name: one.in_words() for name, one in list(recorder.activities.items())},
         "entries": [
             {
                 "epoch": entry.epoch,

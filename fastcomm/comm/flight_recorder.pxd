@@ -23,7 +23,8 @@ cdef class FlightRecorder:
     cdef readonly tuple pids
     cdef public uint64_t epoch
     cdef readonly int owner
-    cdef readonly dict names, activities
+    cdef readonly dict names
+    cdef readonly object activities
     cdef list kept
     cdef Py_ssize_t n_noted
     cdef object __weakref__

@@ -1,10 +1,14 @@
-from collections.abc import Callable
+from collections.abc import MutableMapping
+from typing import Protocol
 
 import torch
 
 from fastcomm.errors import FastcommError
 
 N_KEPT: int
+
+class Activity(Protocol):
+    def in_words(self) -> str: ...
 
 class Entry:
     number: int
@@ -48,7 +52,7 @@ class FlightRecorder:
     @property
     def names(self) -> dict[int, str]: ...
     @property
-    def activities(self) -> dict[str, Callable[[], str]]: ...
+    def activities(self) -> MutableMapping[str, Activity]: ...
     def note(
         self,
         kind: str,

@@ -59,14 +59,15 @@ cdef class FlightRecorder:
 
     pids: of the communicator's processes, by rank. owner: the process that has made it.
     names: what a bucket holds, by label, for those who read the entries.
-    activities: functions that say what the process does for the communicator, by its name there:
-        "reducer 0". Any thread may call them.
+    activities: what says by in_words() what the process does, on any thread; by its name,
+        "reducer 0". Keeps nothing alive.
     """
 
     def __cinit__(self, str backend, int rank, tuple pids):
         global recorders
         self.backend, self.rank, self.pids, self.owner = backend, rank, pids, os.getpid()
-        self.names, self.activities, self.kept = {}, {}, []
+        self.names, self.kept = {}, []
+        self.activities = weakref.WeakValueDictionary()
         recorders = [one for one in recorders if one() is not None] + [weakref.ref(self)]
 
     cpdef Entry note(

@@ -30,7 +30,7 @@ def _nothing(*_: object) -> None:
 
 
 class _Hook:
-    """Goes with no copy of the module, nor into a file."""
+    """Does nothing on a copy of the module."""
 
     def __init__(self, clock: ForwardClock) -> None:
         self._clock = clock

@@ -30,13 +30,14 @@ cdef class Phases:
     OTHER is what no other phase is: data, the loss, and the forward where nobody watches it.
     WAITING is from the last gradient to the end of the round, and launches in the backward.
 
-    sees_forward: somebody watches the forward.
+    sees_forward: a forward was seen since take().
     """
 
     cdef int64_t[N_PHASES] spent
     cdef int64_t since
     cdef int phase
-    cdef public bint sees_forward
+    cdef readonly bint sees_forward
+    cdef object __weakref__
 
     def __cinit__(self):
         self.phase, self.since = 0, now()
@@ -50,11 +51,12 @@ cdef class Phases:
         self.phase, self.since = phase, time
 
     def take(self):
-        """The ns in each phase, which are then 0."""
+        """The ns in each phase, which are then 0; no forward was seen then."""
         self.enter(self.phase)
         cdef list spent = [self.spent[i] for i in range(N_PHASES)]
         for i in range(N_PHASES):
             self.spent[i] = 0
+        self.sees_forward = False
         return spent
 
     def in_words(self):
@@ -65,8 +67,9 @@ cdef class Phases:
     # -- for watch_forward() -----------------------------------------------------------------------
 
     def begin_forward(self):
-        """One inside a backward belongs to that."""
-        if self.phase != BACKWARD:
+        """One inside another phase belongs to that; also one of another thread."""
+        self.sees_forward = True
+        if self.phase == OTHER:
             self.enter(FORWARD)
 
     def end_forward(self):

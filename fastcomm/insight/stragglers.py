@@ -7,6 +7,7 @@ rank spends on all but waiting tells the culprit from its victims, without a com
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import sys
@@ -36,6 +37,7 @@ WINDOW_S = 2.0  # that lie about so far apart
 LEAST_SHARE = 0.05  # of a step, that a straggler is late by
 # Of a step, and how often in a row: then rank 0 warns. Not of less than that.
 WARNING_SHARE, WARNING_WINDOWS, WARNING_MS = 0.1, 3, 1.0
+_DTYPE = torch.float64
 _log = logging.getLogger("fastcomm")
 
 
@@ -69,74 +71,80 @@ class Straggler:
 
 
 class Stragglers:
-    """Of one reducer, from its attach() on.
+    """Of one reducer.
 
     due_at: the number of rounds at whose end the ranks tell each other next; equal on all ranks.
     newest: the stragglers of the steps that were told of last; equal on all ranks.
     """
 
-    def __init__(self, comm: Transport) -> None:
-        self._comm = comm
+    def __init__(self) -> None:
         self.phases = Phases()
+        self.newest: list[Straggler] = []
         self._handles: list[RemovableHandle] = []
         self._watches = False  # the forward, of any model that is attached
-        self.begin(0)
+        self._n_windows = 0  # in a row, in which the same rank has cost so much
+        self._warned_of: int | None = None
+
+    def use(self, comm: Transport) -> None:
+        """Tell the ranks of this communicator, from begin() on."""
+        self._comm, self.newest, self._n_windows = comm, [], 0
+        self.due_at = sys.maxsize
 
     def begin(self, n_rounds: int) -> None:
-        """A model is attached, when so many rounds have ended. Over NCCL a rank's host waits for
-        nobody, and cannot tell.
+        """Sum up anew, when so many rounds have ended, on all ranks. Over NCCL a rank's host waits
+        for nobody, and cannot tell.
         """
         can_tell = self._comm.world_size > 1 and not self._comm.has_streams
         self.due_at = n_rounds + FIRST_ROUNDS if can_tell else sys.maxsize
         self._began_at = n_rounds
-        self._n_windows = 0  # in a row, in which the same rank has cost so much
-        self._warned_of: int | None = None
-        self.newest: list[Straggler] = []
         self.phases.take()
 
     def follow(self, model: object) -> None:
         """This model is hooked up."""
         if self._watches and not self._handles and isinstance(model, nn.Module):
             self._handles = watch_forward(model, self.phases)
-            self.phases.sees_forward = True
 
     def let_go(self) -> None:
         """The model is not hooked up any more."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.phases.sees_forward = False
 
     def watch(self, model: object) -> None:
         """Watches the forward from now on: of this model, which is hooked up, and of later ones."""
         self._watches = True
         self.follow(model)
 
-    def after_round(self, n_rounds: int, model: object) -> None:
-        """Tells the other ranks. Collective. model: whose forward is watched where that helps."""
+    def tell(self, n_rounds: int) -> None:
+        """Tells the other ranks what this one's steps took. Collective."""
         n = n_rounds - self._began_at
-        own = [*(ns / n for ns in self.phases.take()), float(self.phases.sees_forward)]
-        told = torch.empty(self._comm.world_size * len(own), dtype=torch.float64)
-        self._comm.all_gather_single(told, torch.tensor(own, dtype=torch.float64))
+        sees_forward = self.phases.sees_forward
+        own = torch.tensor([*(ns / n for ns in self.phases.take()), sees_forward], dtype=_DTYPE)
+        told = torch.empty(self._comm.world_size * own.numel(), dtype=_DTYPE)
+        self._comm.all_gather_single(told, own)
         ranks = told.view(self._comm.world_size, -1).tolist()
         step_s = sum(ranks[0][:-1]) / 1e9
         wanted = int(WINDOW_S / step_s) if step_s else MOST_ROUNDS
         self._began_at = n_rounds
         self.due_at = n_rounds + min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS)
-        self._judge(find([one[:-1] for one in ranks], all(one[-1] for one in ranks)), model)
-
-    def _judge(self, found: list[Straggler], model: object) -> None:
-        last = self.newest[0].rank if self.newest else None
-        self.newest = found
-        if not found or not found[0].is_worth_a_warning:
+        last, self.newest = (
+            self.newest,
+            find([one[:-1] for one in ranks], all(one[-1] for one in ranks)),
+        )
+        if not self.newest or not self.newest[0].is_worth_a_warning:
             self._n_windows, self._warned_of = 0, None
-            return
-        self._n_windows = self._n_windows + 1 if found[0].rank == last else 1
-        self.watch(model)  # to tell data from forward
-        if self._n_windows >= WARNING_WINDOWS and self._warned_of != found[0].rank:
-            self._warned_of = found[0].rank
+        elif last and last[0].rank == self.newest[0].rank:
+            self._n_windows += 1
+        else:
+            self._n_windows = 1
+
+    def warn(self) -> None:
+        """Logs on rank 0, once, who stays late. A handler that fails costs no step."""
+        if self._n_windows >= WARNING_WINDOWS and self._warned_of != self.newest[0].rank:
+            self._warned_of = self.newest[0].rank
             if self._comm.rank == 0:
-                _log.warning("%s (see reducer.stragglers())", found[0])
+                with contextlib.suppress(Exception):
+                    _log.warning("%s (see reducer.stragglers())", self.newest[0])
 
 
 def find(ranks: Sequence[Sequence[float]], sees_forward: bool) -> list[Straggler]:

@@ -21,6 +21,7 @@ from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, param_groups, shardable
 from fastcomm.optim.checkpoints import Part, options_of, pieces_of
 from fastcomm.reducer import validation
@@ -330,10 +331,14 @@ class ShardedOptimizer(Optimizer):
             for bucket in self._buckets:
                 _shard_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
             if not self.comm.has_streams:
+                self.reducer.phases.enter(WAITING)
                 self._barrier.wait()  # no rank reads parameters, and none has dropped the step
             self.is_torn = self._is_mixed = True
+            self.reducer.phases.enter(OPTIMIZER)
             self._step_pieces()
+            self.reducer.phases.enter(WAITING)
             self._spread()
+            self.reducer.phases.enter(OTHER)
         except BaseException as error:
             self._leave(error)
             raise

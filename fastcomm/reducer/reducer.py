@@ -164,6 +164,8 @@ class Reducer(ReducerFlags):
             audit,
         )
         self._asked_cap_mb = bucket_cap_mb
+        self._stragglers = Stragglers()
+        self.phases: Phases = self._stragglers.phases
         self._use(self.options.checked(init() if comm is None else comm))
         self.overlap = overlap
         self.n_rounds = 0
@@ -198,8 +200,7 @@ class Reducer(ReducerFlags):
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
         self._audit = None if self.options.audit is None else Audit(comm, self.options.audit)
-        self._stragglers = Stragglers(comm)
-        self.phases: Phases = self._stragglers.phases
+        self._stragglers.use(comm)
         self._hears_votes = hears_votes(comm, self.options)
 
     def __repr__(self) -> str:
@@ -299,7 +300,7 @@ class Reducer(ReducerFlags):
             self._timeline.follow(self.buckets, source)
         self._remember(source)
         self._stragglers.follow(source)
-        self.comm.flight.activities[f"reducer {self.number}"] = self.phases.in_words
+        self.comm.flight.activities[f"reducer {self.number}"] = self.phases
         for planner in self._planners:
             planner.buckets_made(self)
         was_attached(self)
@@ -647,29 +648,48 @@ class Reducer(ReducerFlags):
         self.phases.enter(WAITING)
         try:
             ending.finish()
+            if ending.state is not State.DROPPED:
+                self._compare_ranks()
         except BaseException as interruption:
             if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
                 try:
-                    self._confer(can_replan=False)
+                    self._compare_ranks()
+                    self._plan_anew(can_replan=False)
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
-        confers = self._planners or self._audit or self.n_rounds >= self._stragglers.due_at
-        if confers and ending.state is not State.DROPPED:
-            self._confer(can_replan=is_between_steps and not self.skipped)
+        if self._planners and ending.state is not State.DROPPED:
+            self._plan_anew(can_replan=is_between_steps and not self.skipped)
 
-    def _confer(self, *, can_replan: bool) -> None:
-        """What the ranks tell each other after a round: whether they still agree, who was late, and
-        which buckets would be better. can_replan: see Tuning.after_round.
+    def _compare_ranks(self) -> None:
+        """Some rounds: whether the ranks still agree, and who was late. Called again, where a
+        signal handler has raised, it does what is left.
         """
-        try:
+        if self._audit is None and self.n_rounds < self._stragglers.due_at:
+            return
+        with self._outliving():
             if self._audit is not None:
                 self._audit.after_round(self)
             if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
                 with all_or_none(self, lambda _: None):
-                    self._stragglers.after_round(self.n_rounds, self._model and self._model())
+                    self._stragglers.tell(self.n_rounds)
+        self._stragglers.warn()
+
+    def _plan_anew(self, *, can_replan: bool) -> None:
+        """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""
+        with self._outliving():
             for planner in self._planners:
                 planner.after_round(self, can_replan)
+
+    def forget_phases(self) -> None:
+        """On all ranks: the time that has gone by was not that of steps."""
+        self._stragglers.begin(self.n_rounds)
+
+    @contextlib.contextmanager
+    def _outliving(self) -> Iterator[None]:
+        """Around what the ranks do together after a round."""
+        try:
+            yield
         except FastcommError as error:
             if not self._outlives(error):
                 raise
@@ -1088,8 +1108,9 @@ class Reducer(ReducerFlags):
         is late by 5% of a step, and over NCCL, where no host waits. Not collective.
 
         The ranks tell each other about every 2 s, after a round. From the first call on the forward
-        of the model is watched, which tells it from the data; call it on every rank. Rank 0 warns
-        by itself, by logging, of a rank that costs all a tenth of their time, three times in a row.
+        of the model is watched, by two hooks on it, which tells it from the data; call it on every
+        rank. Rank 0 warns by itself, by logging, of a rank that costs all ranks a tenth of their
+        time, three times in a row.
         """
         self._stragglers.watch(self.attached_model())
         return list(self._stragglers.newest)

@@ -20,8 +20,8 @@ MUTATIONS = (
         name="audit: ranks compare inside a join()",
         file=AUDIT,
         within="Audit.after_round",
-        old="reducer.n_rounds % self._every or is_joining(self._comm)",
-        new="reducer.n_rounds % self._every",
+        old="is_done or reducer.n_rounds % self._every or is_joining(self._comm)",
+        new="is_done or reducer.n_rounds % self._every",
         tests=(f"{TEST}inside_a_join_nobody_compares",),
     ),
     Mutation(

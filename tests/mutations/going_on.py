@@ -157,7 +157,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: a rank that is lost while buckets are planned ends the loop",
         file="fastcomm/reducer/reducer.py",
-        within="Reducer._confer",
+        within="Reducer._outliving",
         old="not self._outlives(error)",
         new="True",
         tests=(f"{LOOP}a_rank_may_be_lost_while_buckets_are_planned_anew",),

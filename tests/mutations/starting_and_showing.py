@@ -233,7 +233,7 @@ MUTATIONS = (
         name="auto: a round that an exception interrupts is not decided about",
         file=REDUCER,
         within="Reducer._synchronize",
-        old="self._confer(can_replan=False)",
+        old="self._plan_anew(can_replan=False)",
         new="pass",
         tests=(ORDERING,),
     ),

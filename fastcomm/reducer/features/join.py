@@ -258,6 +258,7 @@ class Join(Generic[T]):
             reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest
             tensors = validation.named_tensors(reducer.attached_model())
             validation.broadcast(self._comm, [tensor for _, tensor in tensors], src)
+            reducer.forget_phases()
             if is_uneven:
                 reducer.drop_step()  # the ranks have gradients of different steps
                 for bucket in reducer.buckets:
