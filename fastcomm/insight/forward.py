@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-class ForwardClock(Protocol):
-    """What is told of forwards."""
+class ForwardListener(Protocol):
+    """Hears when a forward begins and ends, and when a backward reaches its output."""
 
     def begin_forward(self) -> None: ...
     def end_forward(self) -> None: ...
     def reach_output(self) -> None: ...
 
 
-def watch_forward(model: nn.Module, clock: ForwardClock) -> list[RemovableHandle]:
-    """Tells the clock when the module's forward begins and ends, and when a backward comes to its
+def watch_forward(model: nn.Module, listener: ForwardListener) -> list[RemovableHandle]:
+    """Tells the listener when the module's forward begins and ends, and when a backward reaches its
     output. In what torch.compile traces there is nothing to see.
     """
-    begin, end = _Begin(clock), _End(clock)
+    begin, end = _Begin(listener), _End(listener)
     return [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
 
 
@@ -32,8 +32,8 @@ def _nothing(*_: object) -> None:
 class _Hook:
     """Does nothing on a copy of the module."""
 
-    def __init__(self, clock: ForwardClock) -> None:
-        self._clock = clock
+    def __init__(self, listener: ForwardListener) -> None:
+        self._listener = listener
 
     def __reduce__(self) -> Any:
         return _that_of_a_copy, ()
@@ -46,20 +46,20 @@ def _that_of_a_copy() -> Any:
 class _Begin(_Hook):
     def __call__(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._clock.begin_forward()
+            self._listener.begin_forward()
 
 
 class _End(_Hook):
     def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        self._clock.end_forward()
+        self._listener.end_forward()
         tensor = _first_with_graph(output)
         if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(self._reach_output)
 
     def _reach_output(self, _: object) -> None:
-        self._clock.reach_output()
+        self._listener.reach_output()
 
 
 def _first_with_graph(output: Any) -> Tensor | None:

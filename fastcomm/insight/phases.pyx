@@ -51,7 +51,7 @@ cdef class Phases:
         self.phase, self.since = phase, time
 
     def take(self):
-        """The ns in each phase, which are then 0; no forward was seen then."""
+        """Return the ns spent in each phase, and start again from 0, with no forward seen."""
         self.enter(self.phase)
         cdef list spent = [self.spent[i] for i in range(N_PHASES)]
         for i in range(N_PHASES):

@@ -35,7 +35,7 @@ FIRST_ROUNDS = 16  # after which the ranks tell each other for the first time
 LEAST_ROUNDS, MOST_ROUNDS = 8, 1000  # between two tellings
 WINDOW_S = 2.0  # that lie about so far apart
 LEAST_SHARE = 0.05  # of a step, that a straggler is late by
-# Of a step, and how often in a row: then rank 0 warns. Not of less than that.
+# Rank 0 warns from this share of a step and this many ms on, after so many windows in a row.
 WARNING_SHARE, WARNING_WINDOWS, WARNING_MS = 0.1, 3, 1.0
 _DTYPE = torch.float64
 _log = logging.getLogger("fastcomm")
@@ -87,8 +87,8 @@ class Stragglers:
 
     def use(self, comm: Transport) -> None:
         """Tell the ranks of this communicator, from begin() on."""
-        self._comm, self.newest, self._n_windows = comm, [], 0
-        self.due_at = sys.maxsize
+        self._comm, self.newest, self.due_at = comm, [], sys.maxsize
+        self._n_windows, self._warned_of = 0, None  # ranks have other numbers
 
     def begin(self, n_rounds: int) -> None:
         """Sum up anew, when so many rounds have ended, on all ranks. Over NCCL a rank's host waits

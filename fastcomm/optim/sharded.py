@@ -340,6 +340,7 @@ class ShardedOptimizer(Optimizer):
             self._spread()
             self.reducer.phases.enter(OTHER)
         except BaseException as error:
+            self.reducer.phases.enter(OTHER)
             self._leave(error)
             raise
         self.is_torn = self._is_mixed = False

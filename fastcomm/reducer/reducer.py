@@ -649,19 +649,21 @@ class Reducer(ReducerFlags):
         try:
             ending.finish()
             if ending.state is not State.DROPPED:
-                self._compare_ranks()
+                self._audit_and_tell()
         except BaseException as interruption:
             if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
                 try:
-                    self._compare_ranks()
-                    self._plan_anew(can_replan=False)
+                    try:
+                        self._audit_and_tell()
+                    finally:
+                        self._plan_anew(can_replan=False)
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
         if self._planners and ending.state is not State.DROPPED:
             self._plan_anew(can_replan=is_between_steps and not self.skipped)
 
-    def _compare_ranks(self) -> None:
+    def _audit_and_tell(self) -> None:
         """Some rounds: whether the ranks still agree, and who was late. Called again, where a
         signal handler has raised, it does what is left.
         """
@@ -674,6 +676,8 @@ class Reducer(ReducerFlags):
                 with all_or_none(self, lambda _: None):
                     self._stragglers.tell(self.n_rounds)
         self._stragglers.warn()
+        if self._audit is not None:
+            self._audit.raise_trouble()
 
     def _plan_anew(self, *, can_replan: bool) -> None:
         """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""

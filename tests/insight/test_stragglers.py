@@ -214,7 +214,7 @@ class _Interrupted(BaseException):
 def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(comm, where):
     _tell_often()
     model, reducer, optimizer = _train(comm, steps=stragglers.FIRST_ROUNDS - 1)
-    compare = reducer._compare_ranks
+    compare = reducer._audit_and_tell
     n_calls = []
 
     def interrupted():
@@ -226,11 +226,11 @@ def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(c
             raise _Interrupted
 
     if comm.rank:
-        reducer._compare_ranks = interrupted
+        reducer._audit_and_tell = interrupted
         with pytest.raises(_Interrupted):
             _step(model, optimizer, 1)
         optimizer.step()
-        reducer._compare_ranks = compare
+        reducer._audit_and_tell = compare
     else:
         _step(model, optimizer, 1)
     _step(model, optimizer, stragglers.LEAST_ROUNDS)

@@ -36,9 +36,9 @@ MUTATIONS = (
         name="audit: a signal parts the ranks",
         file=AUDIT,
         within="Audit.after_round",
-        old="defer_signals()",
+        old="all_or_none(reducer, lambda _: None)",
         new="torch.no_grad()",
-        tests=(f"{TEST}a_signal_in_the_comparison_does_not_part_the_ranks",),
+        tests=(f"{TEST}a_signal_does_not_part_the_ranks",),
     ),
     Mutation(
         name="audit: a part of a complex number is left out",

@@ -79,7 +79,7 @@ MUTATIONS = (
     Mutation(
         name="stragglers: ranks tell each other inside a join()",
         file=REDUCER,
-        within="Reducer._compare_ranks",
+        within="Reducer._audit_and_tell",
         old="self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm)",
         new="self.n_rounds >= self._stragglers.due_at",
         tests=(JOINED,),

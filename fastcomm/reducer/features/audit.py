@@ -19,8 +19,8 @@ from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.features.defer_signals import defer_signals
 from fastcomm.reducer.features.join import is_joining
+from fastcomm.reducer.features.replanning import all_or_none
 
 if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
@@ -36,21 +36,29 @@ class Audit:
     def __init__(self, comm: Transport, every: int) -> None:
         self._comm, self._every = comm, every
         self._compared = 0  # the round that was compared last
+        self._trouble: str | None = None  # what it has found, until that is raised
 
     def after_round(self, reducer: Reducer) -> None:
         """A round has ended. Collective if it is one of those. Where parameters differ, drops its
-        gradients and raises MismatchError, on every rank.
+        gradients on every rank.
         """
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
         is_done = self._compared == reducer.n_rounds
         if is_done or reducer.n_rounds % self._every or is_joining(self._comm):
             return
-        with defer_signals():
-            trouble = self._compare(reducer.buckets, reducer.n_rounds)
+        with all_or_none(reducer, lambda _: None):
+            self._trouble = self._compare(reducer.buckets, reducer.n_rounds)
             self._compared = reducer.n_rounds
+            if self._trouble is not None:  # here, as a signal may raise where the block ends
+                reducer.drop_step()
+
+    def raise_trouble(self) -> None:
+        """Raises MismatchError for what the comparison has found, once: after all that the ranks do
+        together.
+        """
+        trouble, self._trouble = self._trouble, None
         if trouble is not None:
-            reducer.drop_step()
             raise MismatchError(trouble)
 
     def _compare(self, buckets: Sequence[Bucket], number: int) -> str | None:
@@ -67,8 +75,8 @@ class Audit:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The wrapping sum of a tensor's words, of its elements' size: no turned bit leaves it alone.
-    One pass over memory.
+    """The wrapping sum of a tensor's words, of its elements' size: any single flipped bit changes
+    it. One pass over memory.
     """
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.detach().contiguous().view(_WORDS[real.element_size()]).sum(dtype=torch.int64)
@@ -80,14 +88,15 @@ def _in_words(names: Sequence[str], ranks: Tensor, number: int) -> str:
     ((most, n_most),) = Counter(rows).most_common(1)
     others = [rank for rank, row in enumerate(rows) if row != most]
     who = (
-        f"and rank {', '.join(map(str, others))} differs from the other {n_most} ranks"
+        f"and {n_most} of {len(rows)} ranks agree, all but {', '.join(map(str, others))}"
         if n_most > len(rows) / 2
-        else "and none has what most have"
+        else "and no majority of ranks agrees"
     )
     more = f" (nor are {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"audit in round {number}: parameter {names[0]} is not the same on all ranks{more}, {who}. "
-        "A bit has turned there, in memory, on a processor or on a link, or the script has changed "
-        "it on some ranks alone. This round's gradients are dropped on all ranks. Load a "
-        "checkpoint of before, or let refresh() copy rank 0's values if they are right"
+        "A bit flipped (in memory, on a processor or on a link), the script changed it on some "
+        "ranks only, or the ranks round differently (other processors, threads or torch). All "
+        "ranks drop this round's gradients. Load an earlier checkpoint, or call refresh() on every "
+        "rank if rank 0's values are right"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ import fastcomm
 from fastcomm import MismatchError
 from fastcomm.reducer.features import audit
 from fastcomm.reducer.features.audit import checksum
+from fastcomm.reducer.round import Round
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -34,7 +36,7 @@ def _step(model, optimizer, n=1):
         optimizer.step()
 
 
-def _turn_a_bit(tensor, bit=0):
+def _flip_a_bit(tensor, bit=0):
     """Of the last element: 0 is the lowest, 23 the lowest of the exponent."""
     tensor.detach().view(-1).view(torch.int32)[-1].bitwise_xor_(1 << bit)
 
@@ -50,14 +52,14 @@ def test_a_bit_that_turns_in_one_ranks_reduced_gradient_is_named(comm):
     optimizer.zero_grad()
     model(torch.ones(4, 6)).square().mean().backward()
     if comm.rank == 1:
-        _turn_a_bit(model[0].weight.grad, 23)
+        _flip_a_bit(model[0].weight.grad, 23)
     optimizer.step()
     with pytest.raises(MismatchError) as caught:
         _step(model, optimizer, EVERY)
     assert reducer.n_rounds == 2 * EVERY
     said = str(caught.value)
     assert "audit in round 10: parameter" in said and "is not the same on all ranks" in said
-    assert "and rank 1 differs from the other 2 ranks" in said
+    assert "and 2 of 3 ranks agree, all but 1. A bit" in said
     assert all(parameter.grad is None for parameter in model.parameters())
     reducer.refresh()
     _step(model, optimizer, EVERY)
@@ -71,9 +73,9 @@ def test_of_two_ranks_none_is_the_culprit(comm):
     reducer.steps.compares = False
     _step(model, optimizer, EVERY - 1)
     if comm.rank == 0:
-        _turn_a_bit(model[2].bias)
-        _turn_a_bit(model[2].weight)
-    with pytest.raises(MismatchError, match=r"all ranks \(nor are 1 more\), and none has what mo"):
+        _flip_a_bit(model[2].bias)
+        _flip_a_bit(model[2].weight)
+    with pytest.raises(MismatchError, match=r"all ranks \(nor are 1 more\), and no majority"):
         _step(model, optimizer)
 
 
@@ -99,34 +101,52 @@ def test_inside_a_join_nobody_compares(comm):
     reducer.check_in_sync()
 
 
+class _Interrupted(BaseException):
+    pass
+
+
+def _interrupt(*_):
+    raise _Interrupted
+
+
 @pytest.mark.transports("shm")
+@pytest.mark.parametrize("where", ["audit", "round"])
+@pytest.mark.parametrize("flips", [False, True])
 @on_ranks(2)
-def test_a_signal_in_the_comparison_does_not_part_the_ranks(comm):
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        raise Interrupted
-
+def test_a_signal_does_not_part_the_ranks(comm, where, flips):
+    """On rank 0, in the comparison or in the round before it."""
     model, reducer, optimizer = _train(comm)
+    reducer.steps.compares = False
     _step(model, optimizer, EVERY - 1)
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    compare = audit.Audit._compare
+    if flips and comm.rank == 0:
+        _flip_a_bit(model[2].bias)
+    before = signal.signal(signal.SIGUSR1, _interrupt)
+    kind, name = (audit.Audit, "_compare") if where == "audit" else (Round, "_settle_or_drop")
+    original = getattr(kind, name)
+    seen = []
+
+    def interrupted(*args):
+        if not seen:
+            seen.append(1)
+            signal.raise_signal(signal.SIGUSR1)
+        return original(*args)
+
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                audit.Audit,
-                "_compare",
-                lambda *a: signal.raise_signal(signal.SIGUSR1) or compare(*a),
-            )
             if comm.rank == 0:
-                with pytest.raises(Interrupted):
-                    _step(model, optimizer)
-                optimizer.step()
+                patch.setattr(kind, name, interrupted)
+                expected = _Interrupted
+            else:
+                expected = MismatchError if flips else ()
+            with pytest.raises(expected) if expected else contextlib.nullcontext():
+                _step(model, optimizer)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    if comm.rank == 1:
-        _step(model, optimizer)
+    if flips:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        reducer.refresh()
+    elif comm.rank == 0:
+        optimizer.step()
     _step(model, optimizer, EVERY)
     reducer.check_in_sync()
 
