@@ -95,8 +95,8 @@ def test_ranks_that_agree_hear_nothing_and_compare_in_every_kth_round(comm):
 @on_ranks(2)
 def test_inside_a_join_nobody_compares(comm):
     model, reducer, optimizer = _train(comm)
-    with reducer.join(state=[optimizer]):
-        _step(model, optimizer, EVERY + comm.rank)
+    with reducer.join(state=[optimizer]):  # rank 1 alone comes to the round that is due
+        _step(model, optimizer, EVERY - 1 + 2 * comm.rank)
     _step(model, optimizer, EVERY)
     reducer.check_in_sync()
 
@@ -110,26 +110,34 @@ def _interrupt(*_):
 
 
 @pytest.mark.transports("shm")
-@pytest.mark.parametrize("where", ["audit", "round"])
+@pytest.mark.parametrize("where", ["before it", "behind it", "in the round"])
 @pytest.mark.parametrize("flips", [False, True])
 @on_ranks(2)
 def test_a_signal_does_not_part_the_ranks(comm, where, flips):
-    """On rank 0, in the comparison or in the round before it."""
+    """On rank 0, beside the comparison or in the round before it."""
     model, reducer, optimizer = _train(comm)
     reducer.steps.compares = False
     _step(model, optimizer, EVERY - 1)
     if flips and comm.rank == 0:
         _flip_a_bit(model[2].bias)
     before = signal.signal(signal.SIGUSR1, _interrupt)
-    kind, name = (audit.Audit, "_compare") if where == "audit" else (Round, "_settle_or_drop")
+    kind, name = audit.Audit, "_compare"
+    if where == "in the round":
+        kind, name = Round, "_settle_or_drop"
     original = getattr(kind, name)
     seen = []
 
     def interrupted(*args):
+        if where != "behind it":
+            interrupt_once()
+        value = original(*args)
+        interrupt_once()
+        return value
+
+    def interrupt_once():
         if not seen:
             seen.append(1)
             signal.raise_signal(signal.SIGUSR1)
-        return original(*args)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
