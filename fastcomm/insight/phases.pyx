@@ -6,7 +6,8 @@ it is always on.
 """
 
 from libc.stdint cimport int64_t
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from fastcomm.insight.recorder cimport now
 
 from torch.autograd import Variable
 
@@ -16,12 +17,6 @@ cdef enum:
 OTHER, FORWARD, BACKWARD, WAITING, OPTIMIZER = range(N_PHASES)
 NAMES = ("data and other", "forward", "backward", "the wait for gradients", "optimizer")
 UNWATCHED = "data, forward and other"  # OTHER where nobody watches the forward
-
-
-cdef inline int64_t now() noexcept nogil:
-    cdef timespec time
-    clock_gettime(CLOCK_MONOTONIC, &time)
-    return <int64_t>time.tv_sec * 1_000_000_000 + time.tv_nsec
 
 
 cdef class Phases:

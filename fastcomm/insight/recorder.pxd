@@ -1,4 +1,12 @@
 from libc.stdint cimport int64_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+
+cdef inline int64_t now() noexcept nogil:
+    """The time of CLOCK_MONOTONIC, in ns."""
+    cdef timespec time
+    clock_gettime(CLOCK_MONOTONIC, &time)
+    return <int64_t>time.tv_sec * 1_000_000_000 + time.tv_nsec
 
 
 cdef class Recorder:

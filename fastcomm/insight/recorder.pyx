@@ -8,7 +8,6 @@ store. Knows no reducer and no transport; steps.py says what the rows mean.
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 
 # What a row begins with, in this order. Times are of CLOCK_MONOTONIC, in ns; 0 means unknown.
@@ -30,12 +29,6 @@ cdef enum:
 KINDS = ("open", "reduced", "by hand", "accumulated", "abandoned")
 # For how many steps a transport is asked again for times that it did not know.
 cdef int PATIENCE = 3
-
-
-cdef inline int64_t now() noexcept nogil:
-    cdef timespec time
-    clock_gettime(CLOCK_MONOTONIC, &time)
-    return <int64_t>time.tv_sec * 1_000_000_000 + time.tv_nsec
 
 
 cdef class Recorder:

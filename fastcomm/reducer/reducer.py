@@ -652,16 +652,20 @@ class Reducer(ReducerFlags):
                 self._audit_and_tell()
         except BaseException as interruption:
             if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
-                try:
-                    try:
-                        self._audit_and_tell()
-                    finally:
-                        self._plan_anew(can_replan=False)
-                except FastcommError as trouble:
-                    raise interruption from trouble
+                self._confer_in_spite_of(interruption)
             raise
         if self._planners and ending.state is not State.DROPPED:
             self._plan_anew(can_replan=is_between_steps and not self.skipped)
+
+    def _confer_in_spite_of(self, interruption: BaseException) -> None:
+        """Do what the other ranks do together after the round."""
+        try:
+            try:
+                self._audit_and_tell()
+            finally:
+                self._plan_anew(can_replan=False)
+        except FastcommError as trouble:
+            raise interruption from trouble
 
     def _audit_and_tell(self) -> None:
         """Some rounds: whether the ranks still agree, and who was late. Called again, where a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -16,6 +17,7 @@ import fastcomm
 from fastcomm.insight import stragglers
 from fastcomm.insight.phases import OPTIMIZER, WAITING, Phases
 from fastcomm.insight.stragglers import find
+from tests.support.bodies import Interrupted
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -41,13 +43,13 @@ class _Model(nn.Sequential):
             time.sleep(LATE_S)
 
 
-def _train(comm, phase="", late_rank=1, steps=0):
-    """phase: in which the rank sleeps, each time."""
+def _train(comm, phase="", steps=0):
+    """phase: in which rank 1 sleeps, each time."""
     model = _Model(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.register_step_pre_hook(lambda *_: model.sleep("optimizer"))
-    model.sleeps = phase if comm.rank == late_rank else ""
+    model.sleeps = phase if comm.rank == 1 else ""
     _step(model, optimizer, steps)
     return model, reducer, optimizer
 
@@ -61,9 +63,16 @@ def _step(model, optimizer, steps):
         optimizer.step()
 
 
-def _tell_often():
-    stragglers.WINDOW_S = 0.0
-    stragglers.MOST_ROUNDS = stragglers.LEAST_ROUNDS
+def _telling_often(body):
+    """For bodies: ranks tell each other every LEAST_ROUNDS rounds."""
+
+    @functools.wraps(body)
+    def telling_often(*arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stragglers, "MOST_ROUNDS", stragglers.LEAST_ROUNDS)
+            return body(*arguments)
+
+    return telling_often
 
 
 # ---- on real ranks -------------------------------------------------------------------------------
@@ -72,8 +81,8 @@ def _tell_often():
 @pytest.mark.transports("shm", "group", "hierarchical")
 @pytest.mark.parametrize("phase", PHASES)
 @on_ranks(3)
+@_telling_often
 def test_a_rank_that_sleeps_is_named_with_the_phase(comm, phase):
-    _tell_often()
     model, reducer, optimizer = _train(comm)
     assert reducer.stragglers() == []
     model.sleeps = phase if comm.rank == 2 else ""
@@ -88,9 +97,9 @@ def test_a_rank_that_sleeps_is_named_with_the_phase(comm, phase):
 
 @pytest.mark.transports("shm", "group", "hierarchical")
 @on_ranks(2)
+@_telling_often
 def test_a_victim_that_waits_inside_its_backward_is_none(comm):
     """More buckets than can be under way: a launch waits for the other rank."""
-    _tell_often()
     layers = [nn.Linear(64, 64) for _ in range(24)]
     model = _Model(nn.Sequential(*layers), nn.ReLU(), nn.Linear(64, 1)).to(comm.device)
     caps = {"bucket_cap_mb": 0.01, "first_bucket_cap_mb": 0.01}
@@ -108,8 +117,8 @@ def test_a_victim_that_waits_inside_its_backward_is_none(comm):
 
 @pytest.mark.transports("shm")
 @on_ranks(2)
+@_telling_often
 def test_a_forward_that_nobody_watches_is_not_told_from_data(comm):
-    _tell_often()
     model, reducer, optimizer = _train(comm, "forward")
     _step(model, optimizer, stragglers.FIRST_ROUNDS)
     assert reducer._stragglers.newest[0].phase == "data, forward and other"
@@ -124,8 +133,8 @@ def test_a_forward_that_nobody_watches_is_not_told_from_data(comm):
 
 @pytest.mark.transports("shm")
 @on_ranks(3)
+@_telling_often
 def test_the_wait_for_other_ranks_shards_is_no_work(comm):
-    _tell_often()
     model = _Model(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=0.01)
@@ -140,8 +149,8 @@ def test_the_wait_for_other_ranks_shards_is_no_work(comm):
 
 @pytest.mark.transports("shm")
 @on_ranks(2)
+@_telling_often
 def test_rank_0_warns_once_of_a_rank_that_stays_late(comm):
-    _tell_often()
     seen = []
     handler = logging.Handler()
 
@@ -165,8 +174,8 @@ def test_rank_0_warns_once_of_a_rank_that_stays_late(comm):
 
 @pytest.mark.transports(*EVERY_TRANSPORT)
 @on_ranks(2)
+@_telling_often
 def test_what_stragglers_says_is_equal_on_all_ranks_and_may_be_nothing(comm):
-    _tell_often()
     _, reducer, _ = _train(comm, "data and other", steps=30)
     found = reducer.stragglers()
     told = fastcomm.comm.objects.gather_objects(comm, list(map(str, found)), "a test")
@@ -175,8 +184,8 @@ def test_what_stragglers_says_is_equal_on_all_ranks_and_may_be_nothing(comm):
 
 @pytest.mark.transports("shm")
 @on_ranks(2)
+@_telling_often
 def test_unsynced_backwards_end_before_the_next_data(comm):
-    _tell_often()
     model, reducer, optimizer = _train(comm)
     reducer.stragglers()
     model.sleeps = "data and other" if comm.rank else ""
@@ -192,8 +201,8 @@ def test_unsynced_backwards_end_before_the_next_data(comm):
 
 @pytest.mark.transports("shm")
 @on_ranks(2)
+@_telling_often
 def test_ranks_tell_each_other_again_after_a_join(comm):
-    _tell_often()
     model, reducer, optimizer = _train(comm, "backward")
     with reducer.join():  # rank 0 waits for rank 1 without data
         _step(model, optimizer, stragglers.FIRST_ROUNDS + 20 * comm.rank)
@@ -204,15 +213,11 @@ def test_ranks_tell_each_other_again_after_a_join(comm):
     assert reducer._stragglers.due_at > reducer.n_rounds
 
 
-class _Interrupted(BaseException):
-    pass
-
-
 @pytest.mark.transports("shm")
 @pytest.mark.parametrize("where", ["before", "after"])
 @on_ranks(2)
+@_telling_often
 def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(comm, where):
-    _tell_often()
     model, reducer, optimizer = _train(comm, steps=stragglers.FIRST_ROUNDS - 1)
     compare = reducer._audit_and_tell
     n_calls = []
@@ -220,14 +225,14 @@ def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(c
     def interrupted():
         n_calls.append(1)
         if where == "before" and len(n_calls) == 1:
-            raise _Interrupted
+            raise Interrupted
         compare()
         if len(n_calls) == 1:
-            raise _Interrupted
+            raise Interrupted
 
     if comm.rank:
         reducer._audit_and_tell = interrupted
-        with pytest.raises(_Interrupted):
+        with pytest.raises(Interrupted):
             _step(model, optimizer, 1)
         optimizer.step()
         reducer._audit_and_tell = compare

@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         name="auto: a round that an exception interrupts is not decided about",
         file=REDUCER,
-        within="Reducer._synchronize",
+        within="Reducer._confer_in_spite_of",
         old="self._plan_anew(can_replan=False)",
         new="pass",
         tests=(ORDERING,),

@@ -14,6 +14,7 @@ from fastcomm import MismatchError
 from fastcomm.reducer.features import audit
 from fastcomm.reducer.features.audit import checksum
 from fastcomm.reducer.round import Round
+from tests.support.bodies import Interrupted
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -101,12 +102,8 @@ def test_inside_a_join_nobody_compares(comm):
     reducer.check_in_sync()
 
 
-class _Interrupted(BaseException):
-    pass
-
-
 def _interrupt(*_):
-    raise _Interrupted
+    raise Interrupted
 
 
 @pytest.mark.transports("shm")
@@ -143,7 +140,7 @@ def test_a_signal_does_not_part_the_ranks(comm, where, flips):
         with pytest.MonkeyPatch.context() as patch:
             if comm.rank == 0:
                 patch.setattr(kind, name, interrupted)
-                expected = _Interrupted
+                expected = Interrupted
             else:
                 expected = MismatchError if flips else ()
             with pytest.raises(expected) if expected else contextlib.nullcontext():
