@@ -64,13 +64,21 @@ def has_closed(rank: int) -> str:
 
 
 class TimeoutError(FastcommError, builtins.TimeoutError):
-    """A rank did not arrive in time. Names the collective and the ranks that are missing."""
+    """A rank did not arrive in time. Names the collective and the ranks that are missing, and says
+    what those are doing and where their main threads stand.
+    """
 
 
 class NcclError(FastcommError):
     """A call into NCCL failed. Names the call, the code and its text, ncclGetLastError and the NCCL
     version.
     """
+
+
+def add_to_first_line(message: str, addition: str) -> str:
+    """Of the message of a TimeoutError, whose further lines say where ranks stand."""
+    first, newline, others = message.partition("\n")
+    return f"{first}{addition}{newline}{others}"
 
 
 # Errors that another rank's failure causes. A rank that raises anything else has failed by itself.

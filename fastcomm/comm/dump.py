@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from fastcomm.comm.collective import name_of, sentence
 from fastcomm.comm.flight_recorder import Entry, FlightRecorder, living
 from fastcomm.comm.lifetime import call_on_failure, n_failure_calls
+from fastcomm.comm.whereabouts import stack_of
 from fastcomm.errors import FastcommError, TimeoutError
 
 VARIABLE = "FASTCOMM_DUMP"
@@ -36,7 +36,6 @@ LOOK_S = 0.5  # how often a rank looks whether it is asked
 ANSWER_S = 3.0  # how long a rank that has timed out keeps its process for the others to answer
 # How long a dump of a failure stays, whatever other ranks or this one's own later failures ask for.
 SETTLED_S = 60.0
-N_FRAMES = 12  # of each thread, the innermost
 
 # Names by which every torch's fr_trace knows a collective.
 _IN_TORCH = {
@@ -218,13 +217,8 @@ def _threads() -> dict[str, list[str]]:
     for ident, frame in frames:
         if ident == threading.get_ident() and ident != main:
             continue  # this dump's
-        stack = traceback.extract_stack(frame)[-N_FRAMES:]
         name = f"{names.get(ident, 'thread')} ({ident})" if ident != main else "MainThread"
-        found[name] = [
-            f'File "{one.filename}", line {one.lineno}, in {one.name}'
-            + (f": {one.line}" if one.line else "")
-            for one in stack
-        ]
+        found[name] = stack_of(frame)
     return found
 
 

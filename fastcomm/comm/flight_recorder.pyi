@@ -1,5 +1,5 @@
-from collections.abc import MutableMapping
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -52,7 +52,7 @@ class FlightRecorder:
     @property
     def names(self) -> dict[int, str]: ...
     @property
-    def activities(self) -> MutableMapping[str, Activity]: ...
+    def activities(self) -> WeakValueDictionary[str, Activity]: ...
     def note(
         self,
         kind: str,

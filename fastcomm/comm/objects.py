@@ -18,7 +18,13 @@ from torch.serialization import default_restore_location
 
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.errors import (
+    FastcommError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    add_to_first_line,
+)
 
 T = TypeVar("T")
 
@@ -43,7 +49,8 @@ def called_by(call: str) -> Iterator[None]:
         yield
     except (MismatchError, PeerLostError, TimeoutError) as error:
         named = again(error)
-        named.args = (f"{error} (in {call}, which every rank must call)",)
+        called = f" (in {call}, which every rank must call)"
+        named.args = (add_to_first_line(str(error), called),)
         raise named from error.__cause__
 
 

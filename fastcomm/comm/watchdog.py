@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fastcomm.comm.collective import difference
+from fastcomm.comm.whereabouts import MOST_ASKED, whereabouts
 from fastcomm.errors import (
     CLOSED,
     ENDED,
@@ -129,7 +130,7 @@ class Watchdog:
                 self._lifelines[rank] = _open_lifeline(comm, rank)
         self._stopped = threading.Event()
         self._last_look = 0.0
-        self._published: tuple[int, int] | None = None
+        self._published: tuple[int, int, bool] | None = None
         self._read_at: tuple[str | None, int] | None = None  # the news and the epoch then
         self._is_asked = False
         self._abandoned: str | None = None  # the note about this epoch
@@ -273,14 +274,17 @@ class Watchdog:
         return "died"
 
     def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
-        """Tells the others where this rank stands, once per position."""
+        """Tells the others where this rank stands, once per position; when they have asked, also
+        where its script does.
+        """
         number, what = (
             (comm.number, NOTHING) if unfinished is None else (unfinished[0], unfinished[2])
         )
-        if self._published != (comm.epoch, number):
-            self._published = comm.epoch, number
+        if self._published != (comm.epoch, number, self._is_asked):
+            self._published = comm.epoch, number, self._is_asked
+            position = json.dumps([number, what, whereabouts() if self._is_asked else ""])
             with contextlib.suppress(RuntimeError):
-                self._notes.write(f"position/{comm.epoch}/{comm.rank}", json.dumps([number, what]))
+                self._notes.write(f"position/{comm.epoch}/{comm.rank}", position)
 
     def _compare(self, comm: Watched, number: int, what: str) -> None:
         """With rank 0 only, so that the store need not answer every rank about every other."""
@@ -308,12 +312,17 @@ class Watchdog:
                 for rank, position in others.items()
                 if position is None or position[0] < number or position[1] != what
             ]
-            where = "; ".join(f"{_of(comm, rank)}: {_standing(others[rank])}" for rank in late)
+            missing = "; ".join(f"{_of(comm, rank)}: {_standing(others[rank])}" for rank in late)
+            where = [
+                f"\nrank {rank}: {position[2]}"
+                for rank, position in others.items()
+                if rank in late[:MOST_ASKED] and position is not None and position[2]
+            ]
             self.give_up(
                 comm,
                 TimeoutError(
                     f"waited {self._timeout_s:g} s; {_waiting(comm.rank, number, what)}; "
-                    f"missing: {where or 'no rank'}"
+                    f"missing: {missing or 'no rank'}{''.join(where)}"
                 ),
             )
             return
@@ -339,8 +348,8 @@ class Watchdog:
         return False
 
     def _ask_around(self, comm: Watched, patience_s: float) -> dict[int, list[Any] | None]:
-        """Asks where the other ranks stand. A rank that is not stalled itself answers when it next
-        reads the notes.
+        """Asks where the other ranks stand: each answers when it next reads the notes. Of one that
+        does not, the position that it has told before, if any.
         """
         leave_note(self._notes, "question", "where are you?")
         deadline = time.monotonic() + patience_s
@@ -350,9 +359,10 @@ class Watchdog:
         while True:
             time.sleep(TICK_S)
             others = {
-                rank: position or self._position_of(comm, rank) for rank, position in others.items()
+                rank: position if _is_answer(position) else self._position_of(comm, rank)
+                for rank, position in others.items()
             }
-            if None not in others.values() or time.monotonic() > deadline:
+            if all(map(_is_answer, others.values())) or time.monotonic() > deadline:
                 return others
 
     def give_up(self, comm: Watched, error: FastcommError) -> None:
@@ -395,6 +405,11 @@ def _of(comm: Watched, rank: int) -> str:
 
 def _waiting(rank: int, number: int, what: str) -> str:
     return f"rank {rank} waits for collective number {number}, {what}"
+
+
+def _is_answer(position: list[Any] | None) -> bool:
+    """Whether it says where the rank's script stands."""
+    return position is not None and bool(position[2])
 
 
 def _standing(position: list[Any] | None) -> str:

@@ -21,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.dump import watch
 from fastcomm.comm.transport import Transport
+from fastcomm.comm.whereabouts import answer_questions
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
 from fastcomm.launching.bootstrap import (
@@ -108,6 +109,7 @@ def init(
     if comm.rank == 0:
         _warn_of_torch()
     watch()
+    answer_questions()
     return comm
 
 

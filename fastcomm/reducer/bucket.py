@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
-from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.gradient_state import GradientState, checksum
 from fastcomm.reducer.hooks import Counter, GradientHook
@@ -374,10 +374,8 @@ class Bucket(Counter):
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
         advice = advice_on_bucket(str(error)) if isinstance(error, MismatchError) else ""
-        explained = type(error)(
-            f"{error}; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}"
-            f"{advice}"
-        )
+        held = f"; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}{advice}"
+        explained = type(error)(add_to_first_line(str(error), held))
         explained.__dict__.update(error.__dict__)
         return explained
 

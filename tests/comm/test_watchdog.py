@@ -167,7 +167,7 @@ def test_a_peer_whose_process_has_ended_after_it_had_closed_has_closed() -> None
 
 
 def position(number: int, what: str) -> Notes:
-    return Notes({"position/0/0": json.dumps([number, what])})
+    return Notes({"position/0/0": json.dumps([number, what, "its main thread stands at"])})
 
 
 def test_another_collective_under_the_same_number_is_a_mismatch() -> None:
@@ -281,10 +281,12 @@ def test_a_rank_that_is_asked_says_where_it_stands() -> None:
     notes, comm = Notes({"question": "where are you?"}), Communicator()
     with watching(comm, notes):
         wait_until(lambda: "position/0/1" in notes)
-        assert json.loads(notes["position/0/1"]) == [5, watchdog.NOTHING]
+        assert json.loads(notes["position/0/1"])[:2] == [5, watchdog.NOTHING]
         comm.number = 6
-        wait_until(lambda: "6" in notes["position/0/1"])
-    assert json.loads(notes["position/0/1"]) == [6, watchdog.NOTHING]
+        wait_until(lambda: json.loads(notes["position/0/1"])[0] == 6)
+    number, what, where = json.loads(notes["position/0/1"])
+    assert (number, what) == (6, watchdog.NOTHING)
+    assert "test_a_rank_that_is_asked_says_where_it_stands" in where
 
 
 def test_a_store_that_is_gone_is_an_error_for_those_who_wait_alone() -> None:
@@ -302,6 +304,7 @@ def test_a_deadline_names_the_ranks_that_are_behind_or_elsewhere() -> None:
     failure = failure_of(waiting(61), position(4, "barrier"))
     assert isinstance(failure, TimeoutError)
     assert "missing: rank 0 (pid 0): is at number 4, barrier" in str(failure)
+    assert str(failure).endswith("\nrank 0: its main thread stands at")
 
 
 def test_a_deadline_names_no_rank_that_has_come_as_far() -> None:
@@ -329,7 +332,9 @@ def test_a_rank_asks_itself_when_the_one_that_asks_does_not_come_to_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "VERDICT_S", 0.05)
-    failure = failure_of(waiting(61), Notes({"asker": "0", "position/0/0": '[4, "barrier"]'}))
+    failure = failure_of(
+        waiting(61), Notes({"asker": "0", "position/0/0": '[4, "barrier", "here"]'})
+    )
     assert isinstance(failure, TimeoutError) and "is at number 4, barrier" in str(failure)
 
 

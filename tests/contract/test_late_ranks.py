@@ -57,6 +57,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(transport, world_s
         assert re.search(expected, message), message
         missing = message.partition("missing: ")[2]
         assert "rank 0" not in missing and "rank 2" not in missing
+        # where its main thread stands, innermost call last
+        assert re.search(r"in _miss_the_deadline: time\.sleep\(limit\)$", message), message
     assert all(f"rank 1 (pid {pid})" in message for _, message, _ in others)
     if transport == "shm":
         assert "gave up on rank 1" in of_the_late_one

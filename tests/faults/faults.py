@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import fastcomm
+from fastcomm.comm.whereabouts import answer_questions
 from tests.support.bodies import Place, communicator, leave, noted
 from tests.support.outcomes import Outcome
 from tests.support.ranks import fresh_ranks
@@ -129,6 +130,7 @@ def _trouble_of(fault: Fault, seen: dict[str, Any]) -> tuple[str | None, float]:
 
 
 def _train(place: Place, fault: Fault) -> dict[str, Any]:
+    answer_questions()  # opens a socket, once in a process
     n_open = _n_descriptors()
     seen = _trained(place, fault)
     gc.collect()

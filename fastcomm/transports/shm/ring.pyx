@@ -20,6 +20,7 @@ from fastcomm.errors import (
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
 from fastcomm.comm.abandonment import tell_of_abandonment, told
+from fastcomm.comm.whereabouts import whereabouts_of
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -496,11 +497,13 @@ cdef class Ring:
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
         what, dead = GONE[state], state in (SHM_ALIVE, SHM_ENDED, SHM_RAISED)
+        where = ""
         if state == SHM_ABORTED and blamed >= 0:
             what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
+            where = self._uncut(whereabouts_of, [blamed], self.segments.pids)
         return PeerLostError(
             f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
-            f"{self._position()}",
+            f"{self._position()}{where}",
             (rank,) if dead else (),
         )
 
@@ -511,7 +514,8 @@ cdef class Ring:
         names = "; ".join(
             f"rank {r} (pid {self.segments.pids[r]}): {self._history(r)}" for r in late
         )
-        return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}"
+        where = self._uncut(whereabouts_of, late, self.segments.pids)
+        return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}{where}"
 
     cdef str _mismatch(self, uint32_t seq):
         return collective.mismatch(seq, [

@@ -1,0 +1,121 @@
+"""Where this process stands: what its reducers are doing, and where its main thread is. Ranks that
+have waited in vain for this one put it into their errors; dump.py writes it into dumps.
+
+A process of this host asks through a socket. A thread answers, which sleeps until then: the rank
+that is asked may be stuck where no signal handler of Python's runs. It tells processes of the same
+user only. Ranks of other hosts ask by a note instead: see watchdog.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from fastcomm.comm.flight_recorder import living
+
+N_FRAMES = 12  # of each thread, the innermost
+MOST_BYTES = 8192  # of an answer
+MOST_ASKED = 3  # ranks, for one error
+PATIENCE_S = 1.0  # for one answer
+
+_answering = 0  # the process whose thread answers
+
+
+def stack_of(frame: FrameType) -> list[str]:
+    """A line for each of its calls, the innermost last."""
+    return [
+        f'File "{one.filename}", line {one.lineno}, in {one.name}'
+        + (f": {one.line}" if one.line else "")
+        for one in traceback.extract_stack(frame)[-N_FRAMES:]
+    ]
+
+
+def whereabouts() -> str:
+    """Of this process, in words; any thread may ask."""
+    activities = [ref for recorder in living() for ref in recorder.activities.valuerefs()]
+    doing = [f"{ref.key} {one.in_words()}" for ref in activities if (one := ref()) is not None]
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = [] if frame is None else stack_of(frame)
+    words = "; ".join([*doing, "its main thread stands at"])
+    return "\n".join([words, *(f"    {line}" for line in stack)])
+
+
+def answer_questions() -> None:
+    """Called by init(): from now on a thread tells who asks where this process stands."""
+    global _answering
+    if _answering == os.getpid():
+        return
+    _answering = os.getpid()
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(_address(_answering))
+        listener.listen()
+    except OSError:  # the name is taken, or there are no such sockets here: nobody will be told
+        listener.close()
+        return
+    threading.Thread(target=_answer, args=(listener,), name="fastcomm answers", daemon=True).start()
+
+
+def _answer(listener: socket.socket) -> None:
+    while True:
+        asker, _ = listener.accept()
+        try:
+            with asker:
+                if _user_of(asker) == os.getuid():
+                    asker.settimeout(PATIENCE_S)
+                    asker.sendall(whereabouts().encode(errors="replace")[:MOST_BYTES])
+        except Exception:  # of one who asks, and is gone; or what it asks for changes meanwhile
+            continue
+
+
+def whereabouts_of(ranks: Sequence[int], pids: Sequence[int]) -> str:
+    """Where these ranks of this host stand, a paragraph each, to be put behind a message. pids: of
+    all ranks. Says nothing of one that nobody answers for.
+    """
+    found = [(rank, ask(pids[rank])) for rank in ranks[:MOST_ASKED]]
+    return "".join(f"\nrank {rank}: {answer}" for rank, answer in found if answer)
+
+
+def ask(pid: int) -> str:
+    """Where that process of this host stands, in words; empty where nobody can tell."""
+    try:
+        with socket.socket(socket.AF_UNIX) as asker:
+            asker.settimeout(PATIENCE_S)
+            asker.connect(_address(pid))
+            if _user_of(asker) != os.getuid():
+                return ""
+            with asker.makefile("rb") as answer:
+                return answer.read(MOST_BYTES).decode(errors="replace")
+    except builtins.TimeoutError:
+        if _is_stopped(pid):
+            return "it is stopped, by SIGSTOP or a debugger"
+        return "no answer: it is in compiled code that holds Python's lock, or has no core"
+    except OSError:
+        return ""
+
+
+def _address(pid: int) -> str:
+    """In the abstract namespace, where no file is left behind."""
+    return f"\0fastcomm {pid}"
+
+
+def _user_of(peer: socket.socket) -> int:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        # behind the name, which is in parentheses and may hold anything
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"

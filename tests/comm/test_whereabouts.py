@@ -1,0 +1,90 @@
+"""Where a process says that it stands, and who is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from fastcomm.comm import whereabouts
+
+SLEEPER = """
+    import sys, time
+    from fastcomm.comm.whereabouts import answer_questions
+
+    def load_a_batch():
+        print("ready", flush=True)
+        time.sleep(600)
+
+    answer_questions()
+    answer_questions()
+    load_a_batch()
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[str]]:
+    """A process that answers, and sleeps."""
+    command = [sys.executable, "-c", textwrap.dedent(SLEEPER)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def test_a_process_says_where_its_main_thread_is(sleeper: subprocess.Popen[str]) -> None:
+    for _ in range(2):
+        answer = whereabouts.ask(sleeper.pid)
+        assert answer.startswith("its main thread stands at\n")
+        assert answer.splitlines()[-1].endswith("in load_a_batch")
+
+
+def test_a_process_that_is_stopped_is_said_to_be(sleeper: subprocess.Popen[str]) -> None:
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    assert whereabouts.ask(sleeper.pid) == "it is stopped, by SIGSTOP or a debugger"
+
+
+def test_of_a_process_that_is_gone_nothing_is_said(sleeper: subprocess.Popen[str]) -> None:
+    sleeper.kill()
+    sleeper.wait()
+    assert whereabouts.ask(sleeper.pid) == ""
+    assert whereabouts.whereabouts_of([1], [os.getpid(), sleeper.pid]) == ""
+
+
+def test_an_answer_is_bounded_and_may_be_no_text() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(whereabouts._address(os.getpid()))
+        listener.listen()
+        talker = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import socket, sys; asker, _ = socket.socket(fileno=int(sys.argv[1])).accept(); "
+                "asker.sendall(b'\\xff' * 100_000)",
+                str(listener.fileno()),
+            ],
+            pass_fds=[listener.fileno()],
+        )
+        answer = whereabouts.ask(os.getpid())
+        talker.kill()
+        talker.wait()
+    assert answer == "\ufffd" * whereabouts.MOST_BYTES
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_is_not_told(sleeper: subprocess.Popen[str]) -> None:
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        told = [whereabouts.ask(sleeper.pid)]
+        os.getuid = lambda: 0  # would not be refused by itself
+        told.append(whereabouts.ask(sleeper.pid))
+        os._exit(told != ["", ""])
+    assert os.waitpid(child, 0) == (child, 0)
