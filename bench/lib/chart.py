@@ -394,6 +394,16 @@ def _compiled(figure: Any, results: Mapping[str, Any]) -> None:
     axes.set_xlabel("% of the backward that is over at the first launch of a bucket")
 
 
+def _elastic(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/elastic.py: of the steps of an undisturbed run, those that are made all the same."""
+    axes = figure.subplots()
+    rows = results["rows"][::-1]
+    bars = axes.barh(range(len(rows)), [100 * row["kept"] for row in rows])
+    axes.bar_label(bars, fmt="%.0f%%", label_type="center")
+    axes.set_yticks(range(len(rows)), [f"{row['way']}, {row['kills']} kills" for row in rows])
+    axes.set_xlabel("% of the steps of a run that loses no rank")
+
+
 def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/host_cost.py: what was predicted beside what was measured, with its quartiles."""
     rows = results["rows"][::-1]
@@ -428,4 +438,5 @@ _PICTURES = {
     "timeline": _timeline,
     "compiled": _compiled,
     "overhead": _overhead,
+    "elastic": _elastic,
 }
