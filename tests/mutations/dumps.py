@@ -11,6 +11,12 @@ TESTS = "tests/insight/test_diagnosis.py::test_"
 CONTRACT = "tests/contract/test_flight.py::test_"
 LATE = f"{TESTS}a_rank_that_does_not_come_is_named_with_the_place_where_it_stands"
 
+WHEREABOUTS = "fastcomm/comm/whereabouts.py"
+DEADLINE = (
+    "tests/contract/test_late_ranks.py::"
+    "test_a_rank_that_does_not_come_is_named_after_the_timeout"
+)
+
 MUTATIONS = (
     Mutation(
         name="dumps: a full ring begins with its newest entry",
@@ -110,5 +116,37 @@ MUTATIONS = (
         old="in_flight.entry.end()",
         new="None",
         tests=(f"{CONTRACT}a_collective_is_over_when_it_is[nccl-2]",),
+    ),
+    Mutation(
+        name="whereabouts: a process tells every user",
+        file=WHEREABOUTS,
+        within="_answer",
+        old="_user_of(asker) == os.getuid()",
+        new="True",
+        tests=("tests/comm/test_whereabouts.py::test_another_user_is_not_told",),
+    ),
+    Mutation(
+        name="whereabouts: a stopped process is taken for one that computes",
+        file=WHEREABOUTS,
+        within="_is_stopped",
+        old='state in "Tt"',
+        new="False",
+        tests=("tests/comm/test_whereabouts.py::test_a_process_that_is_stopped_is_said_to_be",),
+    ),
+    Mutation(
+        name="whereabouts: a rank of another host that is asked does not say where its script is",
+        file="fastcomm/comm/watchdog.py",
+        within="Watchdog._publish",
+        old="whereabouts() if self._is_asked else ''",
+        new="''",
+        tests=(f"{DEADLINE}[group-3]",),
+    ),
+    Mutation(
+        name="whereabouts: over shared memory a late rank is not asked",
+        file="fastcomm/transports/shm/ring.pyx",
+        within="Ring._timeout_message",
+        old="where = self._uncut(whereabouts_of, late, self.segments.pids)",
+        new='where = ""',
+        tests=(f"{DEADLINE}[shm-2]",),
     ),
 )

@@ -75,7 +75,7 @@ MUTATIONS = (
         name="watchdog: a rank says only once where it stands",
         file=WATCHDOG,
         within="Watchdog._publish",
-        old="self._published != (comm.epoch, number)",
+        old="self._published != (comm.epoch, number, self._is_asked)",
         new="self._published is None",
         tests=WATCHDOG_TESTS,
     ),
