@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # ---- ops -----------------------------------------------------------------------------------------
 
@@ -378,14 +379,24 @@ def refuse_dtype(dtype: object, known: Iterable[torch.dtype], name: str = "dtype
     raise TypeError(f"{name} must be one of {', '.join(map(name_of, known))}; got {dtype}")
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether the tensor wraps others, as a DTensor does, and has no memory of its own."""
+    return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
+
+
 def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoReturn:
-    """Says what is wrong with a tensor: it must be dense, on the device, contiguous and not a
-    negated view. Raises TypeError or ValueError.
+    """Says what is wrong with a tensor: it must be dense, on the device, contiguous and neither a
+    negated view nor a wrapper. Raises TypeError or ValueError.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"expected a torch.Tensor; got {type(tensor).__name__}: torch.tensor(number) makes one "
             "of a number"
+        )
+    if is_wrapper(tensor):
+        raise ValueError(
+            f"the tensor is a {type(tensor).__name__}, which wraps others: pass what it wraps (of "
+            "a DTensor, to_local())"
         )
     if tensor.layout is not torch.strided or tensor.device != device:
         place = "the CPU" if device.type == "cpu" else device

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter, UninitializedParameter
 
+from fastcomm.comm.collective import is_wrapper
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
@@ -147,6 +148,12 @@ def _why_not_parameter(name: str, parameter: Parameter, device: torch.device) ->
 
 
 def _why_not_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
+    if is_wrapper(tensor):
+        return (
+            f"{what} is a {type(tensor).__name__}, which wraps other tensors: a Reducer takes "
+            "plain ones. torch's fully_shard() and replicate() reduce such a model, over the "
+            "backend 'fastcomm'"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return (
             f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes "

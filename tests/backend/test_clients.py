@@ -172,6 +172,22 @@ def test_a_distributed_tensor_is_reduced(comm):
 
 
 @on_ranks(2)
+def test_a_reducer_refuses_distributed_tensors_by_name(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    world()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    model = parallelize_module(mlp(), mesh["shards"], {"0": ColwiseParallel()})
+    words = "parameter 0.weight is a DTensor.*fully_shard"
+    with (
+        fastcomm.init(group=mesh["replicas"].get_group()) as replicas,
+        pytest.raises(ValueError, match=words),
+    ):
+        fastcomm.Reducer(replicas).attach(model)
+
+
+@on_ranks(2)
 def test_zero_redundancy_optimizer_trains_as_sgd(comm):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -88,6 +88,20 @@ def test_an_op_that_is_no_string_is_refused(comm):
 
 @over(2)
 @on_ranks()
+def test_tensors_that_wrap_others_are_refused(comm):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapper, whole = TwoTensor(torch.ones(4), torch.ones(4)), torch.ones(8)
+    for call in (
+        lambda: comm.all_reduce(wrapper),
+        lambda: comm.broadcast(wrapper),
+        lambda: comm.all_gather_single(whole, wrapper),
+    ):
+        refused(comm, ValueError, "a TwoTensor, which wraps others", call)
+
+
+@over(2)
+@on_ranks()
 def test_a_negated_view_is_refused(comm):
     negated = torch._neg_view(torch.ones(4))
     refused(comm, ValueError, "resolve_neg", lambda: comm.all_reduce(negated))

@@ -13,8 +13,7 @@ LATE = f"{TESTS}a_rank_that_does_not_come_is_named_with_the_place_where_it_stand
 
 WHEREABOUTS = "fastcomm/comm/whereabouts.py"
 DEADLINE = (
-    "tests/contract/test_late_ranks.py::"
-    "test_a_rank_that_does_not_come_is_named_after_the_timeout"
+    "tests/contract/test_late_ranks.py::test_a_rank_that_does_not_come_is_named_after_the_timeout"
 )
 
 MUTATIONS = (

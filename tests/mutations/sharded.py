@@ -270,7 +270,7 @@ MUTATIONS = (
         name="errors: the call that a collective is made by is not named",
         file="fastcomm/comm/objects.py",
         within="called_by",
-        old='named.args = (add_to_first_line(str(error), called),)',
+        old="named.args = (add_to_first_line(str(error), called),)",
         new="",
         tests=_state("a_call_of_one_rank_alone_is_named"),
     ),

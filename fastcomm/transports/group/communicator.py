@@ -38,6 +38,7 @@ from fastcomm.comm.collective import (
     check_numel,
     check_out,
     check_src,
+    is_wrapper,
     refuse_dtype,
     refuse_tensor,
     shard_of,
@@ -280,6 +281,8 @@ class GroupCommunicator(Transport):
 
 
 def _is_dense_here(tensor: Tensor) -> bool:
-    """Whether the tensor is on the CPU, dense, contiguous and not a negated view."""
-    is_dense = tensor.is_cpu and tensor.layout is torch.strided
+    """Whether the tensor is on the CPU, dense, contiguous and neither a negated view nor a
+    wrapper.
+    """
+    is_dense = tensor.is_cpu and tensor.layout is torch.strided and not is_wrapper(tensor)
     return is_dense and tensor.is_contiguous() and not tensor.is_neg()

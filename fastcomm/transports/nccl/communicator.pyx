@@ -13,7 +13,7 @@ import torch
 
 from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
-    mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
+    is_wrapper, mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.transport import Transport
@@ -415,7 +415,7 @@ cdef class NcclCommunicator:
         """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
         self.link.check_usable()
         rounds.refuse_in_join(self)
-        if not isinstance(tensor, TENSOR):
+        if not isinstance(tensor, TENSOR) or is_wrapper(tensor):
             refuse_tensor(tensor, self.backend, self.device)
         is_here = tensor.device == self.device and tensor.layout is torch.strided
         if is_here and tensor.dtype.is_complex:

@@ -210,9 +210,9 @@ cdef class Ring:
             data = <char *><size_t>DATA_PTR(tensor)
         except RuntimeError:  # sparse tensors have no address
             is_taken = False
-        if not is_taken:
-            collective.refuse_tensor(tensor, "shm", CPU)
         d.dtype, d.numel = dtype, NUMEL(tensor)
+        if not is_taken or (data == NULL and d.numel):  # the latter wraps another tensor
+            collective.refuse_tensor(tensor, "shm", CPU)
         cdef size_t offset = data - self.arena.base
         d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE
         return data if data != NULL else NO_DATA
