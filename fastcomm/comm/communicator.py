@@ -68,8 +68,7 @@ class Communicator(abc.ABC):
     feeds_back_errors: bool
     progresses_itself: bool
     timeout: timedelta
-    # for rebuild(): a fastcomm.launching.membership.Membership; None: the ranks cannot meet anew
-    membership: Any = None
+    membership: Any = None  # for rebuild() and split(): a fastcomm.launching.membership.Parts
 
     @property
     @abc.abstractmethod
@@ -164,19 +163,29 @@ class Communicator(abc.ABC):
             these; one that comes later joins the next rebuild(). None: 30 s, or init()'s timeout if
             that is less.
 
-        Raises FastcommError for ranks that have met in a torch.distributed group; InitError where
-        the store they have met at is gone with its host; TimeoutError where ranks are lost again
-        and again meanwhile.
+        Raises FastcommError for ranks that have met in a torch.distributed group, or by split();
+        InitError where the store they have met at is gone with its host; TimeoutError where ranks
+        are lost again and again meanwhile.
         """
-        if self.membership is None:
-            raise FastcommError(
-                "these ranks have met in a torch.distributed group, which none can leave: make "
-                "another group of those that are left, and call fastcomm.init(group=...)"
-            )
         rebuilt: Communicator = self.membership.rebuild(
             self, min(self.timeout, _LONGEST_WAIT) if timeout is None else timeout
         )
         return rebuilt
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Splits the ranks into parts, each with a communicator of its own, as MPI_Comm_split does.
+        Collective; this communicator stays as it is, and each is closed by itself.
+
+        color: of the part that this rank belongs to. None: to none, and it gets None.
+        key: ranks of a part are numbered in the order of their keys; those with equal ones, in the
+            order that they have here.
+
+        A part uses shared memory where its ranks share a host, also where this communicator goes
+        across hosts. Raises TypeError for what is no integer; InitError, on the ranks of the part,
+        where they cannot be brought together.
+        """
+        part: Communicator | None = self.membership.split(self, color, key)
+        return part
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -19,13 +19,15 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.launching.bootstrap import (
+    Bootstrap,
     Caller,
     MeetingPoint,
     StoreBootstrap,
@@ -39,6 +41,7 @@ _log = logging.getLogger("fastcomm")
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
 _GRACE_S = 5.0  # how much longer than the leader the others wait
 _MOST_TIMES = 3  # how often the timeout may pass, while ranks are lost that meet
+_SPLIT = Caller("split()", "has it ended meanwhile?")
 _CALLER = Caller("rebuild()", "a lost rank may not be noticed at once: call rebuild() again")
 
 
@@ -118,17 +121,75 @@ class _Newest:
         self.comm: Any = None  # a Transport
 
 
-class Membership:
-    """Which processes the ranks of a communicator are.
+class Parts:
+    """Communicators of some of a communicator's ranks: see Communicator.split."""
+
+    def __init__(self, bootstrap: Bootstrap, connect: Connect, backend: str) -> None:
+        """bootstrap: where the ranks have met. backend: that of the parts."""
+        self._bootstrap, self._connect, self._backend = bootstrap, connect, backend
+        self._n_splits = 0
+
+    def split(self, comm: Transport, color: int | None, key: int) -> Transport | None:
+        for name, value in (("color", color), ("key", key)):
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if not is_number and (value is not None or name == "key"):
+                raise TypeError(f"split() takes an integer as {name}; got {value!r}")
+        wishes = gather_objects(comm, (color, key), "split()")
+        self._n_splits += 1
+        met = self._bootstrap.with_notes(comm.timeout)
+        if met is not self._bootstrap:  # in a group; from now on at its store
+            self._bootstrap = met
+            met.exchange(None)
+        if color is None:
+            return None
+        ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == color]
+        ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys in the order of ranks
+        bootstrap = StoreBootstrap(
+            met.store(f"split {self._n_splits} {ranks[0]}"),
+            *(ranks.index(comm.rank), len(ranks), comm.timeout),
+            caller=_SPLIT,
+            names=ranks,
+        )
+        part, _ = self._connect(bootstrap, self._backend)
+        part.membership = Fixed(bootstrap, self._connect, self._backend)
+        return part
+
+
+class Fixed(Parts):
+    """Of ranks that cannot meet anew: those of a torch.distributed group, or of a split()."""
+
+    can_meet_anew, is_rebuilt, newest = False, False, None
+
+    def rebuild(self, comm: Transport, timeout: timedelta) -> NoReturn:
+        raise FastcommError(
+            "rebuild() takes ranks that fastcomm.init() has brought together by init_method: make "
+            "another torch.distributed group of those that are left, and call "
+            "fastcomm.init(group=...); or rebuild() the communicator whose split() made this one, "
+            "and split() that"
+        )
+
+
+class Membership(Parts):
+    """Which processes the ranks of a communicator are, and how the remaining ones meet anew.
 
     is_rebuilt: its ranks have met anew.
     is_new: this process has come since the ranks met first, and has not caught up with the others.
     """
 
+    can_meet_anew = True
+
     def __init__(
-        self, point: MeetingPoint, connect: Connect, meeting: Meeting, *, is_new: bool = False
+        self,
+        point: MeetingPoint,
+        bootstrap: StoreBootstrap,
+        connect: Connect,
+        meeting: Meeting,
+        *,
+        is_new: bool = False,
     ) -> None:
-        self._point, self._connect, self._meeting = point, connect, meeting
+        parts = "auto" if meeting.backend == "hierarchical" else meeting.backend
+        super().__init__(bootstrap, connect, parts)
+        self._point, self._meeting = point, meeting
         self._newest: _Newest | None = None  # once another has followed
         self._of_older: Callable[[], _Newest | None] = lambda: None
         self.is_rebuilt = meeting.number > 0
@@ -344,7 +405,7 @@ def arrive(
         for rank, pid in enumerate(comm.pids)
     ]
     first = Meeting(point.prefix, 0, _lasting(backend, comm), n_started, n_started, members)
-    comm.membership = Membership(point, connect, first)
+    comm.membership = Membership(point, bootstrap, connect, first)
     return comm
 
 
@@ -371,7 +432,7 @@ def connect_members(
     )
     comm, _ = connect(bootstrap, meeting.backend)
     is_new = was_new or meeting.members[rank].before is None
-    comm.membership = Membership(point, connect, meeting, is_new=is_new)
+    comm.membership = Membership(point, bootstrap, connect, meeting, is_new=is_new)
     if rank == next(r for r, member in enumerate(meeting.members) if member.before is not None):
         _log.warning(f"the ranks have met anew: {meeting.in_words()}")
     return comm

@@ -33,7 +33,7 @@ from fastcomm.launching.bootstrap import (
     own_connection,
 )
 from fastcomm.launching.bootstrap import host_identity as _host_identity
-from fastcomm.launching.membership import arrive
+from fastcomm.launching.membership import Fixed, arrive
 from fastcomm.transports.group.communicator import GroupCommunicator
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.hierarchical import HierarchicalCommunicator
@@ -99,7 +99,9 @@ def init(
         _connect_all, group=group, place=place, timeout=timeout, ctas=(max_ctas, cta_policy)
     )
     if group is not None:
-        comm, neighbours = connect(GroupBootstrap(group), backend)
+        meeting = GroupBootstrap(group)
+        comm, neighbours = connect(meeting, backend)
+        comm.membership = Fixed(meeting, functools.partial(connect, group=None), backend)
     else:
         bootstrap = meet(init_method, rank, world_size, timeout)
         comm = arrive(bootstrap, connect, backend, timeout)

@@ -126,6 +126,21 @@ def test_init_from_a_group_of_torch_distributed():
     assert outcomes_of(2, _init_from_group) == DESCRIPTIONS
 
 
+def _split_two_of_one_group(place):
+    sums = []
+    with fastcomm.init(group=gloo()) as one, fastcomm.init(group=gloo()) as other:
+        for comm in (one, other, one):
+            with comm.split(place.rank % 2) as part:
+                tensor = torch.tensor([place.rank])
+                part.all_reduce(tensor)
+                sums.append(tensor.item())
+    return sums
+
+
+def test_communicators_of_one_group_split_each_by_itself():
+    assert outcomes_of(4, _split_two_of_one_group) == [[2] * 3, [4] * 3, [2] * 3, [4] * 3]
+
+
 def _init_in_a_part_of_a_group(place):
     import torch.distributed as dist
 

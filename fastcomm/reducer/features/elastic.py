@@ -77,7 +77,7 @@ def compare_ranks(reducer: Reducer) -> Behind | None:
     where they have. Raises FastcommError, on every rank, where none has all that the lost ones had.
     """
     membership = reducer.comm.membership
-    if membership is None or not membership.is_rebuilt:
+    if membership is None or not membership.is_rebuilt:  # None: in the backend of torch
         return None
     before = reducer.find(Behind)
     has_all = not membership.is_new and (before is None or not before.is_behind)
@@ -140,7 +140,7 @@ def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -
     reducers = reducers_on(reducer.comm)
     for one in reducers:
         check(Feature.REBUILD, one.features())
-    if reducer.comm.membership is None:
+    if not reducer.comm.membership.can_meet_anew:
         raise FastcommError(
             "elastic() takes ranks that fastcomm.init() has brought together by init_method, "
             "where they can meet anew"

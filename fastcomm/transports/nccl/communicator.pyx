@@ -141,7 +141,7 @@ cdef class NcclCommunicator:
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
-    rebuild = Transport.rebuild
+    rebuild, split = Transport.rebuild, Transport.split
     empty_for_all = Transport.empty_for_all
     share_weight, shadow = rounds.share_weight, rounds.shadow
 

@@ -51,7 +51,7 @@ cdef class ShmCommunicator:
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
-    rebuild = Transport.rebuild
+    rebuild, split = Transport.rebuild, Transport.split
     make_window, share_weight = Transport.make_window, Transport.share_weight
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
