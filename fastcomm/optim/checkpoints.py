@@ -1,5 +1,5 @@
-"""The whole state of a sharded optimizer: gathered from all ranks into the format of the plain one,
-and cut into this rank's pieces again.
+"""The state of a sharded optimizer in the format of the plain one: gathered from all ranks, or with
+this rank's shards alone; and cut into this rank's pieces again.
 
 A parameter's state holds tensors of its shape (exp_avg), which are cut as the parameter is, and
 other things (step), which every owner has alike.
@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from fastcomm.comm.objects import gather_objects, tellable
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
+from fastcomm.optim.tensor_shard import TensorShard
 from fastcomm.reducer import validation
 from fastcomm.reducer.features.shards import Piece
 from fastcomm.reducer.layout import in_memory_order, strides_of
 
 State = dict[str, Any]
-Place = Sequence[Any]  # a rank, of how many, and how many elements each of its pieces has
-PLACE = "fastcomm"  # a key of state_dict(), which is one rank's part
 _NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
 
 
@@ -85,6 +84,44 @@ def gather(
     return whole
 
 
+def sharded(
+    comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
+) -> dict[int, State]:
+    """Each part's state, by its index, with a TensorShard for each tensor that is cut; none for a
+    parameter that was never stepped. Collective. Raises as compare().
+
+    states, call: as gather().
+    """
+    by_rank = compare(comm, parts, states, call)
+    shown: dict[int, State] = {}
+    for i, (_, parameter, spans, piece) in enumerate(parts):
+        for key, value in by_rank[min(spans)][i].items() if spans else ():
+            mine = None if piece is None else states[piece.parameter][key]
+            if isinstance(value, _Cut):
+                begin = 0 if piece is None else piece.begin
+                none = torch.empty(0, dtype=value.dtype, device=parameter.device)
+                mine = TensorShard.of(parameter, begin, none if mine is None else mine)
+            shown.setdefault(i, {})[key] = value if mine is None else mine
+    return shown
+
+
+def of_zeros(part: Part) -> Part:
+    """A part as large, of zeros that have a zero gradient."""
+    if part.piece is None:
+        return part
+    zeros = Parameter(torch.zeros_like(part.piece.parameter))
+    zeros.grad = torch.zeros_like(zeros)
+    return part._replace(piece=part.piece._replace(parameter=zeros))
+
+
+def of_no_step(state: State) -> State:
+    """A state of one step, as that of none."""
+    step = state.get(_NEVER_CUT)
+    if step is None:
+        return state
+    return {**state, _NEVER_CUT: torch.zeros_like(step) if isinstance(step, Tensor) else 0}
+
+
 def compare(
     comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
 ) -> list[list[State]]:
@@ -123,10 +160,12 @@ def _in_words(state: State) -> dict[str, str]:
 
 
 def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
-    """The piece's part of a parameter's whole state."""
+    """The piece's part of a parameter's state, which is whole, or of this rank's shards."""
     mine: State = {}
     for key, value in whole.items():
-        if _is_cut(key, value, parameter):
+        if isinstance(value, TensorShard):
+            mine[key] = value.to_local()
+        elif _is_cut(key, value, parameter):
             mine[key] = _empty_like(piece.parameter, value.dtype)
             in_memory_order(mine[key]).copy_(_flat(value, parameter)[piece.begin : piece.end])
         else:
@@ -148,17 +187,17 @@ class Saved(NamedTuple):
     """A saved state, as the optimizer that loads it sees it.
 
     groups: the saved options, with this optimizer's parameters. states: none for a parameter that
-    was never stepped. place: whose part it is; None of a whole state.
+    was never stepped.
     """
 
     groups: list[dict[str, Any]]
     states: dict[Parameter, State]
-    place: Place | None
 
     @property
     def is_whole(self) -> bool:
         """Whether it is of all ranks, and not one rank's part."""
-        return self.place is None
+        values = (value for state in self.states.values() for value in state.values())
+        return not any(isinstance(value, TensorShard) for value in values)
 
 
 def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved:
@@ -188,7 +227,6 @@ def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved
     return Saved(
         [{**options_of(group), "params": mine["params"]} for mine, group in pairs],
         {parameter_of[number]: state for number, state in states.items()},
-        saved.get(PLACE),
     )
 
 
@@ -204,19 +242,23 @@ def described(
     return kind | validation.contents_in_words(*contents)
 
 
-def own_states(saved: Saved, pieces: Mapping[Parameter, Piece]) -> dict[int, State]:
-    """The states of this rank's pieces, by their place among them."""
+def own_states(
+    saved: Saved, pieces: Mapping[Parameter, Piece], *, keeps_new: bool
+) -> dict[int, State]:
+    """The states of this rank's pieces, by their place among them. keeps_new: also those of no
+    step, which an optimizer of most classes makes in its first one.
+    """
     return {
-        i: cut(p, piece, saved.states[p]) if saved.is_whole else dict(saved.states[p])
+        i: cut(p, piece, saved.states[p])
         for i, (p, piece) in enumerate(pieces.items())
-        if p in saved.states
+        if p in saved.states and (keeps_new or saved.states[p].get(_NEVER_CUT) != 0)
     }
 
 
 def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[Any, State]:
     """The parameters' states in a saved state whose groups hold these numbers.
-    torch.distributed.checkpoint has made strings of them when it has written a file of torch.save.
-    Raises ValueError for what belongs to no parameter.
+    torch.distributed.checkpoint makes strings of them, beside the numbers if it has loaded what is
+    no tensor. Raises ValueError for what belongs to no parameter.
     """
     known = {str(number): number for number in numbers}
     strangers = [key for key in saved["state"] if str(key) not in known]
@@ -225,7 +267,11 @@ def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[A
             f"the state holds something under {strangers[0]!r}, which is no parameter of its own "
             "groups: give what full_state_dict(), or the plain optimizer, has saved"
         )
-    return {known[str(key)]: state for key, state in saved["state"].items()}
+    states: dict[Any, State] = {}
+    for key, state in saved["state"].items():
+        number = known[str(key)]
+        states[number] = states.get(number, {}) | state
+    return states
 
 
 Fits = Callable[[Tensor, Tensor], bool]  # of a state's tensor and the parameter
@@ -242,27 +288,34 @@ def is_factor_of(value: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def refuse(saved: Saved, place: Place, parts: Iterable[Part], fits: Fits = is_shaped_as) -> None:
-    """Raises ValueError for another rank's part, and for a state that does not fit. place: this
-    rank's. parts: those whose states are compared.
+def refuse(saved: Saved, parts: Mapping[Parameter, Part], fits: Fits | None) -> None:
+    """Raises ValueError for another rank's part, and for a state that does not fit. fits: None if
+    the state's tensors are shaped as the class likes.
     """
-    if saved.place is not None and list(saved.place) != list(place):
-        raise ValueError(
-            f"this is the state of rank {saved.place[0]} of {saved.place[1]}, or of other buckets; "
-            f"rank {place[0]} of {place[1]} cannot take it: save full_state_dict(), which any rank "
-            "takes"
-        )
-    states = []
-    for part in parts:
-        parameter: Tensor | None = part.parameter
-        if not saved.is_whole:
-            parameter = None if part.piece is None else part.piece.parameter
-        if parameter is not None:
-            states.append((part.name, parameter, saved.states.get(part.parameter, {})))
-    tensors = [pair for _, _, state in states for pair in state.items()]
+    for parameter, state in saved.states.items():
+        part = parts.get(parameter, Part("that is frozen now", parameter, {}, None))
+        for key, value in state.items():
+            if isinstance(value, TensorShard):
+                _refuse_other_shard(key, value, part)
+    if fits is None:
+        return
+    tensors = [pair for state in saved.states.values() for pair in state.items()]
     large = {key for key, value in tensors if isinstance(value, Tensor) and value.numel() > 1}
-    for name, parameter, state in states:
-        refuse_misfit(name, parameter, state, large, fits)
+    for parameter, part in parts.items():
+        refuse_misfit(part.name, parameter, saved.states.get(parameter, {}), large, fits)
+
+
+def _refuse_other_shard(key: str, shard: TensorShard, part: Part) -> None:
+    """Raises ValueError unless the shard has the elements that this rank steps."""
+    piece, begin, n = part.piece, shard.begin, shard.to_local().numel()
+    mine = (0, 0) if piece is None else (piece.begin, piece.end)
+    if (begin, begin + n) != mine:
+        raise ValueError(
+            f"the {key} of parameter {part.name} has elements [{begin}, {begin + n}) in this state,"
+            f" and this rank steps [{mine[0]}, {mine[1]}): it is another rank's part, or of other "
+            "buckets. What torch.distributed.checkpoint or full_state_dict() has saved any rank "
+            "can take"
+        )
 
 
 def refuse_misfit(

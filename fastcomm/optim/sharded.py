@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ _MAKING = validation.Call("ShardedOptimizer()", "optimizers", "cannot make its S
 _TAKING = validation.Call(
     "ShardedOptimizer() or refresh()", validation.GROUPS, "cannot take buckets"
 )
+_SAVING = validation.Call("state_dict()", "states", "cannot make a state to load into")
 _LOADING = validation.Call(
     "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
 )
@@ -106,6 +107,7 @@ class ShardedOptimizer(Optimizer):
         # Adagrad makes some before the first step, of frozen ones, too.
         self._aside: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
+        self._shown: dict[Parameter, checkpoints.State] = {}  # to a recipe, in place of the state
         self._buckets: Sequence[Bucket] = []
         self._barrier = shards.StepBarrier(reducer.comm)
         torch_helpers.watch(ShardedOptimizer, _is_held)
@@ -183,11 +185,16 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's pieces of it: see full_state_dict(). An empty one may be assigned: the
-        optimizer begins anew. Raises FastcommError for another.
+        """This rank's pieces of it: see state_dict() and full_state_dict(). An empty one may be
+        assigned: the optimizer begins anew. Raises FastcommError for another.
         """
-        torch_helpers.refuse_checkpoint()
-        return self._inner.state
+        recipe = torch_helpers.asking_recipe()
+        if recipe is None:
+            return self._inner.state
+        if recipe == "_init_optim_state":  # the first to ask in each recipe, on every rank
+            shown = self._sharded_state("get_state_dict() or set_state_dict()")
+            self._shown = {p: shown.get(i, {}) for i, p in enumerate(self._parameters())}
+        return self._shown
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -430,9 +437,10 @@ class ShardedOptimizer(Optimizer):
         whole = checkpoints.gather(self.comm, self._all_parts(), self._inner.state, call)
         return whole | self._aside_by_number()
 
-    def _all_parts(self) -> list[Part]:
-        """By number; without spans for a parameter that no rank steps."""
-        return [self._parts.get(p, Part("", p, {}, None)) for p in self._parameters()]
+    def _all_parts(self, parts: Mapping[Parameter, Part] | None = None) -> list[Part]:
+        """By number; without spans for a parameter that no rank steps. parts: in place of mine."""
+        mine = self._parts if parts is None else parts
+        return [mine.get(p, Part("", p, {}, None)) for p in self._parameters()]
 
     def compare_state(self) -> None:
         """For the reducer: compares the state over the ranks. Collective."""
@@ -459,38 +467,58 @@ class ShardedOptimizer(Optimizer):
         self.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, for this rank of as many: save one for each rank, or use
-        full_state_dict(). Raises FastcommError inside torch.distributed.checkpoint.
+        """The state in the format of the plain optimizer, with a TensorShard, which has this rank's
+        elements alone, for each tensor that is cut between ranks. torch.distributed.checkpoint
+        writes and reads them for any number of ranks; torch.save, for this rank of as many. Before
+        the first step it is one of no step, which may be loaded into. Collective.
         """
-        torch_helpers.refuse_checkpoint()
-        number_of = {parameter: i for i, parameter in enumerate(self._parameters())}
-        states = {
-            number_of[parameter]: self._inner.state.get(piece.parameter)
-            for parameter, piece in pieces_of(self._parts, number_of).items()
-        }
+        if torch_helpers.is_whole_wanted():
+            return self.full_state_dict()
         return {
-            "state": {i: dict(state) for i, state in states.items() if state}
-            | self._aside_by_number(),
+            "state": self._sharded_state(_SAVING.name),
             "param_groups": checkpoints.numbered(self.param_groups),
-            checkpoints.PLACE: self._place(),
         }
 
-    def _place(self) -> tuple[int, int, list[int]]:
-        pieces = pieces_of(self._parts, self._parameters()).values()
-        return self.comm.rank, self.comm.world_size, [piece.parameter.numel() for piece in pieces]
+    def _sharded_state(self, call: str) -> dict[int, checkpoints.State]:
+        self._compare_places(call)
+        shown = checkpoints.sharded(self.comm, self._all_parts(), self._inner.state, call)
+        if not shown:  # on any rank
+            parts, states = self._state_of_no_step()
+            shown = checkpoints.sharded(self.comm, parts, states, call)
+        return shown | self._aside_by_number()
+
+    @torch.no_grad()
+    def _state_of_no_step(self) -> tuple[list[Part], dict[Tensor, checkpoints.State]]:
+        """As the class makes it for zeros in place of the parameters, each of a zero gradient."""
+        made, problem = None, None
+        try:
+            parts = {p: checkpoints.of_zeros(part) for p, part in self._parts.items()}
+            groups = [
+                copy.deepcopy(options_of(group)) | {"params": group["params"]}
+                for group in self.param_groups
+            ]
+            scratch = self._inner_of(groups, parts, {})
+            scratch.step()
+            made = parts, {p: checkpoints.of_no_step(s) for p, s in scratch.state.items()}
+        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
+            problem = error
+        validation.compare(self.comm, problem, {}, _SAVING)
+        assert made is not None  # for the type checker: compare() has raised
+        return self._all_parts(made[0]), made[1]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() has saved on this rank of as many ranks, or a whole state.
-        Collective, and raises, as load_full_state_dict(); ValueError for another rank's part.
+        """Takes what state_dict() has given on this rank of as many ranks, also once
+        torch.distributed.checkpoint has loaded into it, or a whole state. Collective, and raises,
+        as load_full_state_dict(); ValueError for another rank's part.
         """
+        self._compare_places(_LOADING.name)
         loaded, described, problem = None, {}, None
         try:
             saved = checkpoints.read(state_dict, self.param_groups)
             fits = shardable.fitting(self._class, self.sharding)
-            known = self._parts.values() if fits else ()
-            checkpoints.refuse(saved, self._place(), known, fits or checkpoints.is_shaped_as)
+            checkpoints.refuse(saved, self._parts, fits)
             names = {parameter: name for name, parameter in self.reducer.named_parameters()}
-            described = self._places() | checkpoints.described(saved, self._parts, names)
+            described = checkpoints.described(saved, self._parts, names)
             loaded = self._loaded(saved)
         except Exception as error:  # the state may be anything, and the others are to hear of it
             problem = error
@@ -515,7 +543,9 @@ class ShardedOptimizer(Optimizer):
         ]
         checkpoints.refuse_missing_options(self._inner_of(groups, self._parts, {}), saved)
         inner = self._inner_of(groups, self._parts, {})
-        mine = checkpoints.own_states(saved, pieces_of(self._parts, self._parameters()))
+        pieces = pieces_of(self._parts, self._parameters())
+        begins_with_state = bool(inner.state)  # as Adagrad does
+        mine = checkpoints.own_states(saved, pieces, keeps_new=begins_with_state)
         packed = checkpoints.numbered(inner.param_groups)
         inner.load_state_dict({"state": mine, "param_groups": packed})
         aside = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}

@@ -85,34 +85,6 @@ def test_a_distributed_checkpoint(comm, tmp_path):
     pair.train(first=STEPS)
 
 
-@pytest.mark.parametrize("n_steps", [0, STEPS])
-@on_ranks(2)
-def test_a_checkpoint_by_torch_is_refused_before_it_drops_state(comm, n_steps, tmp_path):
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint import state_dict as recipes
-
-    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
-    model, optimizer = pair.models[1], pair.sharded
-    if n_steps:
-        pair.train()
-    folder = tmp_path / str(comm.rank)
-    other = mlp()
-    saved = recipes.get_optimizer_state_dict(other, torch.optim.AdamW(other.parameters()))
-    calls = (
-        lambda: recipes.get_state_dict(model, optimizer),
-        lambda: recipes.get_optimizer_state_dict(model, optimizer),
-        lambda: recipes.set_optimizer_state_dict(model, optimizer, saved),
-        lambda: checkpoint.save({"optimizer": optimizer}, checkpoint_id=folder, no_dist=True),
-    )
-    for call in calls:
-        with pytest.raises(Exception, match=r"one rank's pieces for.*full_state_dict\(\)"):
-            call()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    pair.train(first=n_steps)
-    if hasattr(recipes._get_fqns, "cache_clear"):  # torch 2.7 keeps models for good
-        recipes._get_fqns.cache_clear()
-
-
 @on_ranks(2)
 def test_hooks_of_the_state_are_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
@@ -122,19 +94,23 @@ def test_hooks_of_the_state_are_refused(comm):
 
 
 @on_ranks(2)
-def test_a_ranks_own_state(comm, buckets):
+def test_a_ranks_own_state(comm, buckets, tmp_path):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
     assert repr(pair.sharded).startswith("ShardedOptimizer of AdamW (")
     pair.train()
     saved = copy.deepcopy(pair.sharded.state_dict())
-    n_elements = sum(s["exp_avg"].numel() for s in saved["state"].values())
+    n_elements = sum(s["exp_avg"].to_local().numel() for s in saved["state"].values())
     n_parameters = sum(p.numel() for p in pair.models[1].parameters())
     assert n_elements < 0.6 * n_parameters
     pair.sharded.load_state_dict(saved)
     pair.train(first=STEPS)
-    saved["fastcomm"] = (1 - comm.rank, *saved["fastcomm"][1:])
-    with pytest.raises(ValueError, match=f"rank {1 - comm.rank} of 2.*full_state_dict"):
-        pair.sharded.load_state_dict(saved)
+    torch.save(saved, path := tmp_path / str(comm.rank))
+    comm.barrier()
+    theirs = torch.load(path.with_name(str(1 - comm.rank)))
+    with pytest.raises(
+        ValueError, match=r"exp_avg of parameter .* has elements \[.*another rank's"
+    ):
+        pair.sharded.load_state_dict(theirs)
 
 
 @on_ranks(2)
@@ -218,14 +194,11 @@ def test_a_state_of_other_groups_is_refused(comm):
 def test_a_state_of_another_shape_is_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": torch.tensor(0.01)})
     pair.train()
-    whole, part = pair.sharded.full_state_dict(), pair.sharded.state_dict()
+    whole = pair.sharded.full_state_dict()
     other = copy.deepcopy(whole)
     other["state"][2]["exp_avg"].resize_(256)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 2\.weight has shape \[256\]"):
         pair.sharded.load_full_state_dict(other)
-    del part["fastcomm"]  # as torch.distributed.checkpoint.state_dict saves it
-    with pytest.raises(ValueError, match="one rank's part"):
-        pair.sharded.load_state_dict(part)
     saved = copy.deepcopy(whole)
     pair.sharded.load_full_state_dict(saved)
     saved["param_groups"][0]["lr"].fill_(5)
@@ -305,7 +278,7 @@ def test_a_rank_that_has_no_state_to_load_is_an_error_on_all(comm, buckets):
         for other, error, match in (
             (None, TypeError, r"full_state_dict\(\) or state_dict\(\) has returned; got NoneType"),
             ({"state": {}, "param_groups": [{}]}, TypeError, "has returned; got dict"),
-            (broken, AttributeError, "'NoneType' object has no attribute 'items'"),
+            (broken, TypeError, "unsupported operand.*'NoneType'"),
         ):
             with pytest.raises(error if comm.rank == 1 else FastcommError, match=match):
                 load(saved if comm.rank == 0 else other)

@@ -21,6 +21,7 @@ MUCH = (
     "torch._dynamo",
     "torch._dynamo.backends.debugging",  # which looking up any backend imports
     "torch._inductor.compile_fx",  # which compiling imports
+    "torch.distributed.checkpoint.state_dict",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
     "matplotlib.backends.backend_agg",  # which most benchmarks draw with

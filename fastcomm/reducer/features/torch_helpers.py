@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,17 +99,27 @@ def watch(kind: type[Stepper], is_held: Callable[[Tensor], bool]) -> None:
     _is_watching = True
 
 
-def refuse_checkpoint() -> None:
-    """Call it where a ShardedOptimizer shows its state. Raises FastcommError if
-    torch.distributed.checkpoint asks for it, whose recipes take what one rank has for the whole.
+def asking_recipe() -> str | None:
+    """The function of torch.distributed.checkpoint.state_dict that has called this one's caller, or
+    None if it was none of them. They take the keys of Optimizer.state for the model's parameters,
+    and a state that is empty for one to be made by a step of zero gradients.
     """
-    asking = sys._getframe(2).f_globals.get("__name__", "")
-    if asking.startswith("torch.distributed.checkpoint."):
-        raise FastcommError(
-            "torch.distributed.checkpoint would keep one rank's pieces for the whole state of a "
-            "ShardedOptimizer: on every rank call its full_state_dict() and save what that "
-            "returns; to resume, give the saved one to its load_full_state_dict()"
-        )
+    frame = sys._getframe(2)
+    return frame.f_code.co_name if _is_of_recipes(frame) else None
+
+
+def is_whole_wanted() -> bool:
+    """Whether a recipe has called this one's caller for StateDictOptions(full_state_dict=True): it
+    gathers DTensors, and takes any other tensor for whole.
+    """
+    frame = sys._getframe(2)
+    info = frame.f_locals.get("info")
+    return _is_of_recipes(frame) and bool(getattr(info, "full_state_dict", False))
+
+
+def _is_of_recipes(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__")
+    return bool(name == "torch.distributed.checkpoint.state_dict")
 
 
 def _refusing(clip: Callable[..., Any], is_held: Callable[[Tensor], bool]) -> Callable[..., Any]:
