@@ -288,15 +288,21 @@ def is_factor_of(value: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def refuse(saved: Saved, parts: Mapping[Parameter, Part], fits: Fits | None) -> None:
-    """Raises ValueError for another rank's part, and for a state that does not fit. fits: None if
-    the state's tensors are shaped as the class likes.
+def refuse(
+    saved: Saved,
+    parts: Mapping[Parameter, Part],
+    names: Mapping[Parameter, str],
+    fits: Fits | None,
+) -> None:
+    """Raises ValueError for another rank's part, and for a state that does not fit. names: of the
+    model's parameters. fits: None if the state's tensors are shaped as the class likes.
     """
     for parameter, state in saved.states.items():
-        part = parts.get(parameter, Part("that is frozen now", parameter, {}, None))
+        part = parts.get(parameter)
         for key, value in state.items():
             if isinstance(value, TensorShard):
-                _refuse_other_shard(key, value, part)
+                what = f"{key} of parameter {names.get(parameter)}"
+                _refuse_other_shard(what, value, part and part.piece)
     if fits is None:
         return
     tensors = [pair for state in saved.states.values() for pair in state.items()]
@@ -305,16 +311,15 @@ def refuse(saved: Saved, parts: Mapping[Parameter, Part], fits: Fits | None) -> 
         refuse_misfit(part.name, parameter, saved.states.get(parameter, {}), large, fits)
 
 
-def _refuse_other_shard(key: str, shard: TensorShard, part: Part) -> None:
+def _refuse_other_shard(what: str, shard: TensorShard, piece: Piece | None) -> None:
     """Raises ValueError unless the shard has the elements that this rank steps."""
-    piece, begin, n = part.piece, shard.begin, shard.to_local().numel()
+    begin, end = shard.begin, shard.begin + shard.to_local().numel()
     mine = (0, 0) if piece is None else (piece.begin, piece.end)
-    if (begin, begin + n) != mine:
+    if (begin, end) != mine:
         raise ValueError(
-            f"the {key} of parameter {part.name} has elements [{begin}, {begin + n}) in this state,"
-            f" and this rank steps [{mine[0]}, {mine[1]}): it is another rank's part, or of other "
-            "buckets. What torch.distributed.checkpoint or full_state_dict() has saved any rank "
-            "can take"
+            f"the {what} has elements [{begin}, {end}) in this state, and this rank steps "
+            f"[{mine[0]}, {mine[1]}): it is another rank's part, or of other buckets. What "
+            "torch.distributed.checkpoint or full_state_dict() has saved any rank can take"
         )
 
 

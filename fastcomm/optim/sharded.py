@@ -37,7 +37,7 @@ _MAKING = validation.Call("ShardedOptimizer()", "optimizers", "cannot make its S
 _TAKING = validation.Call(
     "ShardedOptimizer() or refresh()", validation.GROUPS, "cannot take buckets"
 )
-_SAVING = validation.Call("state_dict()", "states", "cannot make a state to load into")
+_SAVING = validation.Call("state_dict()", "states", "cannot make its state")
 _LOADING = validation.Call(
     "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
 )
@@ -515,9 +515,9 @@ class ShardedOptimizer(Optimizer):
         loaded, described, problem = None, {}, None
         try:
             saved = checkpoints.read(state_dict, self.param_groups)
-            fits = shardable.fitting(self._class, self.sharding)
-            checkpoints.refuse(saved, self._parts, fits)
             names = {parameter: name for name, parameter in self.reducer.named_parameters()}
+            fits = shardable.fitting(self._class, self.sharding)
+            checkpoints.refuse(saved, self._parts, names, fits)
             described = checkpoints.described(saved, self._parts, names)
             loaded = self._loaded(saved)
         except Exception as error:  # the state may be anything, and the others are to hear of it

@@ -10,6 +10,7 @@ GROUPS = "fastcomm/optim/param_groups.py"
 CHECKPOINTS = "fastcomm/optim/checkpoints.py"
 NORMS = "fastcomm/reducer/statistics.py"
 LAYOUT = "fastcomm/reducer/layout.py"
+SHARD = "fastcomm/optim/tensor_shard.py"
 HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 
 
@@ -19,6 +20,10 @@ def _training(test: str) -> tuple[str]:
 
 def _state(test: str) -> tuple[str]:
     return (f"tests/optim/test_sharded_state.py::test_{test}",)
+
+
+def _distributed(test: str) -> tuple[str]:
+    return (f"tests/optim/test_distributed_checkpoints.py::test_{test}",)
 
 
 def _failures(test: str) -> tuple[str]:
@@ -331,12 +336,76 @@ MUTATIONS = (
         tests=_failures("groups_that_one_rank_has_reordered_are_an_error_on_all_ranks"),
     ),
     Mutation(
-        name="sharded: torch's checkpoint takes a rank's pieces for the whole",
+        name="sharded: a recipe that wants the whole state gets a rank's shards",
         file=HELPERS,
-        within="refuse_checkpoint",
-        old='asking.startswith("torch.distributed.checkpoint.")',
+        within="is_whole_wanted",
+        old='bool(getattr(info, "full_state_dict", False))',
         new="False",
-        tests=_state("a_checkpoint_by_torch_is_refused_before_it_drops_state"),
+        tests=_distributed("a_recipe_that_wants_it_whole_gets_it_whole"),
+    ),
+    Mutation(
+        name="sharded: a recipe takes a state that is there for none",
+        file=HELPERS,
+        within="_is_of_recipes",
+        old="bool(name ==",
+        new="bool(name !=",
+        tests=_distributed("a_recipe_that_wants_it_whole_gets_it_whole"),
+    ),
+    Mutation(
+        name="sharded: a box in a row begins where the row does",
+        file=SHARD,
+        within="_boxes",
+        old="_boxes(offset, stop - i * row, sizes[1:])",
+        new="_boxes(0, stop - begin, sizes[1:])",
+        tests=_distributed("any_number_of_ranks_reads_what_another_has_written"),
+    ),
+    Mutation(
+        name="sharded: a checkpoint has boxes in the order of memory, not of indices",
+        file=SHARD,
+        within="TensorShard._boxes",
+        old=".permute(places)",
+        new=".permute(dims)",
+        tests=_distributed("any_number_of_ranks_reads_what_another_has_written"),
+    ),
+    Mutation(
+        name="sharded: without a group torch's checkpoint keeps one rank's shards",
+        file=SHARD,
+        within="TensorShard.__create_write_items__",
+        old="not is_initialized()",
+        new="False",
+        tests=_distributed("without_a_process_group_nothing_is_saved_and_all_is_loaded"),
+    ),
+    Mutation(
+        name="sharded: a state of no step is taken for one of a step",
+        file=CHECKPOINTS,
+        within="own_states",
+        old="saved.states[p].get(_NEVER_CUT) != 0",
+        new="True",
+        tests=_distributed("what_was_saved_before_the_first_step_is_a_fresh_start"),
+    ),
+    Mutation(
+        name="sharded: a state to load into says that it is of one step",
+        file=CHECKPOINTS,
+        within="of_no_step",
+        old="step is None",
+        new="True",
+        tests=_distributed("what_was_saved_before_the_first_step_is_a_fresh_start"),
+    ),
+    Mutation(
+        name="sharded: what is no tensor is loaded in place of the tensors",
+        file=CHECKPOINTS,
+        within="states_by_number",
+        old="states.get(number, {}) | state",
+        new="state",
+        tests=_distributed("of_every_class[Counting]"),
+    ),
+    Mutation(
+        name="sharded: another rank's shards are taken for this rank's",
+        file=CHECKPOINTS,
+        within="_refuse_other_shard",
+        old="(begin, end) != mine",
+        new="False",
+        tests=_state("a_ranks_own_state"),
     ),
     Mutation(
         name="sharded: the state that a frozen parameter begins with is dropped",

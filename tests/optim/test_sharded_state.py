@@ -148,6 +148,21 @@ def test_the_state_of_frozen_parameters_is_kept(comm, buckets):
 
 
 @on_ranks(2)
+def test_shards_of_a_parameter_that_is_frozen_now_are_refused(comm):
+    buckets = {"bucket_cap_mb": 0.0001, "first_bucket_cap_mb": 0.0001}  # a parameter's own each
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
+    pair.train()
+    saved = copy.deepcopy(pair.sharded.state_dict())
+    pair.models[1][0].weight.requires_grad_(False)
+    pair.sharded.zero_grad()
+    pair.reducers[1].refresh()
+    with pytest.raises(
+        (ValueError, FastcommError), match=r"exp_avg of parameter 0\.weight has elem"
+    ):
+        pair.sharded.load_state_dict(saved)
+
+
+@on_ranks(2)
 def test_the_state_that_a_frozen_parameter_begins_with_is_kept(comm, buckets):
     model = mlp()
     model[2].requires_grad_(False)
