@@ -107,7 +107,7 @@ class ShardedOptimizer(Optimizer):
         # Adagrad makes some before the first step, of frozen ones, too.
         self._aside: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
-        self._shown: dict[Parameter, checkpoints.State] = {}  # to a recipe, in place of the state
+        self._names: dict[Parameter, list[str]] = {}  # of what each has as its state, for recipes
         self._buckets: Sequence[Bucket] = []
         self._barrier = shards.StepBarrier(reducer.comm)
         torch_helpers.watch(ShardedOptimizer, _is_held)
@@ -193,8 +193,8 @@ class ShardedOptimizer(Optimizer):
             return self._inner.state
         if recipe == "_init_optim_state":  # the first to ask in each recipe, on every rank
             shown = self._sharded_state("get_state_dict() or set_state_dict()")
-            self._shown = {p: shown.get(i, {}) for i, p in enumerate(self._parameters())}
-        return self._shown
+            self._names = {p: list(shown.get(i, ())) for i, p in enumerate(self._parameters())}
+        return self._names
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -482,7 +482,7 @@ class ShardedOptimizer(Optimizer):
     def _sharded_state(self, call: str) -> dict[int, checkpoints.State]:
         self._compare_places(call)
         shown = checkpoints.sharded(self.comm, self._all_parts(), self._inner.state, call)
-        if not shown:  # on any rank
+        if self._parts and not shown:  # on any rank
             parts, states = self._state_of_no_step()
             shown = checkpoints.sharded(self.comm, parts, states, call)
         return shown | self._aside_by_number()
