@@ -31,6 +31,7 @@ from tests.support.bodies import gloo
 from tests.support.models import assert_same_parameters, convnet, image_backward
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.sharded_pairs import OPTIMIZERS, STEPS, Lion
+from tests.support.transports import EVERY_TRANSPORT
 
 
 class Counting(Lion):
@@ -215,6 +216,14 @@ def _reads(comm: Any, kind: Kind, folder: Path, way: str, make: Make = net) -> N
     for one in (sharded, plain):
         one.train(first=STEPS)
     assert_same(sharded, plain)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.transports(*EVERY_TRANSPORT)
+@on_ranks(2)
+def test_over_every_transport(comm, tmp_path):
+    _writes(comm, KINDS["AdamW"], tmp_path, "by name")
+    _reads(comm, KINDS["AdamW"], tmp_path, "by name")
 
 
 @on_ranks(2)
