@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
@@ -140,16 +140,18 @@ class Parts:
         if met is not self._bootstrap:  # in a group; from now on at its store
             self._bootstrap = met
             met.exchange(None)
-        if color is None:
-            return None
-        ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == color]
-        ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys in the order of ranks
-        bootstrap = StoreBootstrap(
-            met.store(f"split {self._n_splits} {ranks[0]}"),
-            *(ranks.index(comm.rank), len(ranks), comm.timeout),
-            caller=_SPLIT,
-            names=ranks,
-        )
+        try:
+            if color is None:
+                return None
+            ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == color]
+            ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys, as they are here
+            return self._make(comm, ranks, met.store(f"split {self._n_splits} {ranks[0]}"))
+        finally:
+            comm.barrier()  # the store may live in a rank, which must not end before all have met
+
+    def _make(self, comm: Transport, ranks: list[int], store: Store) -> Transport:
+        place = ranks.index(comm.rank), len(ranks)
+        bootstrap = StoreBootstrap(store, *place, comm.timeout, caller=_SPLIT, names=ranks)
         part, _ = self._connect(bootstrap, self._backend)
         part.membership = Fixed(bootstrap, self._connect, self._backend)
         return part
