@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.serialization import default_restore_location
 
+from fastcomm.comm import messages
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import (
@@ -27,6 +29,9 @@ from fastcomm.errors import (
 )
 
 T = TypeVar("T")
+_TOLD = str, {None, str}, object  # the call, why its value cannot be told, the value
+_SEAL_NBYTES = 4
+_ZIP = b"PK\x03\x04"  # how the files begin that torch.save() writes
 
 
 def tellable(kind: type[T]) -> type[T]:
@@ -82,7 +87,10 @@ def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
         packed = _packed((call, str(error), None))
     with called_by(call):
         rows = _gather(comm, packed)
-    told = [_read(rank, row, here) for rank, row in enumerate(rows)]
+    told = [
+        messages.checked(_read(rank, row, here), _TOLD, f"what rank {rank} has sent")
+        for rank, row in enumerate(rows)
+    ]
     first, _, _ = told[0]
     for rank, (theirs, _, _) in enumerate(told):
         if theirs != first:
@@ -103,13 +111,13 @@ def broadcast_object(comm: Transport, value: Any, src: int, call: str, *, is_wan
             payload = _packed(value)
         except TypeError as error:
             trouble = str(error)
-    nbytes, theirs = gather_objects(comm, (len(payload), trouble), call)[src]
+    announced = gather_objects(comm, (len(payload), trouble), call)[src]
+    nbytes, theirs = messages.checked(announced, (int, {None, str}), f"what rank {src} has sent")
     if theirs is not None:
         raise _refused(call, src, theirs)
-    data = torch.zeros(nbytes, dtype=torch.uint8)
+    data = _room(comm, {src: nbytes})
     if comm.rank == src:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    data = data.to(comm.device)
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     comm.broadcast(data, src)
     return _read(src, on_host(comm, data).numpy().tobytes(), "cpu") if is_wanted else None
 
@@ -122,14 +130,29 @@ def _gather(comm: Transport, packed: bytes) -> list[bytes]:
     payload = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     sizes = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(sizes, torch.tensor([payload.numel()], device=comm.device))
-    sizes = on_host(comm, sizes)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=comm.device)
+    nbytes = on_host(comm, sizes).tolist()
+    nbytes[comm.rank] = payload.numel()
+    gathered = _room(comm, dict(enumerate(nbytes)))
+    padded = torch.zeros(max(nbytes), dtype=torch.uint8, device=comm.device)
     padded[: payload.numel()] = payload
-    gathered = torch.empty(comm.world_size * longest, dtype=torch.uint8, device=comm.device)
     comm.all_gather_single(gathered, padded)
-    rows = on_host(comm, gathered).view(comm.world_size, longest).numpy()
-    return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+    rows = on_host(comm, gathered).view(comm.world_size, -1).numpy()
+    return [row[:size].tobytes() for row, size in zip(rows, nbytes, strict=True)]
+
+
+def _room(comm: Transport, announced: Mapping[int, int]) -> Tensor:
+    """Memory for what ranks have announced, in bytes by rank; all of them as long as the longest.
+    Raises FastcommError for a number that cannot be right.
+    """
+    rank, nbytes = min(announced.items(), key=lambda one: (one[1] > 0, -one[1]))
+    try:
+        if nbytes <= 0:
+            raise ValueError("there are none of that size")
+        return torch.empty(len(announced) * nbytes, dtype=torch.uint8, device=comm.device)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise FastcommError(
+            f"rank {rank} has announced an object of {nbytes} bytes: {error}"
+        ) from error
 
 
 def _packed(value: Any) -> bytes:
@@ -148,7 +171,12 @@ def _packed(value: Any) -> bytes:
             f"{name} is not plain data, and could execute code there: if it cannot, call "
             f"torch.serialization.add_safe_globals([{name}]) on every rank"
         ) from error
-    return file.getvalue()
+    return _sealed(file.getvalue())
+
+
+def _sealed(saved: bytes) -> bytes:
+    """With a checksum before it, by which _read() finds that it has arrived as it was."""
+    return zlib.crc32(saved).to_bytes(_SEAL_NBYTES, "little") + saved
 
 
 def _not_plain(error: Exception) -> str | None:
@@ -159,8 +187,12 @@ def _not_plain(error: Exception) -> str | None:
 
 def _read(rank: int, packed: bytes, map_location: Any) -> Any:
     """What a rank has sent."""
+    saved = packed[_SEAL_NBYTES:]
+    # Of the formats that torch reads, only this one knows how long each of its tensors is.
+    if _sealed(saved) != packed or not saved.startswith(_ZIP):
+        raise FastcommError(f"what rank {rank} has sent is cut off, or was changed on its way")
     try:
-        return torch.load(io.BytesIO(packed), map_location=map_location, weights_only=True)
+        return torch.load(io.BytesIO(saved), map_location=map_location, weights_only=True)
     except Exception as error:  # the bytes may be anything
         what = _not_plain(error) or error
         raise FastcommError(f"rank {rank} has sent {what}, which is not plain data") from error

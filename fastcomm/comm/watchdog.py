@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from fastcomm.comm import messages
 from fastcomm.comm.collective import difference
 from fastcomm.comm.whereabouts import MOST_ASKED, whereabouts
 from fastcomm.errors import (
@@ -77,6 +78,11 @@ def leave_closing(notes: Notes, rank: int, epoch: int, number: int) -> None:
     """Notes that this rank closes in good order, having launched collective `number`."""
     place = notes.count("n_closed") - 1
     leave_note(notes, f"closed/{place}", json.dumps([rank, epoch, number]))
+
+
+def leave_abandonment(notes: Notes, epoch: int, n_kept: int, why: str) -> None:
+    """Notes that this rank has abandoned a round in that epoch, behind `n_kept` collectives."""
+    leave_note(notes, f"abandoned/{epoch}", json.dumps([n_kept, why]))
 
 
 def leave_last_words(notes: Notes, rank: int, has_raised: bool) -> None:
@@ -136,6 +142,7 @@ class Watchdog:
         self._abandoned: str | None = None  # the note about this epoch
         # where the ranks stood that have closed, as far as their notes were read: epoch, number
         self._closed: dict[int, list[int]] = {}
+        self._n_closings = 0  # how many of those notes were read
         self._thread = threading.Thread(target=self._run, name="fastcomm watchdog", daemon=True)
         self._thread.start()
 
@@ -206,24 +213,28 @@ class Watchdog:
                 self._notes.write(f"here/{comm.rank}", "yes")
             self._abandoned = self._notes.read(f"abandoned/{newest[1]}")
             if not self._closed:
-                self._read_closing()
+                self._read_closing(comm)
             self._read_at = newest
         if self._is_asked:
             self._publish(comm, unfinished)
         if self._abandoned is not None and newest[1] == comm.epoch:
-            n_kept, _, why = self._abandoned.partition(" ")
-            comm._interrupt(AbandonedError(why), newest[1], int(n_kept))
+            n_kept, why = messages.read(
+                self._abandoned, (messages.NUMBER, str), "the note of an abandoned round"
+            )
+            comm._interrupt(AbandonedError(why), newest[1], n_kept)
 
-    def _read_closing(self) -> bool:
+    def _read_closing(self, comm: Watched) -> bool:
         """Reads the next note of a rank that has closed. Whether there is one."""
-        note = self._notes.read(f"closed/{len(self._closed)}")
+        note = self._notes.read(f"closed/{self._n_closings}")
         if note is not None:
-            rank, *where = json.loads(note)
+            form = range(comm.world_size), messages.NUMBER, messages.NUMBER
+            rank, *where = messages.read(note, form, "the note of a rank that has closed")
             self._closed[rank] = where
+            self._n_closings += 1
         return note is not None
 
-    def _read_closings(self) -> None:
-        while self._read_closing():
+    def _read_closings(self, comm: Watched) -> None:
+        while self._read_closing(comm):
             pass
 
     def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
@@ -232,7 +243,7 @@ class Watchdog:
             return
         dead = self._dead()
         if dead or age > COMPARE_S:
-            self._read_closings()
+            self._read_closings(comm)
         for rank, where in self._closed.items():
             if where < [comm.epoch, number]:
                 message = f"{_of(comm, rank)} {CLOSED}; {_waiting(comm.rank, number, what)}"
@@ -248,7 +259,7 @@ class Watchdog:
     def _judge_graphs(self, comm: Watched) -> None:
         dead = self._dead()
         if dead:
-            self._read_closings()
+            self._read_closings(comm)
         self._give_up_dead(comm, dead, "what its CUDA graphs replay")
 
     def _dead(self) -> list[int]:
@@ -297,16 +308,25 @@ class Watchdog:
             self.give_up(comm, MismatchError(message))
 
     def _position_of(self, comm: Watched, rank: int) -> list[Any] | None:
+        """Where the rank says it stands: only advice, so one that cannot be read is none."""
         note = self._notes.read(f"position/{comm.epoch}/{rank}")
-        return None if note is None else json.loads(note)
+        if note is None:
+            return None
+        try:
+            position: list[Any] = messages.read(
+                note, (messages.NUMBER, str, str), f"position/{rank}"
+            )
+        except FastcommError:
+            return None
+        return position
 
     def _time_out(self, comm: Watched, number: int, what: str) -> None:
         self._publish(comm, (number, self._timeout_s, what))  # the rank that asks reads it
         with contextlib.suppress(RuntimeError):
-            asker = int(self._notes.write_once("asker", str(comm.rank)))
-            if asker != comm.rank and self._await_verdict(comm):
+            is_asker = self._notes.write_once("asker", str(comm.rank)) == str(comm.rank)
+            if not is_asker and self._await_verdict(comm):
                 return
-            others = self._ask_around(comm, ANSWER_S if asker == comm.rank else 0)
+            others = self._ask_around(comm, ANSWER_S if is_asker else 0)
             late = [
                 rank
                 for rank, position in others.items()
@@ -372,13 +392,14 @@ class Watchdog:
         if self._stopped.is_set():
             return
         with contextlib.suppress(RuntimeError):
-            error = _failure_of(leave_note(self._notes, "failure", failure_note(error)))
+            first = leave_note(self._notes, "failure", failure_note(error))
+            error = _failure_of(first, comm.world_size)
         self._stopped.set()
         comm._fail(error)
 
     def _fail(self, comm: Watched, failure: str) -> None:
         """Ends the communicator with what another rank has noted."""
-        comm._fail(_failure_of(failure))
+        comm._fail(_failure_of(failure, comm.world_size))
         self._stopped.set()
 
 
@@ -387,9 +408,14 @@ def failure_note(error: FastcommError) -> str:
     return json.dumps([type(error).__name__, str(error), getattr(error, "ranks", ())])
 
 
-def _failure_of(note: str) -> FastcommError:
-    kind, message, lost = json.loads(note)
-    return PeerLostError(message, lost) if lost else _KINDS[kind](message)
+def _failure_of(note: str, world_size: int) -> FastcommError:
+    """The error in a note. One that cannot be read is a failure all the same."""
+    try:
+        form = str, str, [range(world_size)]
+        kind, message, lost = messages.read(note, form, "the note of a failure")
+    except FastcommError as unreadable:
+        return unreadable
+    return PeerLostError(message, lost) if lost else _KINDS.get(kind, FastcommError)(message)
 
 
 def _open_lifeline(comm: Watched, rank: int) -> int:

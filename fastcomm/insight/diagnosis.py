@@ -4,7 +4,6 @@ come, to what, and where it stood; see comm/dump.py for the files.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Container, Iterator, Sequence
@@ -13,8 +12,37 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastcomm.comm import dump
+from fastcomm.comm import dump, messages
 
+_NS = range(2**62)
+# The form of a dump: see dump.py, which writes more than is read here.
+_ENTRY = {
+    "epoch": messages.NUMBER,
+    "number": messages.NUMBER,
+    "what": str,
+    "kind": str,
+    "label": messages.NUMBER,
+    "posted_ns": _NS,
+    "ended_ns": _NS,
+    "is_over": bool,
+}
+_COMMUNICATOR = {
+    "backend": str,
+    "rank": messages.NUMBER,
+    "pids": [messages.PID],
+    "names": {str: str},
+    "activities": {str: str},
+    "entries": [_ENTRY],
+}
+_DUMP = {
+    "rank": messages.NUMBER,
+    "pid": messages.PID,
+    "host": str,
+    "time_ns": _NS,
+    "why": str,
+    "threads": {str: [str]},
+    "communicators": [_COMMUNICATOR],
+}
 APART_S = 600.0  # the dumps of one job are not further apart
 PATIENCE_S = 10.0  # how long ranks have to answer
 
@@ -85,12 +113,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     files: list[dict[str, Any]] = []
     for path in folder.glob("fastcomm_rank_*.json"):
-        try:
-            file = json.loads(path.read_text())
-            file["communicators"], file["time_ns"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a dump: {error}") from error
-        files.append(file)
+        files.append(messages.read(path.read_bytes(), _DUMP, str(path), ValueError))
     if not files:
         raise FileNotFoundError(
             f"no dump of any rank in {folder}: set {dump.VARIABLE}={folder} for all ranks before "

@@ -29,6 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from fastcomm.comm import messages
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.launching import launchers
 
@@ -39,6 +40,7 @@ _KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
 _TAKEN_IN = "taken in"
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
 _file_stores: dict[str, FileStore] = {}  # by path, those that are kept until the process ends
+PROCESS = messages.PID, str  # the form of a process: pid and host
 
 
 class Caller(NamedTuple):
@@ -56,10 +58,10 @@ class TakenIn(BaseException):
     """While this process waited for ranks to meet for the first time, others that have met before
     have taken it in. No Exception: nobody is to be told of a failure.
 
-    note: what they have left for it; see membership.py.
+    note: what they have left for it, to be read by membership.py.
     """
 
-    def __init__(self, note: Any) -> None:
+    def __init__(self, note: str) -> None:
         super().__init__()
         self.note = note
 
@@ -106,8 +108,8 @@ class StoreBootstrap:
                 "and every run a port or file of its own (delete a file that an earlier run has "
                 "left behind)"
             )
-        agreed = self._store.compare_set("world_size", "", str(self.world_size)).decode()
-        if int(agreed) != self.world_size:
+        agreed = text_of(self._store.compare_set("world_size", "", str(self.world_size)))
+        if agreed != str(self.world_size):
             theirs = f"another rank with {agreed}"
             self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
 
@@ -116,39 +118,55 @@ class StoreBootstrap:
         more.
         """
         key, own = f"claim/{self.rank}", json.dumps([os.getpid(), host_identity()])
-        first = bytes(self._store.compare_set(key, "", own)).decode()
+        first = text_of(self._store.compare_set(key, "", own))
         if first == own:
             return True
-        if self._store.check([f"2/{self.rank}"]) or not has_ended(*json.loads(first)):
+        what = f"the claim to {self.name} in the store"
+        process = messages.read(first, PROCESS, what, InitError)
+        if self._store.check([f"2/{self.rank}"]) or not has_ended(*process):
             return False
-        return bytes(self._store.compare_set(key, first, own)).decode() == own
+        return text_of(self._store.compare_set(key, first, own)) == own
 
     def _refuse(self, message: str) -> None:
         self.fail(message)
         raise InitError(message)
 
     def exchange(
-        self, value: Any, look: Callable[[], None] | None = None, name: str | None = None
+        self,
+        value: Any,
+        form: messages.Form,
+        look: Callable[[], None] | None = None,
+        name: str | None = None,
     ) -> list[Any]:
         """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout,
-        or has failed.
+        or has failed, or its value does not have the form: see messages.py.
 
         look: called while waiting, in place of self.look; raises when a rank will not come. name:
         for an exchange that some ranks may skip; exchanges without a name are numbered.
         """
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
-        values = self._exchange_now(value, look or self.look)
+        values = self._exchange_now(value, form, look or self.look)
         self._pass_on()
         return values
 
-    def _exchange_now(self, value: Any, look: Callable[[], None]) -> list[Any]:
+    def _exchange_now(self, value: Any, form: messages.Form, look: Callable[[], None]) -> list[Any]:
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             if self.rank > 0 and self.world_size > _FEW:
-                return list(json.loads(self._get("all", deadline, look)))
-            values = [json.loads(self._get(r, deadline, look)) for r in range(self.world_size)]
+                collected = self._get("all", deadline, look)
+                what = f"what {self.name} has got from rank {self._names[0]}"
+                return list(messages.read(collected, (form,) * self.world_size, what, InitError))
+            values = [
+                messages.read(
+                    self._get(r, deadline, look),
+                    form,
+                    f"what {self.name} has got from rank {self._names[r]}",
+                    InitError,
+                )
+                for r in range(self.world_size)
+            ]
             if self.world_size > _FEW:
                 self._store.set(f"{self._exchange}/all", json.dumps(values))
             return values
@@ -188,9 +206,9 @@ class StoreBootstrap:
             if self._look_at_peers is not None:
                 self._look_at_peers()
             if self._exchange == "1" and self._store.check([_TAKEN_IN]):
-                raise TakenIn(json.loads(self._store.get(_TAKEN_IN)))
+                raise TakenIn(text_of(self._store.get(_TAKEN_IN)))
             if self._store.check(["failed"]):
-                raise InitError(self._store.get("failed").decode())
+                raise InitError(text_of(self._store.get("failed")))
         except PeerLostError as error:
             raise InitError(f"{self.name} waits in {self.caller}: {error}") from error
         except FastcommError:
@@ -221,17 +239,14 @@ class StoreBootstrap:
 
     def write_once(self, key: str, value: str) -> str:
         """Returns the key's value, which another rank may have written first."""
-        return bytes(self._store.compare_set(f"note/{key}", "", value)).decode()
+        return text_of(self._store.compare_set(f"note/{key}", "", value))
 
     def count(self, key: str) -> int:
         return int(self._store.add(f"note/{key}", 1))
 
     def read(self, key: str) -> str | None:
-        return (
-            bytes(self._store.get(f"note/{key}")).decode()
-            if self._store.check([f"note/{key}"])
-            else None
-        )
+        is_there = self._store.check([f"note/{key}"])
+        return text_of(self._store.get(f"note/{key}")) if is_there else None
 
 
 class GroupBootstrap:
@@ -246,15 +261,18 @@ class GroupBootstrap:
         self._group = group
         self._is_over = False
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Raises InitError when a rank has failed."""
+    def exchange(self, value: Any, form: messages.Form) -> list[Any]:
+        """Every rank's value, by rank. Raises InitError as StoreBootstrap.exchange does."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, (value, None), group=self._group)
         failures = [failure for _, failure in values if failure is not None]
         if failures:
             self._is_over = True  # all ranks see it in this exchange: nobody is left to tell
             raise InitError(failures[0])
-        return [value for value, _ in values]
+        return [
+            messages.checked(value, form, f"what {self.name} has got from rank {rank}", InitError)
+            for rank, (value, _) in enumerate(values)
+        ]
 
     def finish(self) -> None:
         """All ranks have met."""
@@ -339,16 +357,20 @@ class MeetingPoint:
         """Which of these ranks wait here for a first meeting, and their processes: pid and host."""
         came = f"{_prefix()}/{self.store.add(_counter(), 0)}/came"
         processes = {
-            rank: json.loads(self.store.get(f"{came}/{rank}"))[1:]
+            rank: messages.read(
+                self.store.get(f"{came}/{rank}"),
+                (str, *PROCESS),
+                f"the note of rank {rank}, which waits to be taken in,",
+            )[1:]
             for rank in ranks
             if self.store.check([f"{came}/{rank}"])
         }
         return {rank: one for rank, one in processes.items() if not has_ended(*one)}
 
-    def take_in(self, note: Any) -> None:
+    def take_in(self, note: str) -> None:
         """Tells those who wait. Who comes afterwards waits for another meeting."""
         number = self.store.add(_counter(), 0)
-        self.store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", json.dumps(note))
+        self.store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", note)
         _end_part(self.store, number)
 
     def answers(self) -> bool:
@@ -403,7 +425,7 @@ def _enter_part(store: Store, rank: int, name: str = "ranks") -> tuple[str, Call
     counter, visitor = _counter(name), json.dumps([_PROCESS, os.getpid(), host_identity()])
     number = store.add(counter, 0)
     came = f"{_prefix(name)}/{number}/came/{rank}"
-    if store.check([came]) and store.get(came).decode() == visitor:
+    if store.check([came]) and text_of(store.get(came)) == visitor:
         _end_part(store, number, name)
         number = store.add(counter, 0)
     store.set(f"{_prefix(name)}/{number}/came/{rank}", visitor)
@@ -413,6 +435,11 @@ def _enter_part(store: Store, rank: int, name: str = "ranks") -> tuple[str, Call
 def _end_part(store: Store, number: int, name: str = "ranks") -> None:
     """The first rank ends it; for the others it is over already."""
     store.compare_set(_counter(name), str(number), str(number + 1))
+
+
+def text_of(stored: bytes) -> str:
+    """What a store holds under a key, as text, whatever that is."""
+    return bytes(stored).decode(errors="replace")
 
 
 def has_ended(pid: int, host: str) -> bool:

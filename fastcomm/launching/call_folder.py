@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastcomm.comm import messages
+from fastcomm.errors import FastcommError
 from fastcomm.launching import launchers
 
 _PREFIX = "launch-"
@@ -54,15 +56,16 @@ class CallFolder:
 
     def raised(self) -> dict[int, Raised]:
         """By rank, as rank_process.py has written it."""
-        paths = self.path.glob("raised-*")
-        return {
-            int(path.name.partition("-")[2]): Raised(*pickle.loads(path.read_bytes()))
-            for path in paths
-        }
+        return {rank: _raised(rank, path) for rank, path in self._left("raised").items()}
 
     def ended(self) -> list[int]:
         """The ranks that have come to their end in good order."""
-        return sorted(int(path.name.partition("-")[2]) for path in self.path.glob("ended-*"))
+        return sorted(self._left("ended"))
+
+    def _left(self, what: str) -> dict[int, Path]:
+        """By rank, the files of that name."""
+        named = ((path.name.partition("-")[2], path) for path in self.path.glob(f"{what}-*"))
+        return {int(rank): path for rank, path in named if rank.isdecimal()}
 
     def forget(self, rank: int) -> None:
         """Another process takes the rank's place."""
@@ -72,6 +75,16 @@ class CallFolder:
 
     def write_answer(self, rank: int, value: bytes) -> None:
         (self.path / f"answer-{rank}").write_bytes(value)
+
+
+def _raised(rank: int, path: Path) -> Raised:
+    """What the rank has left of its failure. One that cannot be read is a failure all the same."""
+    what = f"what rank {rank} has left of its failure"
+    try:
+        raised = messages.read(path.read_bytes(), (float, bool, int, str), what)
+    except FastcommError as unreadable:
+        return Raised(0.0, False, 1, f"rank {rank} failed; {unreadable}")
+    return Raised(*raised)
 
 
 @contextlib.contextmanager

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from fastcomm.comm import messages
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.launching.bootstrap import (
+    PROCESS,
     Bootstrap,
     Caller,
     MeetingPoint,
@@ -35,11 +37,13 @@ from fastcomm.launching.bootstrap import (
     has_ended,
     host_identity,
     own_connection,
+    text_of,
 )
 
 _log = logging.getLogger("fastcomm")
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
 _GRACE_S = 5.0  # how much longer than the leader the others wait
+_GIVEN_UP = "null"  # in place of who takes part
 _MOST_TIMES = 3  # how often the timeout may pass, while ranks are lost that meet
 _SPLIT = Caller("split()", "has it ended meanwhile?")
 _CALLER = Caller("rebuild()", "a lost rank may not be noticed at once: call rebuild() again")
@@ -84,8 +88,13 @@ class Meeting(NamedTuple):
     members: list[Member]
 
     @staticmethod
-    def read(note: Any) -> Meeting:
-        meeting = Meeting(*note)
+    def read(note: str, n_started: int) -> Meeting:
+        """Raises FastcommError for one of another number of ranks, or that cannot be read."""
+        form = (
+            *(str, messages.NUMBER, str, range(n_started, n_started + 1), range(n_started + 1)),
+            [_member_of(n_started)],
+        )
+        meeting = Meeting(*messages.read(note, form, "the note of who takes part in a meeting"))
         return meeting._replace(members=[Member(*member) for member in meeting.members])
 
     @property
@@ -106,6 +115,12 @@ class Meeting(NamedTuple):
         ]
         words += [f"rank {rank} has come" for rank in came]
         return "; ".join(words)
+
+
+def _member_of(n_started: int, only: int | None = None) -> messages.Form:
+    """The form of a member of a meeting. only: the rank that it was started as."""
+    ranks = range(n_started)
+    return ranks if only is None else range(only, only + 1), {ranks, None}, *PROCESS
 
 
 # Makes a communicator over a backend, once ranks have met. Returns the ranks of this host, too.
@@ -139,7 +154,7 @@ class Parts:
         met = self._bootstrap.with_notes(comm.timeout)
         if met is not self._bootstrap:  # in a group; from now on at its store
             self._bootstrap = met
-            met.exchange(None)
+            met.exchange(None, None)
         try:
             if color is None:
                 return None
@@ -269,7 +284,8 @@ class Membership(Parts):
         counter = f"{self._meeting.prefix}/n_rebuilt"
         number = int(store.add(counter, 0))
         while number <= after:
-            number = int(store.compare_set(counter, str(number), str(after + 1)))
+            newest = store.compare_set(counter, str(number), str(after + 1))
+            number = messages.read(newest, messages.NUMBER, "the number of the newest meeting")
         return number
 
     def _hold(
@@ -286,7 +302,7 @@ class Membership(Parts):
         me = before.members[rank]._replace(before=rank)
         store = PrefixStore(f"{before.prefix}/{number}", self._point.store)
         store.set(f"came/{me.started_as}", json.dumps([me, before.number]))
-        leader = int(store.compare_set("leader", "", str(me.started_as)))
+        leader = text_of(store.compare_set("leader", "", str(me.started_as)))
         others = _Others(before, unreachable)
         until = time.monotonic() + timeout.total_seconds()
         pause = _PAUSE_S
@@ -294,29 +310,33 @@ class Membership(Parts):
             if self._next_number(number - 1) != number:
                 return None
             others.look(store)
-            if leader == me.started_as:
+            if leader == str(me.started_as):
                 if others.are_known or time.monotonic() > until:
                     self._decide(store, number, before)
                     break
-            elif leader in others.lost or time.monotonic() > until + _GRACE_S:
-                store.compare_set("members", "", json.dumps(None))
+            elif leader in map(str, others.lost) or time.monotonic() > until + _GRACE_S:
+                store.compare_set("members", "", _GIVEN_UP)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        note = json.loads(store.get("members"))
-        return None if note is None else Meeting.read(note)
+        note = text_of(store.get("members"))
+        return None if note == _GIVEN_UP else Meeting.read(note, before.n_started)
 
     def _newest_decided(self) -> Meeting | None:
         key = f"{self._meeting.prefix}/decided"
         if not self._point.store.check([key]):
             return None
-        return Meeting.read(json.loads(self._point.store.get(key)))
+        return Meeting.read(text_of(self._point.store.get(key)), self._meeting.n_started)
 
     def _decide(self, store: Any, number: int, before: Meeting) -> None:
         """Writes down who takes part: those who came, and who waits for a first meeting."""
         notes = [
-            json.loads(store.get(f"came/{started_as}"))
-            for started_as in range(before.n_started)
-            if store.check([f"came/{started_as}"])
+            messages.read(
+                store.get(f"came/{one}"),
+                (_member_of(before.n_started, only=one), messages.NUMBER),
+                f"the note by which rank {one} came",
+            )
+            for one in range(before.n_started)
+            if store.check([f"came/{one}"])
         ]
         newest = max(met for _, met in notes)
         members = [
@@ -332,11 +352,11 @@ class Membership(Parts):
             sorted(members),
         )
         note = json.dumps(meeting)
-        if store.compare_set("members", "", note).decode() != note:
+        if text_of(store.compare_set("members", "", note)) != note:
             return  # the others have given this rank up
         self._point.store.set(f"{before.prefix}/decided", note)
         if waiting:
-            self._point.take_in(meeting)
+            self._point.take_in(note)
 
     def is_awaited(self) -> bool:
         """Whether a process waits to be taken in."""
@@ -393,7 +413,7 @@ def arrive(
             comm, neighbours = connect(bootstrap, backend)
             break
         except TakenIn as taken:
-            meeting = Meeting.read(taken.note)
+            meeting = Meeting.read(taken.note, n_started)
         if meeting.own_rank is not None:  # else it has come a moment too late for this one
             try:
                 return connect_members(point, connect, meeting, timeout, was_new=True)
@@ -435,7 +455,8 @@ def connect_members(
     comm, _ = connect(bootstrap, meeting.backend)
     is_new = was_new or meeting.members[rank].before is None
     comm.membership = Membership(point, bootstrap, connect, meeting, is_new=is_new)
-    if rank == next(r for r, member in enumerate(meeting.members) if member.before is not None):
+    stayed = (r for r, member in enumerate(meeting.members) if member.before is not None)
+    if rank == next(stayed, None):
         _log.warning(f"the ranks have met anew: {meeting.in_words()}")
     return comm
 

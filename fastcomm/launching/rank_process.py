@@ -9,6 +9,7 @@ the launcher's folder, and one that has merely lost another waits a while for th
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pickle
 import signal
@@ -114,7 +115,7 @@ def _report(folder: Path, error: BaseException, exit_code: int, how: str) -> Non
     text = f"rank {os.environ['RANK']} (pid {os.getpid()}) {how}"
     # By a rename: the launcher, which may end this rank meanwhile, reads all of it, or nothing.
     written = _path(folder, "writing")
-    written.write_bytes(pickle.dumps((time.time(), is_lost, exit_code, text)))
+    written.write_text(json.dumps([time.time(), is_lost, exit_code, text]))
     written.rename(_path(folder, "raised"))
     if is_lost:
         _wait_for_cause(folder)
@@ -132,13 +133,15 @@ def _comes_of_another(error: BaseException | None) -> bool:
 
 def _wait_for_cause(folder: Path) -> None:
     """Until a rank has failed by itself, or all have come to their end."""
+    from fastcomm.launching.call_folder import CallFolder  # this rank has fastcomm by now
+
+    files = CallFolder(folder)
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
-        raised = list(folder.glob("raised-*"))
-        n_ended = len(raised) + len(list(folder.glob("ended-*")))
-        if n_ended == int(os.environ["WORLD_SIZE"]):
+        raised = files.raised()
+        if len(raised) + len(files.ended()) == int(os.environ["WORLD_SIZE"]):
             return
-        if not all(pickle.loads(path.read_bytes())[1] for path in raised):
+        if not all(one.is_lost for one in raised.values()):
             return
         time.sleep(0.02)
 

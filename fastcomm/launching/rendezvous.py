@@ -331,7 +331,7 @@ def _cores_of(pid: int) -> set[int]:
 
 def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
     """Finds out which ranks run on which host: the ranks exchange it."""
-    identities = bootstrap.exchange(_host_identity())
+    identities = bootstrap.exchange(_host_identity(), str)
     hosts: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         hosts.setdefault(identity, []).append(rank)

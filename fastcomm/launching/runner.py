@@ -383,7 +383,12 @@ def _returned(folder: CallFolder, rank: int) -> Any:
             f"rank {rank} ended with exit code 0 before the function had returned: by os._exit(), "
             "or by exit() in a library"
         )
-    return pickle.loads(answer)
+    try:
+        return pickle.loads(answer)
+    except Exception as error:  # its classes may raise anything
+        raise FastcommError(
+            f"what rank {rank} has returned cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _first_failure(

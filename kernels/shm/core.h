@@ -4,8 +4,8 @@
  * mailboxes, staging) followed by an arena from which tensors are allocated. `shm_post` posts a
  * collective: what this rank wants, and that its data is ready. `shm_wait` moves collectives
  * forward: there is no thread. All ranks post the same collectives in the same order. The
- * descriptors they post are compared before any data is touched, so if ranks disagree, all of them
- * get SHM_MISMATCH.
+ * descriptors they post are compared before any data is touched, so if ranks disagree, or one has
+ * posted what is no collective, all of them get SHM_MISMATCH.
  *
  * Three paths, chosen from the descriptors alone, so all ranks choose the same one:
  * - inline: the payload fits a mailbox. One flag round; every rank reduces all mailboxes by itself.
@@ -111,11 +111,12 @@ struct shm_comm;
 
 size_t shm_control_bytes(void);
 
-/* `segments[r]` is where rank r's segment is mapped, `pidfds[r]` a pidfd of rank r (or -1: not
- * watched). Both arrays are copied. `yield_early` is for more ranks than cores, and the same on all
- * ranks. The segment of this rank must be zeroed. Returns NULL when out of memory. */
-struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
-                               int yield_early);
+/* `segments[r]` is where rank r's segment is mapped, `nbytes[r]` how long it is, `pidfds[r]` a
+ * pidfd of rank r (or -1: not watched). The arrays are copied. `yield_early` is for more ranks than
+ * cores, and the same on all ranks. The segment of this rank must be zeroed. Returns NULL when out
+ * of memory. */
+struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments,
+                               const size_t *nbytes, const int *pidfds, int yield_early);
 void shm_free_comm(struct shm_comm *comm);
 
 /* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
@@ -159,6 +160,10 @@ bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
 /* Whether a rank has posted collective `seq`, one of the newest SHM_RING that are complete, with
  * SHM_SKIP. */
 int shm_is_skipped(const struct shm_comm *comm, uint32_t seq);
+
+/* Whether `d` is what rank `rank` can have posted: it can be named in words, and the tensor that it
+ * names lies in that rank's segment. */
+bool shm_is_possible(const struct shm_comm *comm, int rank, const struct shm_descriptor *d);
 
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank
  * `rank` last posted. */

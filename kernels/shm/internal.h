@@ -84,6 +84,7 @@ struct shm_comm {
     double factors[SHM_MAX_RANKS]; /* then: by what they are multiplied */
     struct pollfd pidfds[SHM_MAX_RANKS];
     char *segments[SHM_MAX_RANKS];
+    size_t nbytes[SHM_MAX_RANKS]; /* of the segments */
 };
 
 struct range {

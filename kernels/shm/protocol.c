@@ -31,6 +31,20 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
+bool shm_is_possible(const struct shm_comm *comm, int rank, const struct shm_descriptor *d) {
+    if (d->kind < SHM_BARRIER || d->kind > SHM_SHADOW || d->op > SHM_SKIP ||
+        d->dtype >= SHM_DTYPES || d->root >= comm->world_size) {
+        return false;
+    }
+    enum { WIDEST = 8 }; /* bytes of an element */
+    uint64_t end = comm->nbytes[rank], itemsize = shm_dtype_size(d->dtype);
+    uint64_t nbytes = d->numel * itemsize;
+    bool is_there =
+        d->where >= sizeof(struct control) && d->where <= end && d->where % itemsize == 0;
+    return d->numel <= UINT64_MAX / WIDEST &&
+           (d->where >= SHM_STAGED || (is_there && nbytes <= end - d->where));
+}
+
 /* Computes what the ranks' tensors are multiplied by: on every rank the same from the same numbers.
  * Shadows count nothing. In a mean without weights the other ranks count alike. factors_of() in
  * fastcomm/transports/group/call.py is the same rule for the other transports: change both. */
@@ -68,6 +82,9 @@ static struct request compare(struct shm_comm *comm, uint32_t seq, struct collec
     bool abandoned = false;
     for (int r = 0; r < comm->world_size; r++) {
         const struct shm_descriptor *theirs = &slot_of(comm, r, seq)->descriptor;
+        if (!shm_is_possible(comm, r, theirs)) {
+            c->status = SHM_MISMATCH;
+        }
         if (is_shadow(theirs)) {
             all.has_shadows = true;
             continue;
@@ -80,7 +97,8 @@ static struct request compare(struct shm_comm *comm, uint32_t seq, struct collec
         c->is_skipped = c->is_skipped || theirs->op == SHM_SKIP;
         all.is_direct = all.is_direct && theirs->where < SHM_STAGED;
     }
-    if (all.has_shadows && all.wanted != NULL && !admits_shadows(comm, all.wanted, all.is_direct)) {
+    if (c->status == SHM_OK && all.has_shadows && all.wanted != NULL &&
+        !admits_shadows(comm, all.wanted, all.is_direct)) {
         c->status = SHM_MISMATCH;
     }
     if (c->status == SHM_MISMATCH) {
@@ -99,7 +117,7 @@ static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
         c->counting.numel = 0;
     }
     c->is_shadow = is_shadow(&c->descriptor);
-    if (c->is_shadow && all.wanted != NULL) {
+    if (c->is_shadow && all.wanted != NULL && c->status == SHM_OK) {
         c->descriptor = *all.wanted;
         c->output = comm->segments[comm->rank]; /* not NULL; nobody reads or writes there */
     }
@@ -236,8 +254,8 @@ size_t shm_control_bytes(void) {
     return sizeof(struct control);
 }
 
-struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
-                               int yield_early) {
+struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments,
+                               const size_t *nbytes, const int *pidfds, int yield_early) {
     struct shm_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) {
         return NULL;
@@ -248,6 +266,7 @@ struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, 
     comm->next = comm->head = 1;
     for (int r = 0; r < world_size; r++) {
         comm->segments[r] = segments[r];
+        comm->nbytes[r] = nbytes[r];
         comm->pidfds[r] = (struct pollfd){.fd = pidfds[r], .events = POLLIN};
     }
     return comm;
@@ -427,7 +446,8 @@ int shm_state_of(const struct shm_comm *comm, int rank) {
 }
 
 int shm_blamed_by(const struct shm_comm *comm, int rank) {
-    return atomic_load(&control_of(comm, rank)->blames) - 1;
+    int blamed = atomic_load(&control_of(comm, rank)->blames) - 1;
+    return blamed < comm->world_size ? blamed : -1;
 }
 
 void shm_set_state(struct shm_comm *comm, enum shm_state state, int blames) {

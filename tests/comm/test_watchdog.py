@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastcomm.comm import watchdog
-from fastcomm.comm.watchdog import Watchdog
+from fastcomm.comm.watchdog import Watchdog, failure_note, leave_note
 from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
+from tests.support.damage import damaged_json
 
 PAUSE_S = 0.15  # many ticks
 
@@ -146,7 +149,7 @@ def test_nobody_is_lost_to_a_collective_that_has_only_begun() -> None:
 def test_a_peer_that_closed_after_another_had_is_found_when_ranks_compare() -> None:
     notes = Notes({"closed/0": "[0, 0, 5]", "closed/1": "[2, 0, 4]"})
     comm = waiting(3)
-    comm.pids = (0, os.getpid(), 22)
+    comm.world_size, comm.pids = 3, (0, os.getpid(), 22)
     assert "rank 2 (pid 22) closed" in str(failure_of(comm, notes))
 
 
@@ -249,9 +252,9 @@ def test_a_watchdog_that_was_stopped_keeps_no_descriptor() -> None:
 
 
 def test_what_another_rank_has_failed_with_is_raised_here_too() -> None:
-    note = watchdog.failure_note(PeerLostError("rank 7 died", [7]))
+    note = watchdog.failure_note(PeerLostError("rank 0 died", [0]))
     failure = failure_of(Communicator(), Notes({"failure": note}))
-    assert isinstance(failure, PeerLostError) and failure.ranks == (7,)
+    assert isinstance(failure, PeerLostError) and failure.ranks == (0,)
 
 
 def test_the_first_failure_that_was_noted_is_what_all_raise() -> None:
@@ -272,7 +275,8 @@ def test_an_error_of_the_device_ends_the_communicator_and_is_noted() -> None:
 def test_an_abandonment_is_heard_in_its_epoch_alone() -> None:
     comm = Communicator()
     comm.epoch = 2
-    with watching(comm, Notes({"abandoned/1": "3 long ago", "abandoned/2": "7 rank 0 abandoned"})):
+    notes = Notes({"abandoned/1": '[3, "long ago"]', "abandoned/2": '[7, "rank 0 abandoned"]'})
+    with watching(comm, notes):
         wait_until(lambda: len(comm.interruptions) > 1)
     assert set(comm.interruptions) == {("rank 0 abandoned", 2, 7)}
 
@@ -461,3 +465,46 @@ def test_256_ranks_that_time_out_are_asked_about_once(monkeypatch: pytest.Monkey
     world.requests_in(0.2, 61.0)
     assert all(isinstance(comm.failure, TimeoutError) for comm in world.comms)
     assert world.notes.n <= 16 * WORLD_SIZE
+
+
+# ---- notes that are damaged ----------------------------------------------------------------------
+
+REAL_NOTES: dict[str, Any] = {
+    "failure": ["PeerLostError", "rank 0 (pid 7) died", [0]],
+    "abandoned/0": [3, "rank 0 abandoned what was under way"],
+    "closed/0": [0, 0, 4],
+    "position/0/0": [5, "all_reduce of 10"],
+}
+
+
+@pytest.mark.parametrize("key", REAL_NOTES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_damaged_note_is_a_failure_or_is_ignored(key, data):
+    """In no case does the watchdog end without a word: then the rank would wait for ever."""
+    note = data.draw(damaged_json(REAL_NOTES[key])).decode(errors="replace")
+    comm = waiting(age=3)
+    notes = Notes({key: note, "news": "1"})
+    with watching(comm, notes):
+        wait_until(lambda: comm.failure is not None, within=0.05)
+        leave_note(notes, "failure", failure_note(MismatchError("of another rank")))
+        wait_until(lambda: comm.failure is not None)
+    assert isinstance(comm.failure, FastcommError)
+    says = str(comm.failure)
+    is_named = " cannot be read: " in says
+    assert is_named or "of another rank" in says or key != "abandoned/0", says
+
+
+def test_a_note_of_a_failure_that_cannot_be_read_is_one_all_the_same():
+    failure = failure_of(Communicator(), Notes({"failure": "[]", "news": "1"}))
+    assert str(failure).startswith("the note of a failure cannot be read: it has []")
+
+
+def test_ranks_that_have_closed_twice_do_not_hold_up_the_watchdog():
+    notes = Notes({"closed/0": "[0, 0, 9]", "closed/1": "[0, 0, 9]", "news": "1"})
+    comm = waiting(age=3)
+    with watching(comm, notes):
+        wait_until(lambda: comm.failure is not None, within=0.1)
+        leave_note(notes, "failure", failure_note(MismatchError("of another rank")))
+        wait_until(lambda: comm.failure is not None)
+    assert "of another rank" in str(comm.failure)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 import fastcomm
 from fastcomm.comm import dump
 from fastcomm.comm.flight_recorder import N_KEPT, FlightRecorder
 from fastcomm.insight import diagnosis
 from tests.support.bodies import Place, communicator, note, noted, wait_for_note
+from tests.support.damage import damaged_json
 from tests.support.forked_python import python
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
@@ -240,7 +242,7 @@ def test_a_folder_without_dumps_says_how_to_get_them(tmp_path):
 @pytest.mark.parametrize("text", ["{", "{}", "[]", "1"])
 def test_a_file_that_is_no_dump_is_named(text, tmp_path):
     (tmp_path / "fastcomm_rank_0.json").write_text(text)
-    with pytest.raises(ValueError, match=r"fastcomm_rank_0\.json is not a dump"):
+    with pytest.raises(ValueError, match=r"fastcomm_rank_0\.json cannot be read"):
         diagnosis.diagnose(tmp_path)
 
 
@@ -280,9 +282,37 @@ def test_what_a_failure_has_cut_short_is_not_over(kind):
 def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
     for rank, age_s in enumerate((5, 7200)):
         age = {"time_ns": time.time_ns() - int(age_s * 1e9)}
-        file = {"rank": rank, "communicators": []} | age
+        file = {**_dump(), "rank": rank, "communicators": []} | age
         (tmp_path / f"fastcomm_rank_{rank}.json").write_text(json.dumps(file))
     assert [file["rank"] for file in diagnosis.read(tmp_path)] == [0]
+
+
+def _dump() -> dict[str, object]:
+    """As a rank writes one that waits for another."""
+    recorder = FlightRecorder("shm", 0, (1, 2))
+    recorder.names[65537] = "weight ... bias"
+    recorder.note("barrier", None, 0, 1).end()
+    recorder.note("all_reduce", torch.float32, 5, 2, "sum", -1, 65537)
+    head = {"version": 1, "rank": 0, "pid": 1, "host": "h", "time_ns": 2 * 10**9, "why": "asked"}
+    threads = {"MainThread": ["in f"], "another": []}
+    return head | {"threads": threads, "communicators": [dump._as_dict(recorder)]}
+
+
+def test_a_dump_as_a_rank_writes_it_has_a_verdict(tmp_path):
+    (tmp_path / "fastcomm_rank_0_1.json").write_text(json.dumps(_dump()))
+    assert any("rank 0 waits for" in line for line in diagnosis.diagnose(tmp_path))
+
+
+@settings(max_examples=150, deadline=None)
+@given(damaged_json(_dump()))
+def test_a_damaged_dump_has_a_verdict_or_is_named(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("dumps")
+    (folder / "fastcomm_rank_0_1.json").write_bytes(text)
+    (folder / "fastcomm_rank_1_2.json").write_text(json.dumps({**_dump(), "rank": 1}))
+    try:
+        assert diagnosis.diagnose(folder)
+    except ValueError as error:
+        assert type(error) is ValueError and "fastcomm_rank_0_1.json cannot be read: " in str(error)
 
 
 def _entry(number: int, is_over: bool) -> dict[str, object]:

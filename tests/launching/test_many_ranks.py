@@ -53,7 +53,9 @@ def _bootstrap(store, rank, timeout_s=10.0):
 def _requests_of(store, rank):
     bootstrap = _bootstrap(store, rank)
     before = store.n_requests
-    assert bootstrap.exchange({"rank": rank}) == [{"rank": r} for r in range(N_RANKS)]
+    assert bootstrap.exchange({"rank": rank}, {"rank": range(N_RANKS)}) == [
+        {"rank": r} for r in range(N_RANKS)
+    ]
     return store.n_requests - before
 
 
@@ -66,13 +68,13 @@ def test_one_rank_collects_the_values_of_many():
 def test_a_rank_that_is_missing_among_many_is_named():
     store = Store({f"1/{rank}": b"0" for rank in range(N_RANKS) if rank not in (7, 200)})
     with pytest.raises(InitError, match="rank 5 waited .* missing: rank 7, 200;"):
-        _bootstrap(store, 5, timeout_s=0.1).exchange(0)
+        _bootstrap(store, 5, timeout_s=0.1).exchange(0, int)
 
 
 def test_a_first_rank_that_passes_nothing_on_is_named():
     store = Store({f"1/{rank}": b"0" for rank in range(N_RANKS)})
     with pytest.raises(InitError, match="rank 5 waited .* missing: rank 0;"):
-        _bootstrap(store, 5, timeout_s=0.1).exchange(0)
+        _bootstrap(store, 5, timeout_s=0.1).exchange(0, int)
 
 
 def _reduce(place):

@@ -83,7 +83,7 @@ def test_a_process_that_comes_after_all_have_met_finds_a_place_of_its_own(monkey
     store = HashStore()
     part, pass_on = bootstrap.own_part(store, 0)
     met = bootstrap.StoreBootstrap(part, 0, 1, timedelta(seconds=9), pass_on=pass_on)
-    assert met.exchange("a value") == ["a value"]
+    assert met.exchange("a value", str) == ["a value"]
     assert part.check(["1/0"])
     monkeypatch.setattr(bootstrap, "_PROCESS", "another one")
     assert not bootstrap.own_part(store, 0)[0].check(["1/0"])

@@ -5,6 +5,7 @@ ones.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from datetime import timedelta
@@ -239,8 +240,8 @@ def test_a_note_for_another_process_is_not_taken_for_ones_own(backend, monkeypat
 
     def connect(met: bootstrap.StoreBootstrap, _: str) -> Any:
         if not store.check(["fastcomm/0/ranks/0/taken in"]):
-            point.take_in(meeting)
-            met.exchange(None)
+            point.take_in(json.dumps(meeting))
+            met.exchange(None, None)
         raise InterruptedError(met.rank)
 
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)

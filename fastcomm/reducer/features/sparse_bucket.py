@@ -69,11 +69,20 @@ class Offer(NamedTuple):
         return [*head, *self.forms, *self.n_rows, *self.is_present]
 
     @staticmethod
-    def of(numbers: Sequence[int]) -> Offer:
+    def of(numbers: Sequence[int], likes: Sequence[Tensor]) -> Offer:
+        """The offer of these numbers. Raises ValueError if they are of none for gradients like
+        these.
+        """
         op, step, *bits = numbers[:4]
         weight = Weight(*struct.unpack("dd", struct.pack("qq", *bits)))
         n = (len(numbers) - 4) // 3
         forms, n_rows, is_present = (list(numbers[4 + i * n : 4 + i * n + n]) for i in range(3))
+        could_be = (
+            _DENSE <= form <= like.dim() and 0 <= n_own <= like.shape[: max(form, 0)].numel()
+            for like, form, n_own in zip(likes, forms, n_rows, strict=True)
+        )
+        if not 0 <= op < len(BUCKET_OPS) or not all(could_be):
+            raise ValueError(f"{numbers} is no offer of gradients")
         return Offer(BUCKET_OPS[op], step, weight, forms, n_rows, is_present)
 
 
@@ -243,7 +252,12 @@ class SparseBucket(Bucket):
         everyone = mine.new_empty(self._comm.world_size * len(mine))
         self._comm.all_gather_single(everyone, mine)
         table = on_host(self._comm, everyone).view(self._comm.world_size, -1).tolist()
-        offers = [Offer.of(row) for row in table]
+        offers = []
+        for rank, row in enumerate(table):
+            try:
+                offers.append(Offer.of(row, self._likes))
+            except ValueError as error:
+                raise FastcommError(f"rank {rank} has sent what cannot be: {error}") from error
         ops = {offer.op for offer in offers} - {SKIP}  # which goes with any
         if len(ops) > 1 or len({offer.step for offer in offers}) > 1:
             words = with_needed_records(

@@ -29,6 +29,7 @@ from fastcomm.comm.collective import (
     mean_of_addends,
     sentence,
 )
+from fastcomm.errors import FastcommError
 
 if TYPE_CHECKING:
     from fastcomm.comm.flight_recorder import Entry, FlightRecorder
@@ -43,6 +44,13 @@ KINDS = (
     "reduce_scatter_single",
     "abandon",
     SHADOW,
+)
+
+
+# Call.numbers() are below these, but for the weights'.
+_ENDS = (
+    *(len(KINDS), 2**63, len(CPU_DTYPES), len(SENT_DTYPES), len(BUCKET_OPS)),
+    *(2**15, 2**63, 2**63),  # a rank, a label, a step
 )
 
 
@@ -74,7 +82,12 @@ class Call:
         return [*numbers, *struct.unpack("qq", struct.pack("dd", weight, scale))]
 
     @staticmethod
-    def of(numbers: Sequence[int]) -> Call:
+    def of(numbers: Sequence[int], rank: int) -> Call:
+        """The call of these numbers(), which the rank has announced. Raises FastcommError if they
+        are of none.
+        """
+        if not all(0 <= number < end for number, end in zip(numbers, _ENDS, strict=False)):
+            raise FastcommError(f"rank {rank} has announced {numbers}, which is no collective")
         kind, numel, dtype, wire, op, src, label, step, *bits = numbers
         dtypes = CPU_DTYPES[dtype], SENT_DTYPES[wire]
         weight, scale = struct.unpack("dd", struct.pack("qq", *bits))

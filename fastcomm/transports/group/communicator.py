@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fastcomm.comm import messages
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
@@ -59,7 +60,7 @@ class Bootstrap(Notes, Protocol):
 
     timeout: timedelta
 
-    def exchange(self, value: Any) -> list[Any]: ...
+    def exchange(self, value: Any, form: messages.Form) -> list[Any]: ...
     def store(self, name: str) -> Store: ...
     def look(self) -> None: ...
 
@@ -98,7 +99,7 @@ class GroupCommunicator(Transport):
         self.device = torch.device("cpu")
         self.timeout = timeout
         self.abandonment = None
-        self.pids = tuple(bootstrap.exchange(os.getpid()))
+        self.pids = tuple(bootstrap.exchange(os.getpid(), messages.PID))
         exchange.connect(bootstrap.store("gloo"), timeout, bootstrap.timeout, bootstrap.look)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastcomm.comm import messages
 from fastcomm.comm.collective import HALVES, addends_of_mean, mean_of_addends
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.transports.group.call import cast, reduce_rows
@@ -380,6 +381,6 @@ class _OneHost:
     def __init__(self, bootstrap: Bootstrap, ranks: Sequence[int]) -> None:
         self._bootstrap, self._ranks = bootstrap, ranks
 
-    def exchange(self, value: Any) -> list[Any]:
-        values = self._bootstrap.exchange(value)
+    def exchange(self, value: Any, form: messages.Form) -> list[Any]:
+        values = self._bootstrap.exchange(value, form)
         return [values[rank] for rank in self._ranks]

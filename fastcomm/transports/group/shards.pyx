@@ -98,14 +98,14 @@ class _Announcement:
             raise self.trouble
         payload, rows = self._payload, self._frames.view(torch.int64)
         heads = rows[:, :_HEAD].tolist()
-        calls = [Call.of(head[:-2]) for head in heads]
+        calls = [Call.of(head[:-2], rank) for rank, head in enumerate(heads)]
         have_begun = [bool(head[-1]) for head in heads]
         rest = have_begun, self._index, self._begun
         if payload is not None:
             payloads = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
             return GatheredCalls(calls, payloads.view(payload.dtype), 0, *rest)
         n = min([head[-2] for head in heads])
-        if n == 0 or any([theirs != calls[0] for theirs in calls]):
+        if n <= 0 or any([theirs != calls[0] for theirs in calls]):
             return GatheredCalls(calls, None, 0, *rest)
         following = rows[:, _HEAD:_HEAD + 3 * n].view(-1, n, 3)
         is_same = (following == following[0]).all(dim=2).all(dim=0)

@@ -240,6 +240,10 @@ class GroupBucket(BoundBucket):
         self._used_mask = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None
 
+    def fits(self, call: Call) -> bool:
+        """Whether the call can be of this bucket, as another rank announces it."""
+        return (call.numel, call.dtype) == (self._flat.numel(), self._flat.dtype)
+
     @property
     def posted(self) -> GroupWork | None:
         work = self._newest

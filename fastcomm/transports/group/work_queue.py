@@ -462,7 +462,9 @@ class WorkQueue:
             return nothing
         payloads = gathered.payloads
         if is_shadow:
-            bucket = self.buckets[wanted.label]
+            bucket = self.buckets.get(wanted.label)
+            if bucket is None or not bucket.fits(wanted):
+                raise FastcommError(f"rank {self.rank} has no bucket like that of {wanted}")
             transfer, payloads = bucket.transfer, bucket.prepare_shadow(self.world_size)
         if transfer is None:
             return nothing

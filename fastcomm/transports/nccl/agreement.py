@@ -11,6 +11,7 @@ from typing import TypedDict
 
 import torch
 
+from fastcomm.comm import messages
 from fastcomm.errors import InitError
 from fastcomm.transports.nccl.library import load, version_text
 
@@ -29,6 +30,19 @@ class Facts(TypedDict):
     may_share: bool
     max_ctas: int | None
     cta_policy: str | None
+
+
+FACTS = {
+    "pid": messages.PID,
+    "host": str,
+    "version": int,
+    "path": str,
+    "card": {str, None},
+    "device": str,
+    "may_share": bool,
+    "max_ctas": {int, None},
+    "cta_policy": {str, None},
+}
 
 
 def facts_of_this_rank(

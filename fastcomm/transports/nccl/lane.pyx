@@ -80,8 +80,14 @@ cdef class Lane:
         """
         cdef _Init call = _Init(self.device)
         call.ctas = self.ctas
-        cdef bytes raw = bytes.fromhex(identifier)
-        memcpy(call.identifier.internal, <const char *>raw, 128)
+        cdef bytes raw
+        try:
+            raw = bytes.fromhex(identifier)
+        except (TypeError, ValueError):
+            raw = b""
+        if len(raw) != sizeof(ncclUniqueId):
+            raise InitError(f"rank 0 has sent {identifier!r}, which is no identifier of NCCL's")
+        memcpy(call.identifier.internal, <const char *>raw, sizeof(ncclUniqueId))
         call.rank, call.world_size = rank, world_size
         _wait_for(call, f"rank {rank} in ncclCommInitRankConfig", timeout_s, look)
         self.comm = call.comm

@@ -11,17 +11,18 @@ import threading
 import time
 import weakref
 
-from fastcomm.comm import collective
+from fastcomm.comm import collective, messages
 from fastcomm.errors import AbandonedError, FastcommError, NcclError, PeerLostError, has_closed
 from fastcomm.comm.lifetime import again
 from fastcomm.transports.nccl.agreement import (
-    facts_of_this_rank, refuse_different_ctas, refuse_different_versions, refuse_shared_cards,
+    FACTS, facts_of_this_rank, refuse_different_ctas, refuse_different_versions,
+    refuse_shared_cards,
 )
 from fastcomm.transports.nccl.library import unique_id
 from fastcomm.comm.script_end import tell_at_end
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
-    Watchdog, failure_note, leave_closing, leave_last_words, leave_note,
+    Watchdog, failure_note, leave_abandonment, leave_closing, leave_last_words, leave_note,
 )
 
 cimport cython
@@ -62,7 +63,7 @@ cdef class Link:
         self.cuda, self.lanes = Device(device), []
         self.graphs = CapturedGraphs(self.cuda)
         self.heard_in = -1
-        facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy))
+        facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy), FACTS)
         refuse_different_versions(facts)
         refuse_different_ctas(facts)
         self.ctas = ctas_of(max_ctas, cta_policy)
@@ -99,7 +100,10 @@ cdef class Link:
             mine = unique_id() if self.rank == 0 else None, _labels(self.rejoining)
             # Named, not numbered: a rank that abandons one round after the other skips meetings
             # that others have waited in.
-            all_ranks = self.bootstrap.exchange(mine, look_for_all, name=f"epoch {self.epoch}")
+            form = {None, str}, [messages.NUMBER]
+            all_ranks = self.bootstrap.exchange(
+                mine, form, look_for_all, name=f"epoch {self.epoch}"
+            )
             self.common_labels = set.intersection(*[set(labels) for _, labels in all_ranks])
             lane.connect(all_ranks[0][0], self.rank, self.world_size, self.timeout_s, look)
 
@@ -241,12 +245,12 @@ cdef class Link:
                 return
         self.n_kept = n_kept
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
-        self._leave_note(
-            f"abandoned/{self.epoch}",
-            f"{n_kept} {collective.abandonment([self.rank])}. If the optimizer has made it "
-            "already, the parameters differ between the ranks: restore them, or call refresh() on "
-            "every rank",
+        why = (
+            f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
+            "parameters differ between the ranks: restore them, or call refresh() on every rank"
         )
+        with contextlib.suppress(RuntimeError):  # as in _leave_note
+            leave_abandonment(self.bootstrap, self.epoch, n_kept, why)
         self._end_round(f"rank {self.rank} abandoned what was under way")
 
     cdef uint64_t _wait_for_settled(self):

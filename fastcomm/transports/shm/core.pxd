@@ -39,8 +39,8 @@ cdef extern from "shm/core.h" nogil:
     struct shm_comm
 
     size_t shm_control_bytes()
-    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments, const int *pidfds,
-                            int yield_early)
+    shm_comm *shm_open_comm(int rank, int world_size, char *const *segments,
+                            const size_t *nbytes, const int *pidfds, int yield_early)
     void shm_free_comm(shm_comm *comm)
     int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
                  const shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
@@ -53,6 +53,7 @@ cdef extern from "shm/core.h" nogil:
     void shm_times_of(const shm_comm *comm, uint32_t seq, uint64_t *began_ns, uint64_t *ended_ns)
     bint shm_statistics_of(const shm_comm *comm, uint32_t seq, shm_statistics *statistics)
     int shm_is_skipped(const shm_comm *comm, uint32_t seq)
+    bint shm_is_possible(const shm_comm *comm, int rank, const shm_descriptor *d)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)
     shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)

@@ -33,6 +33,7 @@ cdef class Segments:
     cdef size_t n_reserved
     cdef list segments
     cdef char *bases[SHM_MAX_RANKS]
+    cdef size_t nbytes[SHM_MAX_RANKS]
     cdef int pidfds[SHM_MAX_RANKS]
     cdef int n_pidfds  # how many of them are initialised
 

@@ -9,7 +9,8 @@ sparse: it costs only what is allocated in it. Also tells malloc what to do with
 import os
 import weakref
 
-from fastcomm.errors import InitError
+from fastcomm.comm import messages
+from fastcomm.errors import FastcommError, InitError
 
 from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
 from posix.mman cimport (
@@ -36,6 +37,12 @@ cdef size_t PAGE = 4096
 cdef size_t HUGE_PAGE = 2 << 20
 cdef int MADV_COLLAPSE = 25  # Linux 6.1; not in older headers
 
+cdef str NAME = "fastcomm"  # of memory files
+# What the ranks tell each other.
+cdef dict FORM = {
+    "pid": messages.PID, "fd": messages.NUMBER, "nbytes": messages.NUMBER,
+    "cores": [messages.NUMBER],
+}
 cdef object own_segments = weakref.WeakSet()
 
 
@@ -167,12 +174,12 @@ cdef class Segments:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # sparse: costs only what is touched
         nbytes = min(memory, (1 << 45) // world_size) // 4096 * 4096
-        fd = os.memfd_create("fastcomm", os.MFD_CLOEXEC)
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
             cores = sorted(os.sched_getaffinity(0))
             mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": cores}
-            ranks = bootstrap.exchange(mine)
+            ranks = bootstrap.exchange(mine, FORM)
             self.pids = tuple(theirs["pid"] for theirs in ranks)
             try:
                 for r, theirs in enumerate(ranks):
@@ -180,19 +187,25 @@ cdef class Segments:
             except (OSError, InitError) as error:
                 trouble = f"rank {rank} cannot reach the memory of its peers: {error}"
                 raise InitError(trouble) from error
-            bootstrap.exchange("mapped")
+            bootstrap.exchange("mapped", str)
         finally:
             os.close(fd)
         self.is_crowded = world_size > len(set().union(*(theirs["cores"] for theirs in ranks)))
 
     def _map_memory(self, rank, theirs, is_own):
-        fd = os.open(f"/proc/{theirs['pid']}/fd/{theirs['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        path = f"/proc/{theirs['pid']}/fd/{theirs['fd']}"
+        if not os.readlink(path).startswith(f"/memfd:{NAME} "):
+            raise InitError(f"{path} of rank {rank} is no memory of fastcomm's")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
+            # What lies behind the end of the file cannot be read without a signal.
+            if not self.n_reserved < theirs["nbytes"] <= os.fstat(fd).st_size:
+                raise InitError(f"the memory of rank {rank} has no {theirs['nbytes']} bytes")
             segment = Segment(fd, theirs["nbytes"], self.n_reserved, is_own)
         finally:
             os.close(fd)
         self.segments.append(segment)
-        self.bases[rank] = (<Segment>segment).base
+        self.bases[rank], self.nbytes[rank] = (<Segment>segment).base, theirs["nbytes"]
         if not is_own:
             self.pidfds[rank] = os.pidfd_open(theirs["pid"])
 
@@ -232,11 +245,13 @@ cdef class Loan:
     as others may use it.
     """
 
-    def __cinit__(self, Segment segment, size_t offset, size_t nbytes):
+    def __cinit__(self, Segment segment, offset, size_t nbytes):
+        if offset < 0 or offset + nbytes > segment.nbytes:
+            raise FastcommError(f"rank 0 lends memory that it has not: {nbytes} bytes at {offset}")
         self.segment, self.offset, self.nbytes = segment, offset, nbytes
-        cdef size_t begin = offset // PAGE * PAGE
+        cdef size_t begin = self.offset // PAGE * PAGE
         # a forked DataLoader worker may look at the model
-        madvise(segment.base + begin, offset + nbytes - begin, MADV_DOFORK)
+        madvise(segment.base + begin, self.offset + nbytes - begin, MADV_DOFORK)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         cdef void *base = self.segment.base + self.offset

@@ -91,3 +91,4 @@ cdef class Ring:
     cdef str _history(self, int rank)
     cdef str _position(self)
     cdef str _name(self, int rank, uint32_t seq)
+    cdef str _in_words(self, int rank, uint32_t seq)

@@ -127,7 +127,8 @@ cdef class Ring:
         self.flight = FlightRecorder("shm", rank, segments.pids)
         self.arena = segments.of(rank)
         self.handle = shm_open_comm(
-            rank, world_size, segments.bases, segments.pidfds, segments.is_crowded
+            rank, world_size, segments.bases, segments.nbytes, segments.pidfds,
+            segments.is_crowded,
         )
         if self.handle == NULL:
             raise MemoryError("out of memory")
@@ -496,7 +497,7 @@ cdef class Ring:
         """The error for a peer that is gone, or has given up."""
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
-        what, dead = GONE[state], state in (SHM_ALIVE, SHM_ENDED, SHM_RAISED)
+        what, dead = GONE.get(state, KILLED), state in (SHM_ALIVE, SHM_ENDED, SHM_RAISED)
         where = ""
         if state == SHM_ABORTED and blamed >= 0:
             what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
@@ -519,7 +520,7 @@ cdef class Ring:
 
     cdef str _mismatch(self, uint32_t seq):
         return collective.mismatch(seq, [
-            in_words(shm_descriptor_of(self.handle, r, seq)) for r in range(self.world_size)
+            self._in_words(r, seq) for r in range(self.world_size)
         ])
 
     cdef str _abandonment(self, uint32_t seq):
@@ -540,7 +541,11 @@ cdef class Ring:
 
     cdef str _name(self, int rank, uint32_t seq):
         """Names a collective, where nobody compares records."""
-        return collective.without_record(in_words(shm_descriptor_of(self.handle, rank, seq)))
+        return collective.without_record(self._in_words(rank, seq))
+
+    cdef str _in_words(self, int rank, uint32_t seq):
+        cdef shm_descriptor d = shm_descriptor_of(self.handle, rank, seq)
+        return in_words(d) if shm_is_possible(self.handle, rank, &d) else "what is no collective"
 
 
 def _seq_of(ShmWork work):

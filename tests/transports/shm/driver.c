@@ -185,6 +185,7 @@ static const struct scenario *scenario;
 static void *run_rank(void *argument) {
     struct rank *me = argument;
     int pidfds[SHM_MAX_RANKS];
+    size_t nbytes[SHM_MAX_RANKS];
     atomic_store(&me->world->pids[me->rank], getpid());
     for (int r = 0; r < me->world_size; r++) {
         while (atomic_load(&me->world->pids[r]) == 0) {
@@ -193,9 +194,10 @@ static void *run_rank(void *argument) {
         pidfds[r] = forked && r != me->rank
                         ? (int)syscall(SYS_pidfd_open, atomic_load(&me->world->pids[r]), 0)
                         : -1;
+        nbytes[r] = segment_bytes();
     }
-    me->comm =
-        shm_open_comm(me->rank, me->world_size, me->world->segments, pidfds, me->world_size > 2);
+    me->comm = shm_open_comm(me->rank, me->world_size, me->world->segments, nbytes, pidfds,
+                             me->world_size > 2);
     me->shared = me->world->segments[me->rank] + (shm_control_bytes() + 4095) / 4096 * 4096;
     me->private = malloc(2 * AREA_BYTES);
     CHECK(me->comm != NULL && me->private != NULL, "out of memory");

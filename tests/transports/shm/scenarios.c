@@ -252,6 +252,100 @@ static void mismatches(struct rank *me) {
     }
 }
 
+/* Posts in `seq` what the C core would not: some bits of a descriptor are others. */
+static void post_damaged(struct rank *me, uint32_t seq, struct shm_descriptor d) {
+    struct shm_comm *comm = me->comm;
+    comm->ring[seq % SHM_RING] =
+        (struct collective){.descriptor = {.kind = SHM_BARRIER, .where = SHM_PRIVATE}};
+    slot_of(comm, me->rank, seq)->descriptor = d;
+    shm_raise(&slot_of(comm, me->rank, seq)->arrived, seq);
+    comm->next = seq + 1;
+}
+
+static uint64_t random_bits(uint64_t *state) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return *state >> 33 ^ *state << 31;
+}
+
+static struct shm_descriptor damaged(struct shm_descriptor d, uint64_t *state) {
+    uint64_t bits = random_bits(state);
+    uint64_t wild = bits % 3 == 0   ? random_bits(state)
+                    : bits % 3 == 1 ? UINT64_MAX - bits % 99
+                                    : bits % 99;
+    switch (random_bits(state) % 8) {
+    case 0:
+        d.kind = (uint32_t)wild;
+        break;
+    case 1:
+        d.op = (uint32_t)wild;
+        break;
+    case 2:
+        d.dtype = (uint16_t)wild;
+        break;
+    case 3:
+        d.root = (uint16_t)wild;
+        break;
+    case 4:
+        d.numel = wild;
+        break;
+    case 5:
+        d.where = wild;
+        break;
+    case 6:
+        d.numel = wild;
+        d.where = random_bits(state) % (2 * shm_control_bytes());
+        break;
+    default:
+        for (size_t i = 0; i < 3; i++) {
+            ((char *)&d)[random_bits(state) % sizeof d] ^= (char)random_bits(state);
+        }
+    }
+    /* One that lies elsewhere would be waited for. */
+    d.where = min64(d.where, SHM_STAGED - 1);
+    return d;
+}
+
+/* The last rank's descriptor is damaged. The others, of which rank 0 may have no data and so take
+ * the word of the rest, touch no memory but their tensors'; then all go on. */
+static void damaged_descriptors(struct rank *me) {
+    const struct shm_descriptor barrier = {.kind = SHM_BARRIER, .where = SHM_PRIVATE};
+    int last = me->world_size - 1;
+    uint64_t state = 7, n_tries = full ? 20000 : 2000;
+    for (uint64_t i = 0; i < n_tries; i++) {
+        bool is_small = random_bits(&state) % 2;
+        struct shm_descriptor usual = {.kind = SHM_ALL_REDUCE,
+                                       .op = random_bits(&state) % 2 ? SHM_MEAN : SHM_WEIGHTED_MEAN,
+                                       .dtype = SHM_FLOAT32,
+                                       .numel = is_small ? 20 : 3000,
+                                       .label = 5,
+                                       .weight = 1,
+                                       .scale = 1};
+        usual.where = (uint64_t)(me->shared - me->world->segments[me->rank]);
+        struct shm_descriptor odd = damaged(usual, &state);
+        bool has_shadow = random_bits(&state) % 2;
+        struct request q = {.descriptor = usual, .input = me->shared, .output = me->shared};
+        if (me->rank == 0 && has_shadow) {
+            q = (struct request){.descriptor = {.kind = SHM_SHADOW, .where = SHM_PRIVATE}};
+        }
+        uint32_t seq = me->comm->next;
+        if (me->rank == last) {
+            while (shm_make_room(me->comm, UINT64_MAX / 2) != SHM_OK) {
+            }
+            post_damaged(me, seq, odd);
+        } else {
+            seq = post(me, &q);
+        }
+        int status = wait_for(me, seq);
+        CHECK(status == SHM_OK || status == SHM_MISMATCH || status == SHM_ABANDONED,
+              "damaged descriptor %lu ended with status %d", i, status);
+        struct shm_descriptor theirs = shm_descriptor_of(me->comm, last, seq);
+        CHECK(status != SHM_OK || shm_is_possible(me->comm, last, &theirs), "it was followed");
+        q = (struct request){.descriptor = barrier};
+        CHECK(wait_for(me, post(me, &q)) == SHM_OK, "all go on");
+    }
+    all_reduce_ints(me, 1000, me->shared);
+}
+
 /* A mismatch among collectives that are under way together ends that one alone. */
 static void mismatch_under_way(struct rank *me) {
     struct request q[6];
@@ -417,6 +511,7 @@ const struct scenario scenarios[] = {
     {"shards", shards, ALWAYS},
     {"mismatches", mismatches, ALWAYS},
     {"mismatch_under_way", mismatch_under_way, ALWAYS},
+    {"damaged_descriptors", damaged_descriptors, ALWAYS},
     {"late_rank", late_rank, ALWAYS},
     {"wrap_around", wrap_around, ALWAYS},
     {"closed_peer", closed_peer, ALWAYS},

@@ -1,0 +1,235 @@
+"""What ranks read from the store they meet at, from each other's processes and from the launcher's
+folder, where it is damaged: an error that says so, and never another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore, PrefixStore
+
+from fastcomm import FastcommError, InitError
+from fastcomm.comm import messages
+from fastcomm.launching import bootstrap, membership
+from fastcomm.launching.call_folder import CallFolder
+from fastcomm.transports.nccl.agreement import FACTS
+from fastcomm.transports.shm.communicator import ShmCommunicator
+from tests.support.damage import damaged_json, damaged_values
+
+HERE = bootstrap.host_identity()
+SOON = timedelta(seconds=0.01)
+
+
+def second_of_two(store: Any) -> bootstrap.StoreBootstrap:
+    return bootstrap.StoreBootstrap(store, 1, 2, SOON)
+
+
+@settings(max_examples=100, deadline=None)
+@given(damaged_json({"pid": 7, "cores": [0, 1]}))
+def test_a_damaged_value_of_another_rank_names_that_rank(value):
+    store = HashStore()
+    store.set("1/0", value)
+    form = {"pid": messages.PID, "cores": [messages.NUMBER]}
+    try:
+        seen, _ = second_of_two(store).exchange({"pid": 8, "cores": [1]}, form)
+    except InitError as error:
+        assert str(error).startswith("what rank 1 has got from rank 0 cannot be read: ")
+    else:
+        assert 0 < seen["pid"] < 2**31
+
+
+@settings(max_examples=60, deadline=None)
+@given(damaged_json(["host 0"] * 17))
+def test_damaged_values_that_rank_0_has_collected_name_it(values):
+    store = HashStore()
+    store.set("1/all", values)
+    met = bootstrap.StoreBootstrap(store, 1, 17, SOON)
+    try:
+        assert len(met.exchange("host 0", str)) == 17
+    except InitError as error:
+        assert str(error).startswith("what rank 1 has got from rank 0 cannot be read: ")
+
+
+@settings(max_examples=60, deadline=None)
+@given(damaged_json([7, HERE]))
+def test_a_damaged_claim_to_a_rank_is_an_error(claim):
+    store = HashStore()
+    store.set("claim/1", claim)
+    try:
+        second_of_two(store)
+    except InitError as error:
+        told = "was given to two processes", "the claim to rank 1 in the store cannot be read: "
+        assert any(one in str(error) for one in told)
+
+
+@pytest.mark.parametrize("number", [b"\xff", b"two", b"9" * 99])
+def test_a_damaged_number_of_ranks_is_shown(number):
+    store = HashStore()
+    store.set("world_size", number)
+    with pytest.raises(InitError, match="was started with world_size 2, another rank with"):
+        second_of_two(store)
+
+
+def test_a_failure_in_no_known_encoding_is_still_one():
+    store = HashStore()
+    store.set("failed", b"rank 0 failed: \xff")
+    with pytest.raises(InitError, match="rank 0 failed: "):
+        second_of_two(store).exchange(1, int)
+
+
+@settings(max_examples=60, deadline=None)
+@given(damaged_json(["0123", 7, HERE]))
+def test_a_damaged_note_of_a_process_that_waits_is_an_error(note):
+    store = HashStore()
+    prefix = f"fastcomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/ranks"
+    store.set(f"{prefix}/0/came/1", note)
+    point = bootstrap.MeetingPoint(urlparse("env://"), store)
+    try:
+        waiting = point.waiting([0, 1])
+    except FastcommError as error:
+        assert "the note of rank 1, which waits to be taken in, cannot be read" in str(error)
+    else:
+        assert set(waiting) <= {1}
+
+
+MEMBERS = [[0, 0, 7, HERE], [1, None, 8, "another host"]]
+MEETING = ["fastcomm/0/ranks/0", 1, "shm", 2, 2, MEMBERS]
+
+
+@settings(max_examples=150, deadline=None)
+@given(damaged_json(MEETING))
+def test_a_damaged_note_of_a_meeting_is_an_error(note):
+    try:
+        meeting = membership.Meeting.read(note.decode(errors="replace"), 2)
+    except FastcommError as error:
+        assert "the note of who takes part in a meeting cannot be read: " in str(error)
+    else:
+        assert all(member.started_as in (0, 1) for member in meeting.members)
+        assert meeting.in_words() and meeting.own_rank is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_a_process_that_is_taken_in_by_a_damaged_note_says_so(data):
+    note = data.draw(damaged_json(MEETING)).decode(errors="replace")
+    point = bootstrap.MeetingPoint(urlparse("env://"), HashStore())
+
+    def connect(met: bootstrap.StoreBootstrap, _: str) -> Any:
+        if not taken_in:
+            taken_in.append(True)
+            point.take_in(note)
+            met.exchange(None, object)
+        raise InterruptedError
+
+    taken_in: list[bool] = []
+
+    met = point.bootstrap(1, 2, SOON)
+    with pytest.raises((FastcommError, InterruptedError)) as caught:
+        membership.arrive(met, connect, "shm", SOON)
+    assert caught.type is InterruptedError or " cannot be read: " in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["came/1", "leader", "members"]), st.data())
+def test_ranks_that_meet_anew_say_which_note_is_damaged(key, data):
+    real = {"came/1": [[1, 1, 8, "another host"], 0], "leader": 0, "members": MEETING}[key]
+    note = data.draw(damaged_json(real))
+    me = membership.Member(0, 0, os.getpid(), HERE)
+    other = membership.Member(1, 1, 8, "another host")
+    before = membership.Meeting("prefix", 0, "shm", 2, 2, [me, other])
+    point = bootstrap.MeetingPoint(urlparse("env://"), HashStore())
+    PrefixStore("prefix/1", point.store).set(key, note)
+    point.store.set("prefix/n_rebuilt", "1")
+    of_ranks = membership.Membership(point, lambda *_: None, before)
+    began = time.monotonic()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(membership, "_GRACE_S", 0.02)
+            of_ranks._hold(before, {1}, 1, SOON)
+    except FastcommError as error:
+        assert " cannot be read: " in str(error)
+    assert time.monotonic() - began < 20
+
+
+# ---- what ranks tell each other of their processes -----------------------------------------------
+
+
+class Answering:
+    """The bootstrap of rank 0 of 2, whose peer answers with what the test says."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def exchange(self, value: Any, form: messages.Form) -> list[Any]:
+        if value == "mapped":
+            return [value, value]
+        answer = json.loads(json.dumps({**value, **self._answer}))
+        return [value, messages.checked(answer, form, "what rank 1 has sent", InitError)]
+
+
+def share_memory_with(answer: Any) -> None:
+    ShmCommunicator(0, 2, 0, Answering(answer), timedelta(seconds=1)).abort()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["pid", "fd", "nbytes", "cores"]),
+    st.one_of(st.integers(-5, 70), st.integers(-(2**70), 2**70), damaged_values([1, 2]), st.text()),
+)
+def test_memory_that_a_peer_has_not_is_no_memory(key, value):
+    assume(not (key == "pid" and isinstance(value, int) and 0 < value < 2**22))  # may be anybody
+    try:
+        share_memory_with({key: value})
+    except InitError as error:
+        assert "rank 1" in str(error) or "of its peers" in str(error)
+
+
+def test_memory_that_is_too_short_is_refused_before_it_is_touched():
+    with pytest.raises(InitError, match=r"the memory of rank 1 has no \d+ bytes"):
+        share_memory_with({"nbytes": 2**62})
+    with pytest.raises(InitError, match=r"the memory of rank 1 has no 4096 bytes"):
+        share_memory_with({"nbytes": 4096})
+
+
+def test_a_file_of_a_peers_own_is_not_taken_for_its_memory(tmp_path):
+    path = tmp_path / "a checkpoint"
+    path.write_bytes(b"\0" * 2**20)
+    with path.open("r+b") as file, pytest.raises(InitError, match="is no memory of fastcomm"):
+        share_memory_with({"fd": file.fileno()})
+
+
+NCCL_FACTS = {"pid": 7, "host": "h", "version": 22703, "path": "/lib", "card": None}
+NCCL_FACTS |= {"device": "cuda:0", "may_share": False, "max_ctas": None, "cta_policy": None}
+
+
+@settings(max_examples=60, deadline=None)
+@given(damaged_json(NCCL_FACTS))
+def test_what_ranks_have_found_of_nccl_has_a_form(facts):
+    assert messages.checked(NCCL_FACTS, FACTS, "the facts")
+    try:
+        messages.read(facts, FACTS, "what rank 0 has got from rank 1", InitError)
+    except InitError as error:
+        assert str(error).startswith("what rank 0 has got from rank 1 cannot be read: ")
+
+
+# ---- the launcher's folder -----------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(damaged_json([1.5, True, 3, "rank 1 (pid 7) raised ValueError: out of luck"]))
+def test_what_a_rank_has_left_of_its_failure_is_one_though_unreadable(tmp_path_factory, left):
+    folder = CallFolder(tmp_path_factory.mktemp("launch"))
+    (folder.path / "raised-1").write_bytes(left)
+    (folder.path / "raised-me").write_bytes(left)
+    raised = folder.raised()
+    assert set(raised) == {1}
+    assert isinstance(raised[1].text, str) and isinstance(raised[1].exit_code, int)
+    assert min(raised.values()) == raised[1]

@@ -1,0 +1,90 @@
+"""A descriptor in shared memory that is none: what the other ranks say of it. What the C core makes
+of thousands is a scenario of its driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import time
+
+import pytest
+import torch
+
+from fastcomm import MismatchError, PeerLostError
+from tests.support.bodies import Place, communicator, note, wait_for_note
+from tests.support.ranks import fresh_ranks
+
+N_DESCRIPTORS = 12  # fewer than the ring has slots: this rank reads none of its peer's
+N_SLOTS, SLOT_NBYTES, FLAG_NBYTES = 16, 64, 8
+
+
+def _post(segment: int, number: int, descriptor: bytes) -> None:
+    slot = segment + number % N_SLOTS * SLOT_NBYTES
+    ctypes.memmove(slot + FLAG_NBYTES, descriptor, len(descriptor))
+    ctypes.memmove(slot, struct.pack("I", number), 4)
+
+
+def _newest(segment: int) -> int:
+    """The number of the newest collective that was posted there."""
+    slots = ctypes.string_at(segment, N_SLOTS * SLOT_NBYTES)
+    return max(struct.unpack_from("I", slots, i * SLOT_NBYTES)[0] for i in range(N_SLOTS))
+
+
+def _segment_of(address: int) -> int:
+    """Where the mapping begins that the address lies in."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(one, 16) for one in line.split()[0].split("-"))
+            if begin <= address < end:
+                return begin
+    raise AssertionError("no mapping")
+
+
+def _descriptors(seed: int) -> list[bytes]:
+    """Of an all_reduce of 3 float32 elements, with one field that is another; see core.h."""
+    fields = [2, 0, 0, 0, 0, 3, 2**64 - 1, 0]
+    sizes = [32, 32, 16, 16, 32, 64, 64, 64]
+    chosen = random.Random(seed)
+    found = []
+    for i in range(N_DESCRIPTORS):
+        at = i % 6
+        own = list(fields)
+        own[at] = chosen.choice([2 ** sizes[at] - 1, chosen.randrange(300, 2 ** sizes[at]), 77])
+        found.append(struct.pack("<IIHHIQQQdd", *own, 0.0, 0.0))
+    return found
+
+
+def _meet_nonsense(place: Place, seed: int) -> list[str]:
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == 1:
+        segment = _segment_of(comm.empty(1, dtype=torch.float32).data_ptr())
+        for number, descriptor in enumerate(_descriptors(seed), _newest(segment) + 1):
+            _post(segment, number, descriptor)
+        note(place, posted="")
+        wait_for_note(place, "read")
+        return []
+    wait_for_note(place, "posted")
+    words = []
+    for _ in range(N_DESCRIPTORS):
+        with pytest.raises(MismatchError) as caught:
+            comm.all_reduce(torch.ones(3))
+        words.append(str(caught.value))
+    note(place, read="")
+    deadline = time.monotonic() + 60
+    with pytest.raises(PeerLostError) as lost:
+        while time.monotonic() < deadline:
+            comm.barrier()
+    return [*words, str(lost.value)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_descriptor_that_is_none_is_a_mismatch_that_names_its_rank(seed):
+    first, _ = fresh_ranks(2, _meet_nonsense, seed)
+    *words, lost = first.value
+    assert len(words) == N_DESCRIPTORS
+    assert all("rank 0: all_reduce of 3 float32 elements, op sum; rank 1: " in one for one in words)
+    assert sum("rank 1: what is no collective" in one for one in words) >= 6
+    assert lost.startswith("rank 1 (pid ")
