@@ -1,13 +1,13 @@
 # make demo      two ranks train a small GPT (about a minute; the first time, some more to install)
 # make test      the tests, four at a time (most of them wait), or: make test WORKERS=0
 # make flaky     do tests depend on order or speed? one core, load, late ranks (ten minutes)
-# make fuzz      generated programs for 10 minutes, or: make fuzz MINUTES=60 SEED=7
+# make soak      generated programs for 10 minutes, or: make soak MINUTES=60 SEED=7
 # make faults    ranks that are killed or stop at random, or: make faults FAULTS=1200 SEED=7
 # make mutate    puts small defects into a copy, one at a time: do the tests notice?
 # make lint      every static check
 # make docs      the documentation as a site, in build/docs
 # make bench     the benchmarks, with their defaults
-# make sanitize  the C core and the kernels under ASan, UBSan and TSan
+# make sanitize  the C core, the kernels and the extensions under sanitizers
 # make format    rewrite the sources the way `make lint` wants them
 # make clean     remove what was built, but not the virtual environment
 #
@@ -39,7 +39,7 @@ kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/transports/*/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
-.PHONY: test flaky fuzz faults mutate demo bench lint docs sanitize format clean
+.PHONY: test flaky soak faults mutate demo bench lint docs sanitize format clean
 .NOTPARALLEL:
 
 test: $(VENV)/.installed-dev
@@ -50,7 +50,7 @@ flaky: $(VENV)/.installed-dev
 	$(rebuild)
 	PYTHON=$(python) bash ci/flaky.sh
 
-fuzz: $(VENV)/.installed-dev
+soak: $(VENV)/.installed-dev
 	$(rebuild)
 	$(python) -m tests.programs --minutes $(MINUTES) --seed $(SEED)
 
@@ -86,8 +86,9 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
-sanitize:
-	bash ci/sanitize.sh
+sanitize: $(VENV)/.installed-dev
+	$(rebuild)
+	PYTHON=$(python) bash ci/sanitize.sh
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix $(python_sources)

@@ -2,7 +2,7 @@
 oracle after every operation.
 
 To run one again: `from tests.programs import *` and replay(...) as a failed test has printed it. To
-run many: `make fuzz`.
+run many: `make soak`.
 """
 
 from tests.programs.batches import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Runs generated programs for as long as it is told to: `make fuzz`, or
+"""Runs generated programs for as long as it is told to: `make soak`, or
 
     python -m tests.programs --minutes 10 --seed random
 

@@ -152,6 +152,15 @@ class Look(_Compact):
 
 
 @dataclass(frozen=True, repr=False)
+class Collective(_Compact):
+    """Calls a collective of the communicator's between two rounds. src: of a broadcast."""
+
+    kind: str
+    numel: int
+    src: int = 0
+
+
+@dataclass(frozen=True, repr=False)
 class Freeze(_Compact):
     """Freezes these parameters, or unfreezes them, and calls refresh()."""
 

@@ -19,6 +19,7 @@ from fastcomm import FastcommError
 from tests.programs.data import (
     Backward,
     Clip,
+    Collective,
     Fail,
     Freeze,
     Grow,
@@ -279,6 +280,24 @@ class _Run:
         difference = abs(norm.item() - expected)
         assert difference <= self.epsilon * expected, f"norm {norm}, expected {expected}"
 
+    def collective(self, operation: Collective, number: int) -> None:
+        """Whatever the round before has left under way, the numbers are those of this call."""
+        n, shape = self.comm.world_size, (operation.numel,)
+        of_ranks = [
+            torch.full(shape, float(number + rank), dtype=torch.float64) for rank in range(n)
+        ]
+        tensor, expected = of_ranks[self.comm.rank].to(self.comm.device), sum(of_ranks)
+        if operation.kind == "all_reduce":
+            self.comm.all_reduce(tensor)
+        elif operation.kind == "broadcast":
+            self.comm.broadcast(tensor, operation.src)
+            expected = of_ranks[operation.src]
+        else:
+            whole = tensor.new_empty(n * operation.numel)
+            self.comm.all_gather_single(whole, tensor)
+            tensor, expected = whole, torch.cat(of_ranks)
+        assert torch.equal(tensor.cpu(), expected), f"{tensor}, expected {expected}"
+
     def freeze(self, operation: Freeze, number: int) -> None:
         for model in (self.model, *self.oracle.replicas):
             parameters = [p for name, p in model.named_parameters() if name != "gain"]
@@ -360,6 +379,7 @@ _PERFORM: dict[type, Callable[[_Run, Any, int], None]] = {
     Step: _Run.step,
     Clip: _Run.clip,
     Look: _Run.look,
+    Collective: _Run.collective,
     Freeze: _Run.freeze,
     Grow: _Run.grow,
     Reattach: _Run.reattach,

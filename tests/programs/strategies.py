@@ -17,6 +17,7 @@ from tests.programs.data import (
     Backward,
     Call,
     Clip,
+    Collective,
     CollectiveProgram,
     Fail,
     Freeze,
@@ -159,6 +160,11 @@ def _that_can_fail(operation: Fail) -> Fail:
     return replace(operation, routes=plain)
 
 
+def _collectives(n: int) -> st.SearchStrategy[Collective]:
+    kinds = st.sampled_from(["all_reduce", "broadcast", "all_gather_single"])
+    return st.builds(Collective, kinds, st.sampled_from([0, 1, 65, 3000]), st.integers(0, n - 1))
+
+
 def interrupts(n: int) -> st.SearchStrategy[Interrupt]:
     pairs = [(rank, holder) for rank in range(n) for holder in range(n) if rank != holder]
     pair = st.sampled_from(pairs)
@@ -174,6 +180,7 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
         (3, st.just(Step())),
         (2, st.builds(Clip, st.sampled_from([0.1, 0.001, 1000.0]))),
         (1, st.just(Look())),
+        (2, _collectives(n)),
         (2, st.builds(Freeze, st.lists(st.integers(0, 12), max_size=3).map(tuple))),
         (1, st.just(Grow())),
         (1, st.builds(Reattach, st.booleans(), st.booleans())),

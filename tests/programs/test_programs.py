@@ -1,5 +1,5 @@
 """Generated programs over every transport, the same ones in every run, and what is told of one that
-fails. `make fuzz` runs others, for longer; tests/programs/strategies.py says how they are drawn."""
+fails. `make soak` runs others, for longer; tests/programs/strategies.py says how they are drawn."""
 
 from __future__ import annotations
 

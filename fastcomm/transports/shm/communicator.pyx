@@ -2,7 +2,7 @@
 """ShmCommunicator: the ranks of one host over shared memory. Checks arguments, hands out tensors
 that lie in shared memory, and posts collectives to its ring.
 
-The ranks find each other through the `bootstrap`, whose `exchange(value, form)` returns every rank's
+The ranks find each other by the `bootstrap`, whose `exchange(value, form)` returns every rank's
 value; see bootstrap.py.
 """
 
