@@ -27,7 +27,7 @@ MUTATIONS = (
         name="rebuild: a leader that is lost is waited for",
         file=MEMBERSHIP,
         within="Membership._hold",
-        old="leader in others.lost or time.monotonic() > until + _GRACE_S",
+        old="leader in map(str, others.lost) or time.monotonic() > until + _GRACE_S",
         new="False",
         tests=(WHILE_MEETING,),
     ),
@@ -115,7 +115,7 @@ MUTATIONS = (
         name="bootstrap: who died while it waited keeps its rank",
         file="fastcomm/launching/bootstrap.py",
         within="StoreBootstrap._claim_rank",
-        old="not has_ended(*json.loads(first))",
+        old="not has_ended(*process)",
         new="True",
         tests=(
             "tests/launching/test_meeting.py::"

@@ -219,8 +219,8 @@ MUTATIONS = (
         name="objects: what a rank has sent may execute code",
         file="fastcomm/comm/objects.py",
         within="_read",
-        old="torch.load(io.BytesIO(packed), map_location=map_location, weights_only=True)",
-        new="torch.load(io.BytesIO(packed), map_location=map_location, weights_only=False)",
+        old="torch.load(io.BytesIO(saved), map_location=map_location, weights_only=True)",
+        new="torch.load(io.BytesIO(saved), map_location=map_location, weights_only=False)",
         tests=("tests/comm/test_objects.py::test_nothing_that_a_peer_has_sent_is_executed",),
     ),
     Mutation(
