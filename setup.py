@@ -84,8 +84,8 @@ EXTENSIONS = (
 
 
 class BuildExtensionsAndKernels(build_ext):
-    """Writes kernels/cuda/<family>.fatbin beside its source (in place, editable) or into the
-    package that is being built.
+    """Writes kernels/cuda/<family>.fatbin beside its source, and copies it into the package that is
+    being built: it serves every Python and every machine.
     """
 
     def finalize_options(self) -> None:
@@ -95,25 +95,24 @@ class BuildExtensionsAndKernels(build_ext):
     def run(self) -> None:
         if self.editable_mode and os.environ.get("FASTCOMM_BUILD") == "later":
             return  # as make asks pip: it builds in place next, and pip would build all beside it
-        folder = (
-            "kernels/cuda"
-            if self.inplace or self.editable_mode
-            else os.path.join(self.build_lib, "fastcomm/kernels/cuda")
-        )
-        os.makedirs(folder, exist_ok=True)
         nvcc = find_nvcc()
         with ThreadPoolExecutor() as pool:  # beside the extensions: each is one process
             families = ("flatten", "unflatten") if nvcc is not None else ()
-            compiling = [pool.submit(self.compile_kernels, nvcc, one, folder) for one in families]
+            compiling = [pool.submit(self.compile_kernels, nvcc, one) for one in families]
             super().run()
-            for compiled in compiling:
-                compiled.result()
+            fatbins = [compiled.result() for compiled in compiling]
+        if not (self.inplace or self.editable_mode):
+            package = os.path.join(self.build_lib, "fastcomm/kernels/cuda")
+            os.makedirs(package, exist_ok=True)
+            for fatbin in filter(None, fatbins):
+                shutil.copy2(fatbin, package)
 
-    def compile_kernels(self, nvcc: str, family: str, folder: str) -> None:
-        """Compiles a fatbin that is missing or older than its sources. fastcomm works without it,
-        too: CuPy then compiles the kernels at first use.
+    def compile_kernels(self, nvcc: str, family: str) -> str | None:
+        """Compiles a fatbin that is missing or older than its sources, and returns its path; None
+        where nvcc fails. fastcomm works without it, too: CuPy then compiles the kernels at first
+        use.
         """
-        source, fatbin = f"kernels/cuda/{family}.cu", f"{folder}/{family}.fatbin"
+        source, fatbin = f"kernels/cuda/{family}.cu", f"kernels/cuda/{family}.fatbin"
         ingredients = (
             source,
             *(
@@ -124,11 +123,13 @@ class BuildExtensionsAndKernels(build_ext):
         if os.path.exists(fatbin) and os.path.getmtime(fatbin) > max(
             map(os.path.getmtime, ingredients)
         ):
-            return
+            return fatbin
         command = [nvcc, *kernel_options(nvcc), source, "-o", fatbin]
         self.announce(" ".join(command), level=2)
         if subprocess.run(command).returncode != 0:
             self.warn(f"{nvcc} could not compile {source}: building without")
+            return None
+        return fatbin
 
 
 def kernel_options(nvcc: str) -> list[str]:
