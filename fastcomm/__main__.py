@@ -1,6 +1,6 @@
-"""`python -m fastcomm run | info | demo | bench | tune | diagnose`: starts a script on several
-ranks, says what this machine offers, trains a small GPT on two ranks, runs the benchmarks, advises
-on buckets, says what a job hangs in.
+"""`python -m fastcomm run | info | demo | bench | tune | diagnose`, or `fastcomm run` and so on:
+starts a script on several ranks, says what this machine offers, trains a small GPT on two ranks,
+runs the benchmarks, advises on buckets, says what a job hangs in.
 
 The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this
 file finds them and gives them the process.
@@ -91,8 +91,9 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """What follows `demo` and the name of a benchmark, --help included, is their scripts'."""
+    called_by = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog="python -m fastcomm",
+        prog="python -m fastcomm" if called_by == "__main__.py" else called_by,
         description="Data-parallel training with PyTorch: what this machine offers, and how fast.",
         allow_abbrev=False,
     )
@@ -197,11 +198,8 @@ def demo(arguments: list[str]) -> NoReturn:
     """Two ranks under torchrun, the cores divided between them."""
     path = script("examples", "train_gpt")
     sys.path.insert(0, str(path.parent))
-    try:
-        # What is wrong with the arguments is said once, not by each rank.
-        importlib.import_module("train_gpt").parse_options(arguments)
-    except ModuleNotFoundError as error:
-        sys.exit(f"the demo needs {error.name}: pip install {error.name}")
+    # What is wrong with the arguments is said once, not by each rank.
+    importlib.import_module("train_gpt").parse_options(arguments)
     if "RANK" in os.environ:  # as a rank that torchrun has started
         become(str(path), *arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // 2)))

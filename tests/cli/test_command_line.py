@@ -17,6 +17,7 @@ import pytest
 
 import fastcomm
 import fastcomm.__main__ as command_line
+from tests.support.forked_python import pythons
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
@@ -42,17 +43,21 @@ class Console:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
-    def __call__(self, *arguments: str, of: ModuleType = command_line) -> tuple[int, str, str]:
+    def __call__(
+        self, *arguments: str, of: ModuleType = command_line, as_program: str = "program"
+    ) -> tuple[int, str, str]:
         """Returns the exit status and what was printed, out and err."""
-        self._monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        self._monkeypatch.setattr(sys, "argv", [as_program, *arguments])
         try:
             status = of.main()
         except SystemExit as end:
             status = end.code or 0
         return int(status), *self._capsys.readouterr()
 
-    def prints(self, *arguments: str, of: ModuleType = command_line) -> str:
-        status, out, err = self(*arguments, of=of)
+    def prints(
+        self, *arguments: str, of: ModuleType = command_line, as_program: str = "program"
+    ) -> str:
+        status, out, err = self(*arguments, of=of, as_program=as_program)
         assert status == 0, err
         return out
 
@@ -82,6 +87,17 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 def test_help_names_every_command(console: Console) -> None:
     text = console.prints("--help")
     assert all(command in text for command in ("info", "demo", "bench", "--version"))
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [("lib/fastcomm/__main__.py", "python -m fastcomm"), ("/usr/bin/fastcomm", "fastcomm")],
+)
+def test_the_help_names_the_command_it_was_called_by(
+    console: Console, path: str, name: str
+) -> None:
+    assert console.prints("--help", as_program=path).startswith(f"usage: {name} [-h]")
+    assert console.prints("info", "--help", as_program=path).startswith(f"usage: {name} info ")
 
 
 def test_version_is_the_packages(console: Console) -> None:
@@ -129,7 +145,6 @@ def test_tune_becomes_its_script_with_what_follows(console: Console) -> None:
 
 
 def test_the_demo_runs_on_two_ranks(console: Console) -> None:
-    pytest.importorskip("tqdm")
     with pytest.raises(Replaced) as replaced:
         console("demo", "--steps", "3")
     assert "--nproc-per-node=2" in replaced.value.command
@@ -368,3 +383,34 @@ def test_results_are_drawn_again_without_measuring(
         console.prints("--from", str(path), "--plot", str(picture), of=main)
         assert picture.read_text().rstrip().endswith("</svg>")
         assert picture.read_bytes() == pictures[0].read_bytes()
+
+
+# The command that pip installs
+
+COMMAND = """
+import sys
+from fastcomm.__main__ import main
+
+sys.exit(main())
+"""
+TRAIN = """
+import sys, torch, fastcomm
+
+with fastcomm.init() as comm:
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    if comm.rank == 0:
+        print(tensor.tolist())
+sys.exit(7)
+"""
+
+
+def test_the_installed_command_starts_ranks_and_ends_as_the_module_does(tmp_path: Path) -> None:
+    command, train = tmp_path / "bin" / "fastcomm", tmp_path / "train.py"
+    command.parent.mkdir()
+    command.write_text(COMMAND)
+    train.write_text(TRAIN)
+    run = ("run", "--ranks", "2", train)
+    by_command, by_module = pythons([(command, *run), ("-m", "fastcomm", *run)])
+    assert by_command.returncode == by_module.returncode == 7, by_command.stderr
+    assert by_command.stdout == by_module.stdout == "[rank 0] [2.0, 2.0, 2.0]\n"
