@@ -21,10 +21,14 @@ from corpus import standard_library
 from gpt import GPT, next_byte_loss
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
-from tqdm import tqdm
 
 import fastcomm
 from fastcomm.comm.communicator import Communicator
+
+try:
+    from tqdm import tqdm
+except ModuleNotFoundError:
+    tqdm = None  # then lines say how far the training has come, in place of a bar
 
 # Per rank and step. A step of the default model then takes about 0.4 s on one core.
 BATCH, LENGTH = 4, 128
@@ -129,9 +133,9 @@ def train(
     )
 
     losses = []
-    progress = tqdm(range(steps), unit="step", disable=comm.rank != 0)
+    bar = tqdm(total=steps, unit="step") if tqdm is not None and comm.rank == 0 else None
     start = time.perf_counter()
-    for step in progress:
+    for step in range(steps):
         optimizer.zero_grad()
         loss = next_byte_loss(model, random_batch(text, generator))
         loss.backward()  # the gradients are reduced when this returns
@@ -143,7 +147,14 @@ def train(
         comm.all_reduce(loss, "mean")
         losses.append(loss.item())
         speed = (step + 1) * comm.world_size * BATCH * LENGTH / (time.perf_counter() - start)
-        progress.set_postfix_str(f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s", refresh=False)
+        reached = f"loss {losses[-1]:.2f}, {speed:,.0f} tokens/s"
+        if bar is not None:
+            bar.set_postfix_str(reached, refresh=False)
+            bar.update()
+        elif comm.rank == 0 and (step + 1) % max(1, steps // 10) == 0:
+            print(f"{step + 1}/{steps} steps, {reached}", flush=True)
+    if bar is not None:
+        bar.close()
     return losses
 
 
