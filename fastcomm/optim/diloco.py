@@ -104,7 +104,9 @@ class DiLoCo(LocalSGD):
             raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Raises FastcommError before the first step if a parameter is not what was copied."""
+        """For the reducer: raises FastcommError before the first step if a parameter is not what
+        was copied.
+        """
         versions, self._versions = self._versions, {}
         for name, parameter in self.reducer.named_parameters() if versions else ():
             is_written_to = versions.get(name, parameter._version) != parameter._version

@@ -153,18 +153,22 @@ class LocalSGD(LocalSteps):
 
     @property
     def is_on(self) -> bool:
-        """Whether ranks step by themselves: until finish(), or until the reducer was detached."""
+        """For the reducer: whether ranks step by themselves: until finish(), or until the reducer
+        was detached.
+        """
         return self.reducer.find(LocalSteps) is self
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all parameters are equal on all ranks: no step since a sync of all of them."""
+        """For the reducer: whether all parameters are equal on all ranks: no step since a sync of
+        all of them.
+        """
         return all(n_steps == self.n_steps for n_steps in self._synced_at) and not self._stepped
 
     # -- steps -------------------------------------------------------------------------------------
 
     def after_step(self, stepped: list[SteppedSlots]) -> None:
-        """Count the step once all trainable parameters have been stepped."""
+        """For the reducer: count the step once all trainable parameters have been stepped."""
         slots = {(bucket, slot) for bucket, held in stepped for slot in held}
         if self._stepped & slots:
             raise FastcommError(

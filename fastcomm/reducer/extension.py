@@ -22,51 +22,61 @@ class RoundExtension:
     """Base class of features. What a method raises drops the round on all ranks, if one is open."""
 
     def before_round(self, round: Round) -> None:
-        """A round is about to open. May set how it is reduced. No rank knows of it yet."""
+        """For the reducer: a round is about to open. May set how it is reduced. No rank knows of it
+        yet.
+        """
 
     def end_of_backward(self, round: Round) -> None:
-        """All gradients are there, and the buckets that are left are about to be launched."""
+        """For the reducer: all gradients are there, and the buckets that are left are about to be
+        launched.
+        """
 
     def before_launch(self, round: Round, number: int) -> None:
-        """The bucket of this number is about to be launched."""
+        """For the reducer: the bucket of this number is about to be launched."""
 
     def after_launch(self, round: Round, number: int) -> None:
-        """The bucket is under way."""
+        """For the reducer: the bucket is under way."""
 
     def before_wait(self, round: Round, number: int) -> None:
-        """The round is about to wait for the bucket. Called again after an interruption."""
+        """For the reducer: the round is about to wait for the bucket. Called again after an
+        interruption.
+        """
 
     def after_wait(self, round: Round, number: int, work: BucketWork) -> None:
-        """The bucket is reduced."""
+        """For the reducer: the bucket is reduced."""
 
     def verdict(self, round: Round) -> bool:
-        """Decide, when all buckets are reduced, whether all ranks drop the round. The answer must
-        be the same on all ranks, and at each call.
+        """For the reducer: decide, when all buckets are reduced, whether all ranks drop the round.
+        The answer must be the same on all ranks, and at each call.
         """
         return False
 
     def keeps_open(self, round: Round) -> bool:
-        """Decide, when an exception has ended the backward, whether the extension ends the round
-        later. Else the round is aborted now.
+        """For the reducer: decide, when an exception has ended the backward, whether the extension
+        ends the round later. Else the round is aborted now.
         """
         return False
 
     def outlives(self, error: FastcommError) -> bool:
-        """Decide whether the training goes on in spite of an error. Then it is not raised, and the
-        round is dropped, if one is open.
+        """For the reducer: decide whether the training goes on in spite of an error. Then it is not
+        raised, and the round is dropped, if one is open.
         """
         return False
 
     def after_round(self, round: Round) -> None:
-        """The round is over; round.state tells how. Called again after an interruption."""
+        """For the reducer: the round is over; round.state tells how. Called again after an
+        interruption.
+        """
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step parameters of the reducer. No gradient is reduced yet."""
+        """For the reducer: an optimizer is about to step parameters of the reducer. No gradient is
+        reduced yet.
+        """
 
     def after_step(self, stepped: list[SteppedSlots]) -> None:
-        """An optimizer has stepped these parameters of the reducer."""
+        """For the reducer: an optimizer has stepped these parameters of the reducer."""
 
     def dropped(self) -> None:
-        """What was to come into the next round is dropped: the step was abandoned between rounds, a
-        join() has ended, or the reducer has let go of its model and its buckets.
+        """For the reducer: what was to come into the next round is dropped: the step was abandoned
+        between rounds, a join() has ended, or the reducer has let go of its model and its buckets.
         """

@@ -276,8 +276,8 @@ class Reducer(ReducerFlags):
         ) or self.options.find_problem(named)
 
     def hook_up(self, source: Model) -> None:
-        """Make the buckets, of the size that the tuning has now, and hook the parameters.
-        Collective.
+        """For the reducer: make the buckets, of the size that the tuning has now, and hook the
+        parameters. Collective.
         """
         named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -315,7 +315,9 @@ class Reducer(ReducerFlags):
 
     @property
     def order(self) -> Sequence[int] | None:
-        """In which gradients are expected, by the parameters' indices. None: not known."""
+        """For the reducer: the order in which gradients are expected, by the parameters' indices.
+        None: not known.
+        """
         return None if self.ordering is None else self.ordering.order
 
     def _remember(self, source: Model) -> None:
@@ -355,7 +357,7 @@ class Reducer(ReducerFlags):
         watch_steps()
 
     def attached_model(self) -> Model:
-        """The model. Raises ValueError if there is none."""
+        """For the reducer: the model. Raises ValueError if there is none."""
         model = None if self._model is None else self._model()
         if model is None:
             raise ValueError(_NO_MODEL)
@@ -367,7 +369,7 @@ class Reducer(ReducerFlags):
             raise ValueError(_NO_MODEL)
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """Those of the model as it is now; none if it is gone."""
+        """For the reducer: those of the model as it is now; none if it is gone."""
         model = None if self._model is None else self._model()
         return [] if model is None else named_parameters(model)
 
@@ -445,8 +447,9 @@ class Reducer(ReducerFlags):
             raise
 
     def stand_still(self, model: Model, why: str = _FAILED_REFRESH) -> None:
-        """Refuse every backward and step until refresh(). After a refresh() that failed, for
-        example: without hooks a loop that survives it would train on, each rank for itself.
+        """For the reducer: refuse every backward and step until refresh(). After a refresh() that
+        failed, for example: without hooks a loop that survives it would train on, each rank for
+        itself.
         """
         self._release()  # whatever attach() has left
         self._remember(model)
@@ -457,18 +460,18 @@ class Reducer(ReducerFlags):
     # -- features ----------------------------------------------------------------------------------
 
     def install(self, extension: E) -> E:
-        """Let an extension take part in the rounds, from the one that is open on."""
+        """For the reducer: let an extension take part in the rounds, from the open one on."""
         self.extensions.append(extension)
         if self.round is not None:
             self.round.extensions.append(extension)
         return extension
 
     def remove(self, extension: RoundExtension) -> None:
-        """Let the extension take no part in the rounds to come."""
+        """For the reducer: let the extension take no part in the rounds to come."""
         self.extensions = [one for one in self.extensions if one is not extension]
 
     def find(self, kind: type[E]) -> E | None:
-        """The extension of this kind that is installed; or None."""
+        """For the reducer: the extension of this kind that is installed; or None."""
         for extension in self.extensions:
             if isinstance(extension, kind):
                 return extension
@@ -478,17 +481,21 @@ class Reducer(ReducerFlags):
         return self.find(Skipping) or self.install(Skipping(self.comm, self.options))
 
     def stepper(self) -> Stepper | None:
-        """The ShardedOptimizer that steps the model. Raises FastcommError if it is gone."""
+        """For the reducer: the ShardedOptimizer that steps the model. Raises FastcommError if it is
+        gone.
+        """
         sharded_by = self.find(ShardedBy)
         return None if sharded_by is None else sharded_by.stepper()
 
     def sharding(self) -> Sharding | None:
-        """How the model's buckets are shared out; None: not at all. Raises as stepper()."""
+        """For the reducer: how the model's buckets are shared out; None: not at all. Raises as
+        stepper().
+        """
         stepper = self.stepper()
         return None if stepper is None else stepper.sharding
 
     def end_local_steps(self) -> None:
-        """Let the ranks step together again, without a sync."""
+        """For the reducer: let the ranks step together again, without a sync."""
         local_steps = self.find(LocalSteps)
         if local_steps is not None:
             self.remove(local_steps)
@@ -501,12 +508,14 @@ class Reducer(ReducerFlags):
 
     @property
     def awaits_round(self) -> bool:
-        """Whether set_weight() or skip_step() was called for a round that has not come."""
+        """For the reducer: whether set_weight() or skip_step() was called for a round that has not
+        come.
+        """
         weighting = self.find(Weighting)
         return self._votes or (weighting is not None and weighting.is_set)
 
     def features(self) -> dict[Feature, str]:
-        """What this reducer is used with now, and a word for each in messages."""
+        """For the reducer: what this reducer is used with now, and a word for each in messages."""
         present = self.options.features()
         sparse = [name for b in self.buckets if b.waits_in_launch for name in b.names]
         sharded_by, local_steps = self.find(ShardedBy), self.find(LocalSteps)
@@ -525,7 +534,9 @@ class Reducer(ReducerFlags):
     # -- one round ---------------------------------------------------------------------------------
 
     def begin_round(self) -> None:
-        """The first gradient of a backward is ready: ask autograd to call back at the end."""
+        """For the reducer: the first gradient of a backward is ready: ask autograd to call back at
+        the end.
+        """
         refuse_compiled_autograd()
         if self.comm.abandonment is not None:
             self.refuse_abandoned_backward()
@@ -536,8 +547,8 @@ class Reducer(ReducerFlags):
         )
 
     def refuse_abandoned_backward(self) -> None:
-        """The first gradient is ready. Raise AbandonedError, and drop it, if a hook has abandoned
-        the step and lets the backward go on.
+        """For the reducer: the first gradient is ready. Raise AbandonedError, and drop it, if a
+        hook has abandoned the step and lets the backward go on.
         """
         error = error_in_abandoned_backward(self.comm)
         if error is not None:
@@ -583,7 +594,9 @@ class Reducer(ReducerFlags):
         self.phases.enter(OTHER)
 
     def drop_step(self) -> None:
-        """Drop all gradients, and what was said of the next round. An open round does so itself."""
+        """For the reducer: drop all gradients, and what was said of the next round. An open round
+        does so itself.
+        """
         if self.round is None:
             for bucket in self.buckets:
                 bucket.drop_gradients()
@@ -690,7 +703,7 @@ class Reducer(ReducerFlags):
                 planner.after_round(self, can_replan)
 
     def forget_phases(self) -> None:
-        """On all ranks: the time that has gone by was not that of steps."""
+        """For the reducer: on all ranks, the time that has gone by was not that of steps."""
         self._stragglers.begin(self.n_rounds)
 
     @contextlib.contextmanager
@@ -728,7 +741,7 @@ class Reducer(ReducerFlags):
         raise error
 
     def refuse_inside_backward(self, what: str) -> None:
-        """Raise FastcommError inside a backward. what: the call that it refuses."""
+        """For the reducer: raise FastcommError inside a backward. what: what it refuses."""
         if self.round is not None and self.round.has_callback:
             raise FastcommError(
                 f"{what} was called inside backward(), which reduces the gradients itself: call "

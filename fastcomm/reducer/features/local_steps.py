@@ -15,12 +15,12 @@ class LocalSteps(RoundExtension):
 
     @property
     def name(self) -> str:
-        """How the ranks sync, in messages: "LocalSGD"."""
+        """For the reducer: how the ranks sync, in messages: "LocalSGD"."""
         return type(self).__name__
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all parameters have been agreed on since this rank's last step."""
+        """For the reducer: whether all parameters are agreed on since this rank's last step."""
         raise NotImplementedError
 
     def let_go(self) -> None:
@@ -30,15 +30,17 @@ class LocalSteps(RoundExtension):
         raise NotImplementedError
 
     def refuse(self, what: str) -> None:
-        """Raises FastcommError for a call that is of no use while ranks step by themselves."""
+        """For the reducer: raises FastcommError for a call that is of no use while ranks step by
+        themselves.
+        """
         raise FastcommError(
             f"{what} was called while {self.name} lets each rank step with its own gradients: "
             "call its finish() first, on every rank"
         )
 
     def refuse_comparison(self, comm: Transport) -> None:
-        """Raises FastcommError, on every rank, if one has made steps of its own since all ranks
-        have synced. Collective.
+        """For the reducer: raises FastcommError, on every rank, if one has made steps of its own
+        since all ranks have synced. Collective.
         """
         problem = None
         if not self.is_agreed:
