@@ -4,6 +4,8 @@ finds it is tested with the installed wheel, in tests/test_package.py.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -51,3 +53,22 @@ def test_an_error_does_not_reach_the_import_of_torch(monkeypatch):
 def test_a_torch_without_distributed_is_left_alone(monkeypatch):
     monkeypatch.delattr(dist, "Backend")
     fastcomm_autoload.register()
+
+
+ENTRY_POINT = "[torch.backends]\nfastcomm = fastcomm_autoload:register\n"
+
+
+def test_torch_is_imported_as_usual_where_fastcomm_itself_is_broken(tmp_path):
+    shutil.copy(fastcomm_autoload.__file__, tmp_path)
+    (tmp_path / "fastcomm").mkdir()
+    (tmp_path / "fastcomm" / "__init__.py").write_text("raise ImportError('not for this torch')")
+    metadata = tmp_path / "fastcomm-0.0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fastcomm\nVersion: 0.0.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
+    code = "import torch.distributed as dist; print('FASTCOMM' in dist.Backend._plugins)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
