@@ -182,8 +182,15 @@ def clean_python(
 
 def test_the_newest_changes_are_those_of_this_version() -> None:
     """The version stands in fastcomm/__init__.py alone; what else names it must agree."""
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## \[(\S+)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] == fastcomm.__version__
+    recipe = re.search(r'^  version: "(.*)"$', (ROOT / "ci/recipe.yaml").read_text(), re.MULTILINE)
+    assert recipe is not None and recipe[1] == fastcomm.__version__
+
+
+def test_the_changelog_has_the_sections_of_its_format() -> None:
+    found = re.findall(r"^### (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert set(found) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Path]) -> None:
@@ -195,6 +202,7 @@ def test_sdist_holds_the_sources_and_nothing_built(distributions: tuple[Path, Pa
         "kernels/shm/core.h",
         "Makefile",
         "tests/test_package.py",
+        "tests/public_names.txt",
         "LICENSE",
         "fastcomm_autoload.py",
         "CITATION.cff",
@@ -249,6 +257,12 @@ def test_wheel_holds_the_cuda_kernels_for_cupy_and_what_nvcc_makes_of_them(
     sources = {"flatten.cu", "unflatten.cu", "multi_tensor.cuh", "multi_tensor.h", "bytes.cuh"}
     assert kernels == sources | {"flatten.fatbin", "unflatten.fatbin"}
     assert b"code=[sm_80,compute_80]" in compiled and b"code=sm_90" in compiled
+
+
+def test_wheel_installs_the_command(distributions: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(distributions[1]) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith("entry_points.txt"))
+        assert "fastcomm = fastcomm.__main__:main" in archive.read(name).decode()
 
 
 # Without an import of fastcomm until the end of the first part.
