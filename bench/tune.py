@@ -6,7 +6,7 @@ on one that a TOML file describes, by the model of a step that Reducer(bucket_ca
     python -m fastcomm tune --machine cluster.toml --ranks 64
 
 The step's parts and the gradients' times are measured on this machine, without communication;
-[step] of a TOML file overrides how long the parts are. docs/simulate.md says what the file holds.
+[step] of a TOML file overrides how long the parts are. docs/scaling.md says what the file holds.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _total(costs: Iterable[Cost]) -> Cost:
 
 
 def read(path: Path) -> Machine:
-    """The machine that a TOML file describes; docs/simulate.md has an example. Raises ValueError,
+    """The machine that a TOML file describes; docs/scaling.md has an example. Raises ValueError,
     naming the file and what is wrong in it.
     """
     try:
