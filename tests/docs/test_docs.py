@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import fastcomm
-from ci.compatibility import page
 from fastcomm.comm.collective import CPU_DTYPES, OPS, REDUCTIONS, name_of
 from tests.support.scripts import printed_by
 
@@ -104,11 +103,6 @@ def test_every_public_name_says_what_it_is_for(name: str) -> None:
         for member, value in vars(of).items():
             if callable(value) and not member.startswith("_"):
                 assert value.__doc__, f"{name}.{member} has no docstring"
-
-
-def test_the_page_of_what_does_not_go_together_says_what_the_code_asks() -> None:
-    current = (ROOT / "docs" / "compatibility.md").read_text()
-    assert current == page(), "python -m ci.compatibility > docs/compatibility.md"
 
 
 def test_the_documented_ops_are_those_of_the_table() -> None:

@@ -1,16 +1,40 @@
-"""The matrix as a page for users: `python -m tests.matrix.guarantees > docs/guarantees.md`."""
+"""The matrix, and the table of features that do not go together, as a page for users:
+`python -m tests.matrix.guarantees > docs/guarantees.md`.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
 
+from fastcomm.reducer.features.compatibility import REFUSALS
 from tests.matrix import ROWS, THEMES, Row
 
 INTRO = """\
-# Guarantees
+# Guarantees, and what does not go together
 
-Whatever you do with autograd and `nn.Module`, one of two things happens under a `fastcomm.Reducer`:
+This page says what becomes of checkpointing, tied weights, torch.compile and the rest. Whatever you
+do with autograd and `nn.Module`, one of two things happens under a `fastcomm.Reducer`:
+
+```python
+import torch, fastcomm
+
+comm = fastcomm.init()
+model = torch.nn.Linear(4, 1).to(comm.device)
+reducer = fastcomm.Reducer(comm).attach(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(8, 4, device=comm.device)).sum().backward()  # reduced
+optimizer.step()
+for parameter in model.parameters():
+    parameter.grad = torch.randn_like(parameter)  # by hand, and so this rank's own
+try:
+    optimizer.step()
+except fastcomm.FastcommError as error:  # names the parameter, and says what to do
+    print(error)
+    reducer.reduce()
+optimizer.step()
+comm.close()
+```
 
 - **reduced**: gradients are the mean over ranks of what every rank's own model would have had,
   bitwise equal on all ranks; after the optimizer's step, so are the parameters;
@@ -25,26 +49,37 @@ backward, where every rank gets `MismatchError`.
 
 What a rank does to parameters by itself is no line below: it steps gradients of `no_sync()`, has
 another learning rate, clips or drops gradients that were reduced, or adds noise. On the CPU ranks
-compare a few elements of what an optimizer's step has made of their parameters, and get
-`MismatchError`, mostly in the next backward. Not found are differences in elements that are hardly
-ever compared, in frozen parameters, in buffers, in what an optimizer written by hand does, under a
-`ShardedOptimizer`, and with a hook: see [limits.md](limits.md).
+compare a few elements of their parameters, and mostly get `MismatchError` in the next backward:
+[limits.md](limits.md) says what is not found.
 
 NCCL compares nothing before data moves. So over NCCL such a rank is not found, nor are ranks whose
 backward reaches two reducers of one communicator in different orders: give models that share a loss
 one reducer, `attach(nn.ModuleList([a, b]))`, if graphs differ between ranks.
 `reducer.check_in_sync()`, called now and then, finds all of it.
 
-Every line below is a test in `tests/matrix`. It runs with 2 ranks over shared memory and over NCCL,
-and with 3 over `torch.distributed` (what compiles, over the first two alone): every second line on
-one host, the others across two. The tables are made from the tests: instead of editing them, run
+Every line with an outcome is a test in `tests/matrix`. It runs with 2 ranks over shared memory and
+over NCCL, and with 3 over `torch.distributed` (what compiles, over the first two alone): every
+second line on one host, the others across two. The tables are made from the tests, and the last one
+from what the code asks: instead of editing them, run
 `python -m tests.matrix.guarantees > docs/guarantees.md`.
 """
+
+REFUSED = """\
+## What does not go together
+
+Features of a reducer may be combined, but for the pairs below: each is a `ValueError`, at the call
+that asks for the second feature. No other pair is refused. While ranks step by themselves, under
+`LocalSGD` or `DiLoCo`, `reduce()`, `set_weight()`, `skip_step()` and `refresh()` raise
+`FastcommError`: call `finish()` first, on every rank.
+
+| asked for | where there is | why, and what to do |
+|---|---|---|"""
 
 
 def page() -> str:
     """The text of docs/guarantees.md."""
-    return "\n".join([INTRO, *(line for theme in THEMES for line in _section(theme))])
+    themes = [line for theme in THEMES for line in _section(theme)]
+    return "\n".join([INTRO, *themes, REFUSED, *_refusals(), ""])
 
 
 def _section(theme: object) -> Iterator[str]:
@@ -55,6 +90,11 @@ def _section(theme: object) -> Iterator[str]:
         if row.theme == theme.__name__:
             yield f"| {row.feature} | {_outcome(row)} | {row.instead} |"
     yield ""
+
+
+def _refusals() -> Iterator[str]:
+    for (asked, present), sentence in REFUSALS.items():
+        yield f"| {asked.value} | {present.value} | {sentence.format('…')} |"
 
 
 def _outcome(row: Row) -> str:
