@@ -224,10 +224,6 @@ class StoreBootstrap:
         """All ranks have met."""
         count_as_finished(self._store)
 
-    def with_notes(self, timeout: timedelta) -> StoreBootstrap:
-        """The bootstrap through which the transport's threads exchange notes: this one."""
-        return self
-
     def store(self, name: str) -> Store:
         """A part of the store for others to use, who may wait there."""
         return PrefixStore(name, own_connection(self._store))
@@ -249,51 +245,11 @@ class StoreBootstrap:
         return text_of(self._store.get(f"note/{key}")) if is_there else None
 
 
-class GroupBootstrap:
-    """Ranks that belong to a torch.distributed group already."""
-
-    caller = _INIT.name
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = group.rank()
-        self.name = f"rank {self.rank}"
-        self.world_size = group.size()
-        self._group = group
-        self._is_over = False
-
-    def exchange(self, value: Any, form: messages.Form) -> list[Any]:
-        """Every rank's value, by rank. Raises InitError as StoreBootstrap.exchange does."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, (value, None), group=self._group)
-        failures = [failure for _, failure in values if failure is not None]
-        if failures:
-            self._is_over = True  # all ranks see it in this exchange: nobody is left to tell
-            raise InitError(failures[0])
-        return [
-            messages.checked(value, form, f"what {self.name} has got from rank {rank}", InitError)
-            for rank, (value, _) in enumerate(values)
-        ]
-
-    def finish(self) -> None:
-        """All ranks have met."""
-
-    def with_notes(self, timeout: timedelta) -> StoreBootstrap:
-        """A bootstrap at the group's store, through which the transport's threads exchange notes:
-        torch's collectives are for one thread only. All ranks meet there again.
-        """
-        self._is_over = True  # nobody is in an exchange here any more
-        store = own_connection(dist.distributed_c10d._get_process_group_store(self._group))
-        part, pass_on = own_part(store, self.rank, f"group {self._group.group_name}")
-        return StoreBootstrap(part, self.rank, self.world_size, timeout, pass_on=pass_on)
-
-    def fail(self, message: str) -> None:
-        """Tells the others, in the exchange they are waiting in."""
-        if not self._is_over:
-            self._is_over = True
-            dist.all_gather_object([None] * self.world_size, (None, message), group=self._group)
-
-
-Bootstrap = StoreBootstrap | GroupBootstrap
+def meet_in_group(group: dist.ProcessGroup, timeout: timedelta) -> StoreBootstrap:
+    """Opens the store of a torch.distributed group, for another meeting of its ranks."""
+    store = own_connection(dist.distributed_c10d._get_process_group_store(group))
+    part, pass_on = own_part(store, group.rank(), f"group {group.group_name}")
+    return StoreBootstrap(part, group.rank(), group.size(), timeout, pass_on=pass_on)
 
 
 def meet(

@@ -29,7 +29,6 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.launching.bootstrap import (
     PROCESS,
-    Bootstrap,
     Caller,
     MeetingPoint,
     StoreBootstrap,
@@ -139,7 +138,7 @@ class _Newest:
 class Parts:
     """Communicators of some of a communicator's ranks: see Communicator.split."""
 
-    def __init__(self, bootstrap: Bootstrap, connect: Connect, backend: str) -> None:
+    def __init__(self, bootstrap: StoreBootstrap, connect: Connect, backend: str) -> None:
         """bootstrap: where the ranks have met. backend: that of the parts."""
         self._bootstrap, self._connect, self._backend = bootstrap, connect, backend
         self._n_splits = 0
@@ -151,16 +150,13 @@ class Parts:
                 raise TypeError(f"split() takes an integer as {name}; got {value!r}")
         wishes = gather_objects(comm, (color, key), "split()")
         self._n_splits += 1
-        met = self._bootstrap.with_notes(comm.timeout)
-        if met is not self._bootstrap:  # in a group; from now on at its store
-            self._bootstrap = met
-            met.exchange(None, None)
         try:
             if color is None:
                 return None
             ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == color]
             ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys, as they are here
-            return self._make(comm, ranks, met.store(f"split {self._n_splits} {ranks[0]}"))
+            store = self._bootstrap.store(f"split {self._n_splits} {ranks[0]}")
+            return self._make(comm, ranks, store)
         finally:
             comm.barrier()  # the store may live in a rank, which must not end before all have met
 

@@ -25,11 +25,10 @@ from fastcomm.comm.whereabouts import answer_questions
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
 from fastcomm.launching.bootstrap import (
-    Bootstrap,
     Caller,
-    GroupBootstrap,
     StoreBootstrap,
     meet,
+    meet_in_group,
     own_connection,
 )
 from fastcomm.launching.bootstrap import host_identity as _host_identity
@@ -99,7 +98,7 @@ def init(
         _connect_all, group=group, place=place, timeout=timeout, ctas=(max_ctas, cta_policy)
     )
     if group is not None:
-        meeting = GroupBootstrap(group)
+        meeting = meet_in_group(group, timeout)
         comm, neighbours = connect(meeting, backend)
         comm.membership = Fixed(meeting, functools.partial(connect, group=None), backend)
     else:
@@ -116,7 +115,7 @@ def init(
 
 
 def _connect_all(
-    bootstrap: Bootstrap,
+    bootstrap: StoreBootstrap,
     backend: str,
     *,
     group: dist.ProcessGroup | None,
@@ -125,15 +124,14 @@ def _connect_all(
     ctas: tuple[int | None, str | None],
 ) -> tuple[Transport, list[int]]:
     """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
-    if _is_nccl(backend, place):  # its watchdog exchanges notes
-        bootstrap = bootstrap.with_notes(timeout)
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
         if _is_nccl(backend, place):
             comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours, *ctas)
         else:
             comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
-        bootstrap.finish()
+        if group is None:  # else the store is the group's
+            bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
         return comm, neighbours.ranks
@@ -175,7 +173,7 @@ def connect(
 
 
 @contextlib.contextmanager
-def _told_to_all(bootstrap: Bootstrap) -> Iterator[None]:
+def _told_to_all(bootstrap: StoreBootstrap) -> Iterator[None]:
     """Reports an error in the block to the other ranks, so that they stop waiting."""
     try:
         yield
@@ -253,7 +251,7 @@ class _Neighbours(NamedTuple):
 
 
 def _connect_on_cuda(
-    bootstrap: Bootstrap,
+    bootstrap: StoreBootstrap,
     timeout: timedelta,
     device: torch.device,
     neighbours: _Neighbours,
@@ -269,7 +267,7 @@ def _connect_on_cuda(
 
 def _connect_on_cpu(
     backend: str,
-    bootstrap: Bootstrap,
+    bootstrap: StoreBootstrap,
     timeout: timedelta,
     group: dist.ProcessGroup | None,
     of_host: _Neighbours,
@@ -290,15 +288,13 @@ def _connect_on_cpu(
                 "or 'auto'"
             )
         return ShmCommunicator(*place, bootstrap, timeout)
-    bootstrap = bootstrap.with_notes(timeout)
-    with _told_to_all(bootstrap):
-        if backend == "hierarchical":
-            return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
-        # In place of a user's group over Gloo we make one of our own, of the same ranks: it does
-        # not interfere with what else the user does with theirs.
-        is_foreign = group is not None and dist.get_backend(group) != "gloo"
-        exchange = Exchange(place[0], place[1], group if is_foreign else None)
-        return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
+    if backend == "hierarchical":
+        return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
+    # In place of a user's group over Gloo we make one of our own, of the same ranks: it does not
+    # interfere with what else the user does with theirs.
+    is_foreign = group is not None and dist.get_backend(group) != "gloo"
+    exchange = Exchange(place[0], place[1], group if is_foreign else None)
+    return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
 
 
 def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
@@ -329,7 +325,7 @@ def _cores_of(pid: int) -> set[int]:
         return os.sched_getaffinity(0)
 
 
-def _neighbours(bootstrap: Bootstrap) -> _Neighbours:
+def _neighbours(bootstrap: StoreBootstrap) -> _Neighbours:
     """Finds out which ranks run on which host: the ranks exchange it."""
     identities = bootstrap.exchange(_host_identity(), str)
     hosts: dict[str, list[int]] = {}

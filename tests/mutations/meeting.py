@@ -187,14 +187,6 @@ MUTATIONS = (
         tests=("tests/launching/test_meeting.py",),
     ),
     Mutation(
-        name="bootstrap: a group that has failed to meet is out of step",
-        file=BOOTSTRAP,
-        within="GroupBootstrap.exchange",
-        old="self._is_over = True",
-        new="pass",
-        tests=("tests/launching/test_init.py",),
-    ),
-    Mutation(
         name="launchers: what an interactive shell starts is a rank",
         file=LAUNCHERS,
         within="_launcher_or_none",
