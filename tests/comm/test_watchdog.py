@@ -473,7 +473,7 @@ REAL_NOTES: dict[str, Any] = {
     "failure": ["PeerLostError", "rank 0 (pid 7) died", [0]],
     "abandoned/0": [3, "rank 0 abandoned what was under way"],
     "closed/0": [0, 0, 4],
-    "position/0/0": [5, "all_reduce of 10"],
+    "position/0/0": [5, "all_reduce of 10", ""],
 }
 
 
